@@ -100,14 +100,13 @@ async def run(config: Config) -> None:
     store = make_store(config)
     loading = asyncio.create_task(store.open())
     observe_tiers(lambda: [(tier.name, tier.used_bytes, tier.capacity_bytes) for tier in store.residents.tiers])
-    sweeper = asyncio.create_task(_after(loading, store.sweep))
+    background = [asyncio.create_task(_after(loading, store.sweep))]
     file_servers = start_file_servers(config, store)
     sharing: Sharing | None = None
-    writing: asyncio.Task[None] | None = None
     try:
         if config.remote_url:
             sharing = make_sharing(config, store)
-            writing = asyncio.create_task(_after(loading, sharing.run))
+            background.append(asyncio.create_task(_after(loading, sharing.run)))
         await rpc.serve(
             NAME,
             config.listen,
@@ -120,11 +119,10 @@ async def run(config: Config) -> None:
     finally:
         for file_server in file_servers:
             file_server.close()
-        for task in (sweeper, writing):
-            if task is not None:
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, OSError):  # `serve` raises what loading raised
-                    await task
+        for task in background:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, OSError):  # `serve` raises what loading raised
+                await task
         if sharing is not None:
             await sharing.close()
         # Until the index is loaded, nothing on the disk was changed, and nothing must be closed.

@@ -14,6 +14,7 @@ from opentelemetry import propagate, trace
 from fusionkv.kvcache_service.index.record import HitKind
 from fusionkv.kvcache_service.local import LocalTiers, read_into
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
+from fusionkv.protos.kvcache.v1.kvcache_pb2_grpc import KVCacheServiceStub
 from fusionkv.protos.runtime import errors, frames, process, rpc
 from fusionkv.protos.runtime.checksum import Checksum
 from fusionkv.protos.runtime.checksum import checksum as checksum_of
@@ -87,9 +88,8 @@ class CacheClient:
     def __init__(self, address: str, tls: ClientTLS | None = None) -> None:
         self.address = address
         self._tls = tls
-        self._channel: grpc.aio.Channel | None = None
-        self._put_channel: grpc.aio.Channel | None = None
-        self._stubs: dict[str, Callable[..., Any]] = {}
+        self._channels: list[grpc.aio.Channel] = []
+        self._stub: Any = None
         self._local = LocalTiers(address)
         self._rise = Rise(self._prefetch)
 
@@ -269,11 +269,9 @@ class CacheClient:
     async def close(self) -> None:
         """Closes the connection; calls in progress fail."""
         self._rise.close()
-        for channel in (self._channel, self._put_channel):
-            if channel is not None:
-                await channel.close()
-        self._channel = self._put_channel = None
-        self._stubs.clear()
+        for channel in self._channels:
+            await channel.close()
+        self._channels.clear()
         self._local.close()
 
     async def _send(self, header: pb.PutHeader, data: memoryview, timeout: float) -> pb.PutResponse:
@@ -323,24 +321,19 @@ class CacheClient:
         if timeout <= 0:
             # gRPC would interpret 0 as no deadline.
             raise errors.DeadlineExceeded(f"no time left for {method.lower()} at the cache service at {self.address}")
-        if self._channel is None:
+        if not self._channels:
             process.keep_freed_memory()
-            self._channel = rpc.dial(self.address, tls=self._tls)
-            self._put_channel = rpc.dial(self.address, tls=self._tls, traced=False)
-            for name in ("Lookup", "Prefetch", "Release", "Delete", "Stats"):
-                self._stubs[name] = self._channel.unary_unary(
-                    _SERVICE + name,
-                    request_serializer=getattr(pb, f"{name}Request").SerializeToString,
-                    response_deserializer=getattr(pb, f"{name}Response").FromString,
-                )
+            channel = rpc.dial(self.address, tls=self._tls)
+            put_channel = rpc.dial(self.address, tls=self._tls, traced=False)
+            self._channels, self._stub = [channel, put_channel], KVCacheServiceStub(channel)
             # KV bytes bypass protobuf (frames.py).
-            self._stubs["Fetch"] = self._channel.unary_stream(
+            self._stub.Fetch = channel.unary_stream(
                 _SERVICE + "Fetch", request_serializer=pb.FetchRequest.SerializeToString, response_deserializer=None
             )
-            self._stubs["Put"] = self._put_channel.stream_unary(
+            self._stub.Put = put_channel.stream_unary(
                 _SERVICE + "Put", request_serializer=_put_message, response_deserializer=pb.PutResponse.FromString
             )
-        return self._stubs[method](request, timeout=timeout, **more)
+        return getattr(self._stub, method)(request, timeout=timeout, **more)
 
 
 def hit_of(message: pb.Hit, lease: int, arena: memoryview | None) -> Hit:

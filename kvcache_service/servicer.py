@@ -15,10 +15,10 @@ from fusionkv.kvcache_service.index import record as records
 from fusionkv.kvcache_service.index.record import HitKind, Record
 from fusionkv.kvcache_service.keys import DIGEST_BYTES
 from fusionkv.kvcache_service.remote.sharing import Sharing
-from fusionkv.kvcache_service.store import reading, writing
+from fusionkv.kvcache_service.store import writing
 from fusionkv.kvcache_service.store.entries import StoredEntry
 from fusionkv.kvcache_service.store.store import Store
-from fusionkv.kvcache_service.tiers.disk import DiskTier, readable_files
+from fusionkv.kvcache_service.tiers.disk import SEGMENT_BYTES, DiskTier, readable_files
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.runtime import frames, rpc
@@ -81,7 +81,7 @@ class KVCacheServicer:
         slow = [entry for entry in own if self._store.residents.fastest(entry).blocking]
         if self._files is not None and context.peer().startswith("unix:"):  # the caller reads the disk tier's files
             slow = [entry for entry in slow if DiskTier.name not in entry.places]
-        reading.prefetch(self._store, slow)
+        self._store.prefetch(slow)
         return pb.LookupResponse(hits=hits, lease=lease, lease_ms=lease_ms if lease else 0, arena=self._arena)
 
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[memoryview]:
@@ -92,8 +92,8 @@ class KVCacheServicer:
         context.add_done_callback(lambda _: ended.close())  # type: ignore[arg-type]  # the stubs want a class here
         if self._sharing is not None and self._store.residents.get(request.key) is None:
             await self._sharing.bring(request.key)
-        entry = ended.enter_context(reading.pinned(self._store, request.key))
-        async for frame in reading.frames(self._store, entry):
+        entry = ended.enter_context(self._store.pinned(request.key))
+        async for frame in self._store.frames(entry):
             yield frame
 
     async def Prefetch(self, request: pb.PrefetchRequest, context: grpc.aio.ServicerContext) -> pb.PrefetchResponse:
@@ -208,8 +208,8 @@ class KVCacheServicer:
             self._fetches -= 1
 
     async def _rise(self, key: bytes) -> None:
-        if self._store.residents.get(key) is not None:
-            await reading.rise(self._store, key)
+        if (entry := self._store.residents.get(key)) is not None:
+            await self._store.rise(entry)
         elif self._sharing is not None:
             with contextlib.suppress(ResourceExhausted):  # it is not in memory then
                 await self._sharing.bring(key)
@@ -217,7 +217,7 @@ class KVCacheServicer:
     def _entry(self, entry: StoredEntry) -> pb.Entry:
         fastest, place, extent = self._store.residents.fastest(entry), entry.places.get(DiskTier.name), None
         if self._files is not None and place is not None:
-            segment, offset = self._files.extent(place)
+            segment, offset = divmod(place.offset, SEGMENT_BYTES)
             extent = pb.Extent(segment=segment, offset=offset)
         return _entry_of(entry.record, _TIERS[fastest.name], arena_offset=_arena_offset(entry), extent=extent)
 

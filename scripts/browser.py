@@ -5,6 +5,7 @@ import base64
 import contextlib
 import re
 import tempfile
+from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -46,18 +47,12 @@ class Page:
 
     async def size(self, width: int, height: int, *, dark: bool = False, scale: float = 1) -> None:
         """Sets the window's size in CSS pixels; below 600 wide it is a phone. scale: device pixels per CSS pixel."""
-        await self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=scale,
-            mobile=width < 600,
-        )
+        window = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 600}
+        await self.call("Emulation.setDeviceMetricsOverride", **window)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         await self.call("Emulation.setEmulatedMedia", features=[scheme])
 
-    async def open(self, url: str, *, headers: dict[str, str] | None = None) -> None:
-        await self.call("Network.setExtraHTTPHeaders", headers=headers or {})
+    async def open(self, url: str) -> None:
         self._loaded.clear()
         done = await self.call("Page.navigate", url=url)
         if done.get("errorText"):
@@ -72,11 +67,8 @@ class Page:
         return done["result"].get("value")
 
     async def until(self, expression: str, seconds: float = _SECONDS - 1) -> None:
-        """Waits until the expression is true."""
-        polled = (
-            f"new Promise((done) => {{ const ask = () => ({expression}) ? done() : setTimeout(ask, 100); ask() }})"
-        )
-        await asyncio.wait_for(self.value(polled), seconds)
+        ask = f"const ask = () => ({expression}) ? done() : setTimeout(ask, 100); ask()"
+        await asyncio.wait_for(self.value(f"new Promise((done) => {{ {ask} }})"), seconds)
 
     async def click(self, selector: str) -> None:
         """Clicks the element that a selector finds, and waits for the page that this leads to."""
@@ -89,9 +81,8 @@ class Page:
             await self.call("Input.dispatchMouseEvent", type=kind, x=at[0], y=at[1], button="left", clickCount=1)
         await asyncio.wait_for(self._loaded.wait(), _SECONDS)
 
-    async def picture(self, file: Path, *, whole: bool = False) -> None:
-        """Saves the window, or the whole page, as PNG."""
-        shot = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+    async def picture(self, file: Path) -> None:
+        shot = await self.call("Page.captureScreenshot", format="png")
         await asyncio.to_thread(file.write_bytes, base64.b64decode(shot["data"]))
 
 
@@ -99,14 +90,8 @@ class Page:
 async def browsing(chromium: str) -> AsyncIterator[Page]:
     """Runs the browser with a temporary profile."""
     with tempfile.TemporaryDirectory(prefix="fusionkv-browser-", ignore_cleanup_errors=True) as profile:
-        process = await asyncio.create_subprocess_exec(
-            chromium,
-            *_FLAGS,
-            f"--user-data-dir={profile}",
-            "about:blank",
-            stderr=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.DEVNULL,
-        )
+        command = (chromium, *_FLAGS, f"--user-data-dir={profile}", "about:blank")
+        process = await asyncio.create_subprocess_exec(*command, stderr=PIPE, stdout=DEVNULL)
         try:
             port = await asyncio.wait_for(_port(process), _SECONDS)
             async with aiohttp.ClientSession() as session:

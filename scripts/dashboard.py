@@ -6,11 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import matplotlib
-
-matplotlib.use("svg")
-from matplotlib import pyplot as plt
 from matplotlib.ticker import FuncFormatter
+from plots import STYLE, plt
 
 ROOT = Path(__file__).parent.parent
 DASHBOARD = ROOT / "k8s/fusionkv/files/dashboard.json"
@@ -22,34 +19,30 @@ SHOWN = (
     "Time per token",
     "Quality: same answer as full attention",
 )
-INK = "#334155"
 _COLUMNS = 2
 
 
-async def draw(prometheus: str, start: float, end: float, out: Path, rate: str = "20s") -> None:
+async def draw(prometheus: str, start: float, end: float, out: Path) -> None:
     """Draws the panels.
 
     Args:
         prometheus: URL.
         start, end: seconds since the epoch.
         out: the SVG file to write.
-        rate: interval of rates, which Grafana would choose itself.
 
     Raises:
         ValueError: a panel's queries return no data.
     """
     panels = {panel["title"]: panel for panel in json.loads(DASHBOARD.read_text())["panels"]}
-    plt.rcParams.update(
-        {"svg.fonttype": "none", "svg.hashsalt": "fusionkv", "text.color": INK, "axes.edgecolor": INK}
-    )
-    plt.rcParams.update({"xtick.color": INK, "ytick.color": INK, "axes.labelcolor": INK, "font.size": 9})
+    plt.rcParams.update({**STYLE, "font.size": 9})
     rows = -(-len(SHOWN) // _COLUMNS)
     figure, axes = plt.subplots(rows, _COLUMNS, figsize=(10, 2.7 * rows), layout="constrained", sharex=True)
     async with aiohttp.ClientSession() as session:
         for axis, title in zip(axes.flat, SHOWN, strict=True):
             panel, drawn = panels[title], 0
             for target in panel["targets"]:
-                query = target["expr"].replace("$__rate_interval", rate).replace("[1h]", "[10m]")
+                # Grafana would choose the interval of rates.
+                query = target["expr"].replace("$__rate_interval", "20s").replace("[1h]", "[10m]")
                 asked = {"query": query, "start": f"{start}", "end": f"{end}", "step": "2"}
                 async with session.get(f"{prometheus}/api/v1/query_range", params=asked) as response:
                     series = (await response.json())["data"]["result"]

@@ -42,9 +42,14 @@ class Drawing:
         of = ' class="weak"' if weak else ""
         self._parts.append(f'<text{of} x="{x}" y="{y}" text-anchor="{anchor}">{escape(words)}</text>')
 
-    def arrow(self, *points: tuple[int, int]) -> None:
+    def arrow(
+        self, *points: tuple[int, int], label: tuple[int, int, str] | None = None, anchor: str = "middle"
+    ) -> None:
+        """Adds an arrow. label: position and text of its label."""
         path = "M" + "L".join(f"{x} {y}" for x, y in points)
         self._parts.append(f'<path class="arrow" d="{path}"/>')
+        if label is not None:
+            self.text(*label, weak=True, anchor=anchor)
 
     def row(self, y: int, cells: "list[tuple[int, str, str]]", x: int = 20, gap: int = 6) -> None:
         """Adds boxes side by side. cells: their widths, labels and kinds."""
@@ -120,9 +125,8 @@ def recipe() -> None:
     chosen = {3, 4, 11, 17}
     for n in range(20):
         d.box(20 + 30 * n, 50, 26, "", "computed" if n in chosen else "reused")
-    d.arrow((20 + 30 * 3 + 13, 132), (20 + 30 * 3 + 13, 96))
-    d.arrow((20 + 30 * 11 + 13, 132), (20 + 30 * 11 + 13, 96))
-    d.arrow((20 + 30 * 17 + 13, 132), (20 + 30 * 17 + 13, 96))
+    for n in (3, 11, 17):
+        d.arrow((33 + 30 * n, 132), (33 + 30 * n, 96))
     d.box(110, 134, 440, "attention of the question's tokens", "plain")
     d.text(20, 212, "The recipe chooses the tokens. The ratio is 4 of 20 = 0.2.", weak=True)
     d.text(20, 238, "A ratio of 1 equals full attention; a ratio of 0 is full reuse.", weak=True)
@@ -133,14 +137,11 @@ def lease() -> None:
     d = Drawing("A lease keeps entries in place while they are fetched", 230)
     d.box(20, 30, 130, "worker")
     d.box(490, 30, 130, "cache")
-    d.arrow((150, 42), (488, 42))
-    d.text(320, 34, "look up 8 chunks", weak=True, anchor="middle")
-    d.arrow((490, 62), (152, 62))
-    d.text(320, 84, "hits, under a lease of 30 s", weak=True, anchor="middle")
+    d.arrow((150, 42), (488, 42), label=(320, 34, "look up 8 chunks"))
+    d.arrow((490, 62), (152, 62), label=(320, 84, "hits, under a lease of 30 s"))
     d.arrow((556, 74), (556, 106))
     d.box(390, 108, 230, "leased: not evicted", "reused")
-    d.arrow((390, 128), (152, 128))
-    d.text(270, 120, "KV bytes", weak=True, anchor="middle")
+    d.arrow((390, 128), (152, 128), label=(270, 120, "KV bytes"))
     d.box(20, 108, 130, "pool", "reused")
     d.text(20, 190, "When a worker dies, its leases expire, and the entries", weak=True)
     d.text(20, 214, "can be evicted again.", weak=True)
@@ -167,18 +168,12 @@ def request() -> None:
     d.text(331, 46, "gateway", anchor="middle")
     d.text(331, 70, "2 retrieve, 3 plan", weak=True, anchor="middle")
     d.box(496, 20, 124, "corpora", height=64)
-    d.arrow((146, 44), (244, 44))
-    d.text(195, 36, "1 question", weak=True, anchor="middle")
-    d.arrow((246, 62), (148, 62))
-    d.text(195, 82, "10 answer", weak=True, anchor="middle")
-    d.arrow((416, 44), (494, 44))
-    d.text(455, 36, "search", weak=True, anchor="middle")
-    d.arrow((496, 62), (418, 62))
-    d.text(455, 82, "chunks", weak=True, anchor="middle")
-    d.arrow((290, 160), (290, 86))
-    d.text(278, 128, "tokens", weak=True, anchor="end")
-    d.arrow((372, 84), (372, 158))
-    d.text(384, 128, "4 token ids by chunk", weak=True)
+    d.arrow((146, 44), (244, 44), label=(195, 36, "1 question"))
+    d.arrow((246, 62), (148, 62), label=(195, 82, "10 answer"))
+    d.arrow((416, 44), (494, 44), label=(455, 36, "search"))
+    d.arrow((496, 62), (418, 62), label=(455, 82, "chunks"))
+    d.arrow((290, 160), (290, 86), label=(278, 128, "tokens"), anchor="end")
+    d.arrow((372, 84), (372, 158), label=(384, 128, "4 token ids by chunk"), anchor="start")
     d.box(20, 160, 600, "", "computed", height=128)
     d.text(36, 190, "fusion worker")
     d.text(330, 190, "pool of KV pages", weak=True)
@@ -187,12 +182,9 @@ def request() -> None:
     d.text(36, 246, "7 select tokens", weak=True)
     d.text(330, 246, "8 recompute them", weak=True)
     d.text(36, 272, "9 decode", weak=True)
-    d.arrow((90, 288), (90, 350))
-    d.text(102, 324, "Lookup", weak=True)
-    d.arrow((250, 352), (250, 290))
-    d.text(262, 324, "Fetch: KV bytes", weak=True)
-    d.arrow((470, 288), (470, 350))
-    d.text(482, 324, "Put: KV bytes", weak=True)
+    d.arrow((90, 288), (90, 350), label=(102, 324, "Lookup"), anchor="start")
+    d.arrow((250, 352), (250, 290), label=(262, 324, "Fetch: KV bytes"), anchor="start")
+    d.arrow((470, 288), (470, 350), label=(482, 324, "Put: KV bytes"), anchor="start")
     d.box(20, 352, 600, "cache service: index, leases, memory, disk", "reused")
     d.text(20, 424, "KV bytes never pass through the gateway.", weak=True)
     d.save("request")

@@ -14,6 +14,8 @@ ROOT = Path(__file__).parent.parent
 ROWS, IMAGES = ROOT / "build/bench", ROOT / "docs/img"
 INK, OURS, OTHER, THIRD = "#334155", "#0f766e", "#b45309", "#6d28d9"
 FOURTH = "#be185d"
+STYLE = {"svg.fonttype": "none", "svg.hashsalt": "fusionkv", "font.family": "sans-serif"}
+STYLE |= dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK)
 
 
 def storage(rows: dict[str, Any]) -> None:
@@ -77,10 +79,7 @@ def save(figure: Any, name: str) -> None:
 
 
 def main() -> None:
-    plt.rcParams.update(
-        {"svg.fonttype": "none", "svg.hashsalt": "fusionkv", "text.color": INK, "axes.edgecolor": INK}
-        | {"axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "font.family": "sans-serif"}
-    )
+    plt.rcParams.update(STYLE)
     # Each plot has its own benchmark; without results, the plot is not redrawn.
     for draw, name in ((storage, "storage.json"), (index, "scale.json"), (throughput, "throughput.json")):
         if (ROWS / name).exists():

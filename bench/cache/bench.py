@@ -1,14 +1,12 @@
 """Measures the speed of the cache service against its limits: `python -m fusionkv.bench.cache.bench`.
 
 Every row is measured next to a bare gRPC server in a separate process, which streams the same frames from a buffer
-and
-drops received ones: no checksums, no tiers, no OpenTelemetry. memcpy of the same size is the physical limit. The disk
-    tier's files are in the page cache. "fetch shared" copies from the service's memory without a stream. "fetch
-    extent" reads the disk tier's files; its limit is preadv of the same bytes, one entry after another. These two and
-    their limits never wait, and are given in CPU time, which depends little on other load. "fetch cold" is "fetch
-    extent" of files that are not in the page cache, in wall time. Over TCP, entries of 8 MiB and more are also
-    fetched from a Redis, if there is
-a redis-server on this machine.
+and drops received ones: no checksums, no tiers, no OpenTelemetry. memcpy of the same size is the physical limit. The
+disk tier's files are in the page cache. "fetch shared" copies from the service's memory without a stream. "fetch
+extent" reads the disk tier's files; its limit is preadv of the same bytes, one entry after another. These two and
+their limits never wait, and are given in CPU time, which depends little on other load. "fetch cold" is "fetch extent"
+of files that are not in the page cache, in wall time. Over TCP, entries of 8 MiB and more are also fetched from a
+Redis, if there is a redis-server on this machine.
 """
 
 import argparse
@@ -16,14 +14,15 @@ import asyncio
 import hashlib
 import json
 import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
+import timeit
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from fusionkv.bench.cache.bench_floor import FloorClient, Redis, drop_pages, memcpy, preadv, serve
+from fusionkv.bench.cache.peers import Process, cpu_seconds
 from fusionkv.kvcache_service.client import CacheClient, Entry
 from fusionkv.protos.runtime.checksum import checksum
 
@@ -63,10 +63,6 @@ class Row:
     redis_gb_per_s: float | None = None
     """Speed of GETs of the same size and concurrency from Redis, copied into the same buffers."""
 
-    @property
-    def of_grpc(self) -> float:
-        return self.gb_per_s / self.grpc_gb_per_s
-
 
 class Bench:
     """The measurements of one transport, with two services and the bare server.
@@ -75,23 +71,13 @@ class Bench:
     """
 
     def __init__(
-        self,
-        transport: str,
-        addresses: Sequence[str],
-        pids: Sequence[int],
-        folder: Path,
-        rounds: int,
+        self, transport: str, addresses: Sequence[str], pids: Sequence[int], folder: Path, rounds: int
     ) -> None:
         """folder: directory of the second service's files."""
-        service, disk_service, floor = addresses
-        self.transport = transport
-        self.folder = folder
-        self.pids = pids
-        self.service = CacheClient(service)
-        self.disk_service = CacheClient(disk_service)
-        self.floor = FloorClient(floor)
+        self.transport, self.folder, self.pids, self.rounds = transport, folder, pids, rounds
+        self.service, self.disk_service = map(CacheClient, addresses[:2])
+        self.floor = FloorClient(addresses[2])
         self.redis = Redis() if transport == "tcp" and Redis.here() else None
-        self.rounds = rounds
         self.source = memoryview(os.urandom(64 * MIB))
         self.count = 0
         self.lease = 0
@@ -135,7 +121,7 @@ class Bench:
             copies.append(preadv(into, files, clock) if from_file else memcpy(into, self.source))
 
         for i in range(self.rounds + 1):
-            before, floor_before = _cpu(pid), _cpu(floor_pid)
+            before, floor_before = cpu_seconds(pid), cpu_seconds(floor_pid)
             work = (run(size, into[n], entries[n] if entries else None) for n in range(at_once))
             # A virtual disk may cache what was just read, so the order alternates between rounds.
             if tier == "cold" and i % 2:
@@ -152,8 +138,8 @@ class Bench:
                 floor_speeds.append(size * at_once / floor_took / 1e9)
                 if tier != "cold" or i % 2 == 0:
                     copy()
-                cpu += _cpu(pid) - before
-                floor_cpu += _cpu(floor_pid) - floor_before
+                cpu += cpu_seconds(pid) - before
+                floor_cpu += cpu_seconds(floor_pid) - floor_before
             if redis is not None:
                 redis_took = await self._timed(redis.get(b"%d" % n, buffer) for n, buffer in enumerate(into))
                 redis_speeds.append(size * at_once / redis_took / 1e9)
@@ -223,18 +209,6 @@ class Bench:
         await self.client.fetch(entry, into, timeout=60)
 
 
-def _cpu(pid: int) -> float:
-    """CPU seconds of a process so far, in steps of 10 ms."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _hashing(data: memoryview) -> float:
-    start = time.perf_counter()
-    checksum(data)
-    return len(data) / (time.perf_counter() - start) / 1e9
-
-
 async def measure(
     addresses: dict[str, tuple[str, ...]], pids: Sequence[int], folder: Path, rounds: int, done: Callable[[], None]
 ) -> list[Row]:
@@ -254,12 +228,6 @@ async def measure(
     return rows
 
 
-def _start(*command: str) -> tuple[subprocess.Popen[str], list[str]]:
-    process = subprocess.Popen([sys.executable, "-P", "-m", *command], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    return process, process.stdout.readline().split(" serving on ")[1].split()
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fusionkv.bench.cache.bench", description=__doc__)
     parser.add_argument("--rounds", type=int, default=8, help="rounds of each row, median reported (default: 8)")
@@ -269,28 +237,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.serve_floor:
         asyncio.run(serve(options.serve_floor))
         return 0
-    with tempfile.TemporaryDirectory(prefix="fusionkv-bench") as directory, Progress(transient=True) as progress:
+    with (
+        tempfile.TemporaryDirectory(prefix="fusionkv-bench") as directory,
+        Progress(transient=True) as progress,
+        ExitStack() as stack,
+    ):
         task = progress.add_task("rows", total=9 * len(SIZES))
-        processes, addresses = [], []
-        try:
-            for name, memory in [("service", "256MiB"), ("disk", "1MiB"), ("floor", "")]:
-                listen = ["127.0.0.1:0", f"unix:{directory}/{name}.sock"]
-                command = ["fusionkv.bench.cache.bench", "--serve-floor", *listen] if name == "floor" else [
-                    "fusionkv.kvcache_service", "--data-dir", f"{directory}/{name}", "--memory-bytes", memory,
-                    "--disk-bytes", "1GiB", "--listen", ",".join(listen),
-                ]  # fmt: skip
-                process, at = _start(*command)
-                processes.append(process)
-                addresses.append(at)
-            tcp, unix = zip(*addresses, strict=True)
-            pids = [process.pid for process in processes]
-            transports = {"tcp": tcp, "unix": unix}
-            folder = Path(directory, "disk")
-            rows = asyncio.run(measure(transports, pids, folder, options.rounds, lambda: progress.advance(task)))
-        finally:
-            for process in processes:
-                process.send_signal(signal.SIGTERM)
-                process.wait(60)
+        processes = []
+        for name, memory in [("service", "256MiB"), ("disk", "1MiB"), ("floor", "")]:
+            listen = ["127.0.0.1:0", f"unix:{directory}/{name}.sock"]
+            command = ["fusionkv.bench.cache.bench", "--serve-floor", *listen] if name == "floor" else [
+                "fusionkv.kvcache_service", "--data-dir", f"{directory}/{name}", "--memory-bytes", memory,
+                "--disk-bytes", "1GiB", "--listen", ",".join(listen),
+            ]  # fmt: skip
+            process = Process(Path(directory), sys.executable, "-P", "-m", *command)
+            stack.callback(process.stop)
+            processes.append(process)
+        tcp, unix = zip(*(process.addresses for process in processes), strict=True)
+        pids, folder = [process.pid for process in processes], Path(directory, "disk")
+        transports = {"tcp": tcp, "unix": unix}
+        rows = asyncio.run(measure(transports, pids, folder, options.rounds, lambda: progress.advance(task)))
     _show(rows)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -299,7 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _show(rows: Sequence[Row]) -> None:
-    hashing = statistics.median(_hashing(memoryview(bytearray(64 * MIB))) for _ in range(5))
+    hashing = 64 * MIB / statistics.median(timeit.repeat(partial(checksum, bytearray(64 * MIB)), number=1)) / 1e9
     table = Table(title=f"{os.cpu_count()} CPUs; checksums {hashing:.1f} GB/s")
     numbers = ("entry", "at once", "GB/s", "bare gRPC", "of it", "memcpy", "of it", "CPU s/GB", "bare", "Redis")
     for title in ("operation", "over", *numbers):
@@ -308,7 +274,7 @@ def _show(rows: Sequence[Row]) -> None:
         size = f"{row.entry_bytes // MIB} MiB" if row.entry_bytes >= MIB else f"{row.entry_bytes // KIB} KiB"
         table.add_row(
             row.operation, row.transport, size, str(row.at_once), f"{row.gb_per_s:.2f}",
-            f"{row.grpc_gb_per_s:.2f}", f"{row.of_grpc:.0%}", f"{row.memcpy_gb_per_s:.1f}",
+            f"{row.grpc_gb_per_s:.2f}", f"{row.gb_per_s / row.grpc_gb_per_s:.0%}", f"{row.memcpy_gb_per_s:.1f}",
             f"{row.gb_per_s / row.memcpy_gb_per_s:.0%}",
             f"{row.cpu_s_per_gb:.2f}", f"{row.grpc_cpu_s_per_gb:.2f}",
             "" if row.redis_gb_per_s is None else f"{row.redis_gb_per_s:.2f}",

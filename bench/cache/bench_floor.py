@@ -2,18 +2,16 @@
 
 import os
 import shutil
-import socket
-import subprocess
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import grpc
 import redis.asyncio
-from redis.asyncio.retry import Retry
-from redis.backoff import ConstantBackoff
 
+from fusionkv.bench.cache.peers import Process, free_port
 from fusionkv.protos.runtime import frames, process, rpc
 
 _MIB = 1 << 20
@@ -46,8 +44,6 @@ async def serve(addresses: Sequence[str]) -> None:
 
 
 class FloorClient:
-    """A client of the bare gRPC server."""
-
     def __init__(self, address: str) -> None:
         self._channel = grpc.aio.insecure_channel(address, options=[("grpc.max_receive_message_length", 4 * _MIB)])
 
@@ -71,14 +67,10 @@ class Redis:
     """A Redis server on loopback TCP without persistence, and the same client as in the Redis tier."""
 
     def __init__(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-        self._folder = tempfile.TemporaryDirectory(prefix="fusionkv-bench")
-        self._process = subprocess.Popen(command, cwd=self._folder.name, stdout=subprocess.DEVNULL)
-        # Retries while the server starts.
-        self._client = redis.asyncio.Redis(port=port, retry=Retry(ConstantBackoff(0.1), 100))
+        port, self._folder = free_port(), tempfile.TemporaryDirectory(prefix="fusionkv-bench")
+        command = ("redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "")
+        self._process = Process(Path(self._folder.name), *command, "--dir", self._folder.name).listens(port)
+        self._client = redis.asyncio.Redis(port=port)
 
     @classmethod
     def here(cls) -> bool:
@@ -94,8 +86,7 @@ class Redis:
 
     async def close(self) -> None:
         await self._client.aclose()
-        self._process.terminate()
-        self._process.wait(60)
+        self._process.stop()
         self._folder.cleanup()
 
 

@@ -13,6 +13,7 @@ import importlib
 import itertools
 import json
 import os
+import re
 import shutil
 import socket
 import struct
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -185,7 +186,7 @@ class LMCache:
 
 
 class Process:
-    """A server process, whose output goes to a file in the folder. address: of a cache service, from its output."""
+    """A server process, whose output goes to a file in the folder."""
 
     def __init__(self, folder: Path, *command: str, env: Mapping[str, str] | None = None) -> None:
         """env: environment variables besides this process's."""
@@ -197,10 +198,14 @@ class Process:
         self.pid = self._process.pid
 
     @property
+    def addresses(self) -> list[str]:
+        """Addresses of a service of ours, from its output, once it serves."""
+        self._wait(lambda: re.search(r" serving on .*\n", self._log.read_text()) is not None)
+        return self._log.read_text().partition(" serving on ")[2].partition("\n")[0].split()
+
+    @property
     def address(self) -> str:
-        mark = " serving on "
-        self._wait(lambda: mark in self._log.read_text())
-        return self._log.read_text().split(mark)[1].split()[0]
+        return self.addresses[0]
 
     def listens(self, port: int, seconds: float = _START_SECONDS) -> "Process":
         def connects() -> bool:
@@ -226,43 +231,30 @@ class Process:
             time.sleep(0.02)
 
 
-async def measure(name: str, system: System, sizes: dict[int, int], step: Callable[[], None]) -> list[Row]:
+async def measure(
+    name: str, make: Callable[[], System], sizes: dict[int, int], step: Callable[[], None]
+) -> list[Row]:
     """Measures two rows for each size: all chunks are put, and then got."""
-    rows, numbers = [], itertools.count()
-    pids = (os.getpid(), *system.pids)
+    rows, numbers, system = [], itertools.count(), make()
     try:
         for size, count in sizes.items():
             chunks = {next(numbers): os.urandom(size) for _ in range(count + 1)}
-            into = memoryview(bytearray(size))
-
-            async def put(number: int, data: bytes) -> None:
-                await system.put(number, memoryview(data))
-
-            async def get(number: int, data: bytes, into: memoryview = into) -> None:
-                await system.get(number, into)
-
-            for operation, run in (("put", put), ("get", get)):
-                rows.append(await _timed(name, operation, run, chunks, pids, into))
+            for operation in ("put", "get"):
+                rows.append(await _timed(name, system, operation, chunks))
                 step()
     finally:
         await system.close()
     return rows
 
 
-async def _timed(
-    name: str,
-    operation: str,
-    run: Callable[[int, bytes], Awaitable[None]],
-    chunks: dict[int, bytes],
-    pids: Sequence[int],
-    into: memoryview,
-) -> Row:
+async def _timed(name: str, system: System, operation: str, chunks: dict[int, bytes]) -> Row:
     """Times an operation on all chunks; the first one is a warm-up."""
-    took, cpu = [], 0.0
+    took, cpu, pids = [], 0.0, (os.getpid(), *system.pids)
+    into = memoryview(bytearray(len(next(iter(chunks.values())))))
     for number, data in chunks.items():
-        cpu_before, start = sum(map(_cpu, pids)), time.perf_counter()
-        await run(number, data)
-        seconds, spent = time.perf_counter() - start, sum(map(_cpu, pids)) - cpu_before
+        cpu_before, start = sum(map(cpu_seconds, pids)), time.perf_counter()
+        await (system.put(number, memoryview(data)) if operation == "put" else system.get(number, into))
+        seconds, spent = time.perf_counter() - start, sum(map(cpu_seconds, pids)) - cpu_before
         if operation == "get" and into != data:
             raise RuntimeError(f"{name} returned different bytes")
         if number != next(iter(chunks)):
@@ -273,7 +265,7 @@ async def _timed(
     return Row(name, operation, len(into), gb / sum(took), cpu / gb, 1e3 * slowest)
 
 
-def _cpu(pid: int) -> float:
+def cpu_seconds(pid: int) -> float:
     """CPU seconds of all threads of a process so far, from the scheduler's statistics."""
     threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(file.read_text().split()[0]) for file in threads) / 1e9
@@ -364,16 +356,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if isinstance(make, str):
                     print(f"{name} is not measured: {make}", file=sys.stderr)
                 else:
-                    rows += asyncio.run(_run(name, make, sizes, lambda: progress.advance(bar)))
+                    rows += asyncio.run(measure(name, make, sizes, lambda: progress.advance(bar)))
     _show(rows)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
     return 0
-
-
-async def _run(name: str, make: Callable[[], System], sizes: dict[int, int], step: Callable[[], None]) -> list[Row]:
-    return await measure(name, make(), sizes, step)
 
 
 def _show(rows: Sequence[Row]) -> None:

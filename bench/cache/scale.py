@@ -62,9 +62,9 @@ class Row:
     """Until all entries are loaded."""
 
 
-def path_of(group: int, length: int = PATH) -> list[bytes]:
+def path_of(group: int) -> list[bytes]:
     """A path of chunks that are stored after each other."""
-    return [SYSTEM, *(chunk(group * GROUP + i) for i in range(length))]
+    return [SYSTEM, *(chunk(group * GROUP + i) for i in range(PATH))]
 
 
 def chunk(number: int) -> bytes:
@@ -72,7 +72,6 @@ def chunk(number: int) -> bytes:
 
 
 def record_at(number: int) -> record.Record:
-    """The entry with a number."""
     group, i = divmod(number, GROUP)
     if i < PATH:
         path = path_of(group)[: 2 + i]
@@ -85,7 +84,6 @@ def record_at(number: int) -> record.Record:
 
 
 def anonymous_bytes() -> int:
-    """Anonymous memory of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 

@@ -20,7 +20,6 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from fusionkv.bench.cache.prefix_cache import PrefixCache
 from fusionkv.bench.cache.workload import SYSTEM, Workload
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.config import Config
@@ -109,16 +108,31 @@ class Service:
 
 
 class Baseline:
-    """A prefix cache with the same interface."""
+    """An unbounded prefix cache like that of vLLM, with the same interface: chunks by their exact path.
+
+    With `backtrack` it also tries shorter paths, as FusionRAG 4.1 describes: the chunks after the system prompt are
+    dropped one at a time until an entry is found.
+    """
 
     def __init__(self, backtrack: bool) -> None:
-        self._cache = PrefixCache(NAMESPACE, backtrack=backtrack)
+        self._backtrack = backtrack
+        self._entries: set[bytes] = set()
 
     def __len__(self) -> int:
-        return len(self._cache)
+        return len(self._entries)
 
     async def ask(self, path: Sequence[bytes]) -> list[HitKind]:
-        return self._cache.ask(path)
+        kinds = []
+        for at, key in enumerate(keys.path_keys(NAMESPACE, path)):
+            shorter = ([path[0], *path[drop : at + 1]] for drop in range(2, at + 1) if self._backtrack)
+            if key in self._entries:
+                kinds.append(HitKind.EXACT)
+            elif any(keys.entry_key(NAMESPACE, way) in self._entries for way in shorter):
+                kinds.append(HitKind.ALTERNATIVE)
+            else:
+                kinds.append(HitKind.MISS)
+                self._entries.add(key)
+        return kinds
 
     async def close(self) -> None:
         pass

@@ -47,14 +47,12 @@ class PrefixTable:
         value = (namespace, trail)
         number = self._numbers.get(value)
         if number is None:
-            if self._free:
-                number = self._free.pop()
-                self._values[number] = value
-            else:
-                number = len(self._values)
+            if not self._free:
+                self._free.append(len(self._values))
                 self._values.append(value)
                 self._uses.append(0)
-            self._numbers[value] = number
+            number = self._numbers[value] = self._free.pop()
+            self._values[number] = value
         self._uses[number] += 1
         return number
 
@@ -101,22 +99,19 @@ class Rows:
 
     def add(self, record: Record, heat: float) -> int:
         flags = _VARIANT * bool(record.variant) | _OFFERED * record.offered
-        fixed = _FIXED.pack(
-            record.key, record.chunk, record.variant, record.checksum, record.size, record.tokens, record.base, flags
-        )
-        behind = self._behinds.take(record.namespace, record.trail[DIGEST_BYTES:])
-        if self._free:
-            row = self._free.pop()
-            self._fixed[row * _FIXED.size : (row + 1) * _FIXED.size] = fixed
-            self._behind[row] = behind
-            self.heats[row] = heat
-        else:
-            row = len(self._behind)
+        numbers = (record.size, record.tokens, record.base, flags)
+        fixed = _FIXED.pack(record.key, record.chunk, record.variant, record.checksum, *numbers)
+        if not self._free:
+            self._free.append(len(self._behind))
             self._fixed += fixed
-            self._behind.append(behind)
-            self.heats.append(heat)
+            self._behind.append(0)
+            self.heats.append(0.0)
             for column in self.places:
                 column.append(_NOWHERE)
+        row = self._free.pop()
+        self._fixed[row * _FIXED.size : (row + 1) * _FIXED.size] = fixed
+        self._behind[row] = self._behinds.take(record.namespace, record.trail[DIGEST_BYTES:])
+        self.heats[row] = heat
         at = row * _SIGNATURE.size
         if record.signature and (missing := at + _SIGNATURE.size - len(self._signatures)) > 0:
             self._signatures += bytes(missing)

@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import importlib.util
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -150,7 +149,7 @@ def _store_class() -> Any:
 
 
 if __name__ == "__main__":
-    process.end_with_parent(signal.SIGKILL)
+    process.end_with_parent()
     own, master = sys.argv[1:3], sys.argv[3:]
     # Without the client's own end, which would wait for the master.
     os._exit(min(1, abs(_store_class()().setup(*own, 0, 0, *master))))

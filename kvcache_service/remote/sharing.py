@@ -14,7 +14,6 @@ from fusionkv.kvcache_service.index.index import HitRanker
 from fusionkv.kvcache_service.index.record import HitKind, Record
 from fusionkv.kvcache_service.remote.tier import RemoteTier, blocks_of
 from fusionkv.kvcache_service.store.entries import StoredEntry
-from fusionkv.kvcache_service.store.reading import frames, pinned
 from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.store.writing import reserve
 from fusionkv.kvcache_service.tiers.base import Unreachable
@@ -260,8 +259,8 @@ class Sharing:
     async def _copy_there(self, record: Record) -> None:
         """Raises NotFound if the entry is gone, DataLoss if it is damaged here, OSError as the tier does."""
         first, batch = 0, list[bytes]()
-        with pinned(self._store, record.key) as entry:
-            async for frame in frames(self._store, entry):
+        with self._store.pinned(record.key) as entry:
+            async for frame in self._store.frames(entry):
                 batch.append(bytes(frame))
                 if len(batch) == _BATCH:
                     await self._call(self._tier.write, record, first, batch)

@@ -1,26 +1,35 @@
-"""The store: lookups, leases, heat, eviction, deletion, and I/O threads."""
+"""The store: lookups, leases, heat, reads, promotion, eviction, deletion, and I/O threads."""
 
 import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any, TypeVar
+
+from opentelemetry import trace
 
 from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.index import heat
 from fusionkv.kvcache_service.index.record import HitKind, Record
 from fusionkv.kvcache_service.metrics import Counters
 from fusionkv.kvcache_service.store.entries import Leases, Residents, StoredEntry
-from fusionkv.kvcache_service.tiers.base import Recovered, Tier
-from fusionkv.protos.runtime.errors import ResourceExhausted, Unavailable
+from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier, Unreachable
+from fusionkv.kvcache_service.tiers.extents import NoSpace
+from fusionkv.protos.observe import logs
+from fusionkv.protos.runtime.errors import DataLoss, NotFound, ResourceExhausted, Unavailable
+from fusionkv.protos.runtime.frames import FRAME_BYTES
 
 log = logging.getLogger(__name__)
+tracer = trace.get_tracer(__name__)
+_faults = logs.RateLimitedLog(log)
 T = TypeVar("T")
 
 _IO_THREADS = 8
+# Lookups prefetched concurrently, each in one of the I/O threads. The others serve calls.
+_MAX_LOOKUPS = 4
 _SWEEP_SECONDS = 1.0
 # Entries deleted per batch: about 5 ms on the event loop.
 _DELETE_BATCH = 1024
@@ -37,7 +46,7 @@ _SAVE_HEAT_SECONDS = 10.0
 class Store:
     """All entries of one process. Methods must be called on one event loop; blocking work runs in threads.
 
-    Entries are written by `writing.reserve`, and read by `reading.frames`.
+    Entries are written by `writing.reserve`.
 
     `clock` (monotonic seconds) determines leases and heat. Since heat persists, it is based on `wall` (seconds since
     the epoch), which is read only at start: later changes of the system clock have no effect on heat. If `wall` is
@@ -159,6 +168,123 @@ class Store:
         for _, _, key in hits[2:]:
             self.demand.add(key)
         return [(kind, entry) for kind, entry, _ in hits], lease
+
+    @contextlib.contextmanager
+    def pinned(self, key: bytes) -> Iterator[StoredEntry]:
+        """Pins an entry for reading. Raises NotFound if there is none."""
+        entry = self.residents.get(key) or self.residents.replaced.get(key)
+        if entry is None or not (entry.visible or entry.leases):
+            raise NotFound(f"no entry {key.hex()}: never stored, evicted, or deleted")
+        entry.pins += 1
+        try:
+            yield entry
+        finally:
+            entry.pins -= 1
+            self.residents.let_go(entry)
+
+    async def frames(self, entry: StoredEntry) -> AsyncIterator[memoryview]:
+        """Yields a pinned entry's bytes in frames of 1 MiB, each valid until the next one.
+
+        Bytes in a slow tier are verified before the first frame, and promoted if there is room.
+
+        Raises DataLoss if the bytes are damaged or cannot be read, after deleting the entry; Unavailable if the tier
+        is temporarily unreachable.
+        """
+        tier = self.residents.fastest(entry)
+        try:
+            if tier.blocking:
+                # Once for concurrent readers; not cancelled with the caller.
+                if entry not in self.loading:
+                    self._start(entry, self._room_above(entry))
+                if not await asyncio.shield(self.loading[entry]):
+                    raise DataLoss(f"entry {entry.record.key.hex()} was damaged on {tier.name}; it is deleted")
+                tier = self.residents.fastest(entry)
+            place = entry.places[tier.name]
+            for at in range(0, place.size, FRAME_BYTES):
+                length = min(FRAME_BYTES, place.size - at)
+                if tier.blocking:
+                    data = await self.in_thread(tier.read, place, at, length)
+                else:
+                    data = tier.read(place, at, length)
+                self.counters.add("bytes.fetched", length, tier=tier.name)
+                yield data
+        except Unreachable as error:
+            raise Unavailable(str(error)) from error
+        except OSError as error:
+            await self.drop(entry)
+            raise DataLoss(f"entry {entry.record.key.hex()}: {error}; it is deleted") from error
+
+    async def rise(self, entry: StoredEntry) -> None:
+        """Verifies a visible entry and promotes it to a fast tier, if there is room."""
+        with self.pinned(entry.record.key), contextlib.suppress(Unreachable):
+            slow = self.residents.fastest(entry).blocking and entry not in self.loading
+            if slow and (copies := self._room_above(entry)):
+                self._start(entry, copies)
+            if entry in self.loading:
+                await asyncio.shield(self.loading[entry])
+
+    def prefetch(self, entries: Sequence[StoredEntry]) -> None:
+        """Promotes a Lookup's entries in the background, unless too many Lookups are being prefetched.
+
+        An entry is promoted only if a Fetch would promote it too.
+        """
+
+        async def rise_leased() -> None:
+            for entry in entries:
+                if entry.visible and entry.leases:  # otherwise the caller no longer needs it
+                    await self.rise(entry)
+
+        if entries and len(self.prefetching) < _MAX_LOOKUPS:
+            task = asyncio.create_task(rise_leased())
+            self.prefetching.add(task)
+            task.add_done_callback(self.prefetching.discard)
+
+    def _room_above(self, entry: StoredEntry) -> dict[Tier, Place]:
+        """Reserves a place in the fastest tier with room for an entry, dropping colder copies; empty if none has."""
+        for tier in self.residents.tiers:
+            if tier.name in entry.places:
+                break
+            with contextlib.suppress(NoSpace):
+                return {tier: self.residents.reserve(tier, entry.record.size, entry.heat)[0]}
+        return {}
+
+    def _start(self, entry: StoredEntry, copies: dict[Tier, Place]) -> None:
+        task = self.loading[entry] = asyncio.create_task(self._load(entry, copies))
+        task.add_done_callback(lambda _: self.loading.pop(entry))
+
+    async def _load(self, entry: StoredEntry, copies: dict[Tier, Place]) -> bool:
+        """Verifies an entry's bytes in its fastest tier, and copies them to the reserved places.
+
+        Deletes the entry if they are damaged, and returns False. Raises Unreachable if the tier is.
+        """
+        residents, record = self.residents, entry.record
+        tier = residents.fastest(entry)
+        source, intact = entry.places[tier.name], False
+        fault: Exception = DataLoss("checksum mismatch")
+        entry.pins += 1
+        try:
+            with tracer.start_as_current_span("kvcache.read") as span:
+                span.set_attributes({"fusionkv.tier": tier.name, "fusionkv.bytes": record.size})
+                span.set_attribute("fusionkv.promoted", bool(copies))
+                intact = await self.in_thread(tier.copy, source, copies) == record.checksum
+        except OSError as error:
+            fault = error
+        finally:
+            entry.pins -= 1
+            for above, place in copies.items():
+                if intact and entry.visible:
+                    residents.settle(entry, above, place)
+                    self.counters.add("promotions", tier=above.name)
+                else:
+                    residents.cancel(above, place)
+        if not intact and not isinstance(fault, Unreachable):
+            self.counters.add("checksum.failures", tier=tier.name)
+            _faults.warning(f"entry {record.key.hex()} was damaged in the {tier.name} tier and is deleted", fault)
+            await self.drop(entry)
+        residents.let_go(entry)
+        if isinstance(fault, Unreachable):
+            raise fault
+        return intact
 
     async def withdraw(self, entries: Sequence[StoredEntry]) -> None:
         """Deletes entries. They become invisible at once; places are freed after their index records are deleted.

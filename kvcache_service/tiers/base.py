@@ -55,24 +55,23 @@ class Tier(Extents, ABC):
                 tier.write(copy, at, [piece])
         return hasher.digest()
 
-    @abstractmethod
-    def commit(self, record: Record, place: Place, heat: float) -> None:
-        """Makes an entry persistent, in a persistent tier. All its bytes must be written before."""
+    # A tier that is not persistent keeps the following methods.
 
-    @abstractmethod
+    def commit(self, record: Record, place: Place, heat: float) -> None:
+        """Makes an entry persistent. All its bytes must be written before."""
+
     def forget(self, entries: Sequence[tuple[bytes, Place]]) -> None:
         """Makes entries, as (key, place), non-persistent: a restart does not recover them.
 
         A key that has since been committed at another place is kept.
         """
 
-    @abstractmethod
     def save_heat(self, heats: Sequence[tuple[bytes, float]]) -> None:
         """Persists heat by key, for the next start."""
 
-    @abstractmethod
     def recover(self) -> Iterator[Recovered]:
         """Yields all persisted entries, and reserves their places. Called once, before any change, and exhausted."""
+        return iter(())
 
     def finder(self) -> Callable[[bytes], Recovered | None]:
         """Returns a lookup of persisted entries by key, until `recover` ends. It reserves no places (`claim`)."""

@@ -13,7 +13,6 @@ import errno
 import fcntl
 import logging
 import os
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -108,18 +107,16 @@ class DiskTier(Tier):
         matches is kept. The index is read twice, at first only for the places, to bound memory.
         """
         lengths = {int(p.stem): p.stat().st_size for p in (self._directory / "segments").glob("*.kv")}
-        columns: list[array[int]] = [array("q"), array("q")]
-        for offset, size in self._ledger.places():
-            if offset % SEGMENT_BYTES + size > lengths.get(offset // SEGMENT_BYTES, 0):
-                offset = -1
-            columns[0].append(offset)
-            columns[1].append(size)
-        starts, sizes = (np.array(column, np.int64) for column in columns)
+        places = (
+            (offset if offset % SEGMENT_BYTES + size <= lengths.get(offset // SEGMENT_BYTES, 0) else -1, size)
+            for offset, size in self._ledger.places()
+        )
+        starts, sizes = np.fromiter(places, np.dtype((np.int64, 2))).T
         good = self.fit(starts, sizes)
         self._drop_false_claims(starts, sizes, good)
         self.restore(starts[good], sizes[good])
         # Frees 30 bytes per record before the in-memory index grows.
-        del columns, starts, sizes
+        del starts, sizes
         bad: list[tuple[bytes, int]] = []
         for keep, (key, known, heat) in zip(good, self._ledger.load(), strict=True):
             if keep and known is not None:
@@ -158,10 +155,6 @@ class DiskTier(Tier):
             return Recovered(record, Place(offset, record.size), heats.stored(reader.get(HEATS, key)))
 
         return find
-
-    def extent(self, place: Place) -> tuple[int, int]:
-        """Segment number of a place, and its offset within the segment file."""
-        return divmod(place.offset, SEGMENT_BYTES)
 
     def open_segment(self, segment: int) -> int:
         """Opens a segment file read-only. Raises OSError if it does not exist."""

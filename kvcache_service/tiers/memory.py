@@ -5,10 +5,9 @@ import fcntl
 import mmap
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from fusionkv.kvcache_service.index.record import Record
-from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier
+from fusionkv.kvcache_service.tiers.base import Place, Tier
 
 _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python's fcntl has it from 3.13 on
 
@@ -16,7 +15,7 @@ _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python's fcntl has it from 3.13 on
 class MemoryTier(Tier):
     """Stores entries in an anonymous shared file, which vanishes with the process.
 
-    `arena` is its name and `file` a read-only descriptor, for other processes on this machine (arena.py). A page is
+    `arena` is its name and `file` a read-only descriptor, for other processes on this machine (local.py). A page is
     allocated by its first write (0.7 GB/s, against 20 for later ones), so the lowest free addresses are used first.
     """
 
@@ -47,18 +46,6 @@ class MemoryTier(Tier):
     def read(self, place: Place, at: int, size: int) -> memoryview:
         start = place.offset + at
         return self._bytes[start : start + size].toreadonly()
-
-    def commit(self, record: Record, place: Place, heat: float) -> None:
-        pass  # memory is not persistent
-
-    def forget(self, entries: Sequence[tuple[bytes, Place]]) -> None:
-        pass
-
-    def save_heat(self, heats: Sequence[tuple[bytes, float]]) -> None:
-        pass
-
-    def recover(self) -> Iterator[Recovered]:
-        return iter(())
 
     def close(self) -> None:
         # The mapping is released with its last view, which a frame being sent may still hold.

@@ -99,8 +99,6 @@ _connections = RateLimitedLog(log)
 
 
 class _Lines(logging.Formatter):
-    """Readable lines."""
-
     def formatException(self, ei: _ErrorInfo) -> str:
         return stack(ei[1]) if ei[1] is not None else ""
 

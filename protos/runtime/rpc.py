@@ -1,6 +1,7 @@
 """gRPC servers and channels of all services: limits, health, reflection, status mapping and drain."""
 
 import asyncio
+import contextlib
 import inspect
 import json
 import logging
@@ -163,31 +164,29 @@ async def _all_readable(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
 def _with_status(method: Callable[..., Any], takes_stream: bool, streams: bool) -> Callable[..., Any]:
     """Turns a ServiceError into its status, and any other error into INTERNAL with a log record."""
 
-    async def abort(error: Exception, context: grpc.aio.ServicerContext) -> None:
-        telemetry.record_error(error)
-        if isinstance(error, ServiceError):
-            await context.abort(error.status, errors.details(error), errors.trailing_metadata(error))
-        log.exception("unexpected error in %s", method.__qualname__)
-        await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}")
+    @contextlib.asynccontextmanager
+    async def reported(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+        try:
+            yield
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:
+            telemetry.record_error(error)
+            if isinstance(error, ServiceError):
+                await context.abort(error.status, errors.details(error), errors.trailing_metadata(error))
+            log.exception("unexpected error in %s", method.__qualname__)
+            await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}")
 
     readable = _all_readable if takes_stream else _readable
 
     async def unary(request: Any, context: grpc.aio.ServicerContext) -> Any:
-        try:
+        async with reported(context):
             return await method(readable(request), context)
-        except (grpc.aio.AbortError, asyncio.CancelledError):
-            raise
-        except Exception as error:
-            await abort(error, context)
 
     async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        try:
+        async with reported(context):
             async for response in method(readable(request), context):
                 yield response
-        except (grpc.aio.AbortError, asyncio.CancelledError):
-            raise
-        except Exception as error:
-            await abort(error, context)
 
     # A coroutine that streams writes its responses to the context itself.
     return stream if streams and not inspect.iscoroutinefunction(method) else unary
@@ -287,9 +286,7 @@ async def serve(
         await on_stop(drain_seconds / 2)
         drain_seconds -= loop.time() - started
     drain_seconds = max(drain_seconds, 0.0)
-    others_stop = asyncio.gather(*[other.stop(drain_seconds) for other in beside])
-    await server.stop(drain_seconds)
-    await others_stop
+    await asyncio.gather(server.stop(drain_seconds), *(other.stop(drain_seconds) for other in beside))
     if on_drain is not None:
         await on_drain()
     process.say(f"{name} stopped", sys.stderr)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fusionkv.kvcache_service.client import Rise
-from fusionkv.kvcache_service.store import reading
+from fusionkv.kvcache_service.store import store
 from fusionkv.protos.runtime.errors import Unavailable
 from tests.kvcache_service.tools import MIB, Service, digest, nearby, payload, serving
 from tests.waiting import until
@@ -61,7 +61,7 @@ async def test_what_a_lookup_finds_on_disk_rises_before_it_is_fetched(start: Any
 async def test_a_lookup_waits_for_nothing_and_too_much_is_not_begun(
     start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service, most = await start(memory=8 * MIB, disk=32 * MIB), reading._MAX_LOOKUPS
+    service, most = await start(memory=8 * MIB, disk=32 * MIB), store._MAX_LOOKUPS
     digests = await stored(service, *"abcdef")
     slow = Slow(monkeypatch, service)
     entries = [await service.entry(digest) for digest in digests]

@@ -14,7 +14,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.index import record
 from fusionkv.kvcache_service.index.record import HitKind
-from fusionkv.kvcache_service.store.reading import frames, pinned
 from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.store.writing import reserve
 from fusionkv.protos.runtime.checksum import checksum as checksum_of
@@ -138,14 +137,14 @@ def make_machine(memory: int, disk: int) -> type[RuleBasedStateMachine]:
             key = data.draw(st.sampled_from(sorted(self.content)))
 
             async def read() -> bytes:
-                with pinned(self.store, key) as entry:
-                    return b"".join([bytes(frame) async for frame in frames(self.store, entry)])
+                with self.store.pinned(key) as entry:
+                    return b"".join([bytes(frame) async for frame in self.store.frames(entry)])
 
             assert self.loop.run_until_complete(read()) == self.content[key][2]
 
         @rule()
         def fetch_what_is_not_there(self) -> None:
-            with pytest.raises(NotFound), pinned(self.store, b"?" * 32):
+            with pytest.raises(NotFound), self.store.pinned(b"?" * 32):
                 pass
 
         @precondition(lambda self: self.leases)
