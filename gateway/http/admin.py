@@ -14,9 +14,9 @@ from fusionkv.gateway.auth.bearer import Bearer
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.history import Record
 from fusionkv.gateway.http import failures
-from fusionkv.gateway.http.listener import Call, Listener
+from fusionkv.gateway.http.listener import Listener
 from fusionkv.gateway.plan import Conversation
-from fusionkv.gateway.servicer import GatewayServicer
+from fusionkv.gateway.servicer import Call, GatewayServicer
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import NotFound, PermissionDenied, ServiceError
 
