@@ -56,14 +56,10 @@ class _Connection:
         self._channel = self._dial(address, tls=tls, retries=True)
         self._stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)
 
-    def _metadata(self) -> tuple[tuple[str, str], ...]:
-        """gRPC metadata of every call."""
+    def _start(self, method: str, request: Message, timeout: float | None) -> Any:
         token = self._token.value if isinstance(self._token, Watched) else self._token
-        return () if token is None else (("authorization", f"Bearer {token}"),)
-
-    def _options(self, timeout: float | None) -> dict[str, Any]:
-        """Timeout and metadata of one call."""
-        return {"timeout": timeout or self._timeout, "metadata": self._metadata()}
+        metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+        return getattr(self._stub, method)(request, timeout=timeout, metadata=metadata)
 
 
 class AsyncClient(_Connection):
@@ -112,7 +108,7 @@ class AsyncClient(_Connection):
         Options: see `requests.Options`; `passages` replace the corpus, and `messages` the question.
         """
         request = requests.generate(corpus, question, **options)
-        return self._stream("Generate", request, results.event, self._options(timeout))
+        return self._stream("Generate", request, results.event, timeout or self._timeout)
 
     async def ask(
         self, corpus: str = "", question: str = "", *, timeout: float | None = None, **options: Unpack[Options]
@@ -187,13 +183,13 @@ class AsyncClient(_Connection):
 
     async def _call(self, method: str, request: Message, timeout: float | None) -> Any:
         with _errors(self.address):
-            return await getattr(self._stub, method)(request, **self._options(timeout))
+            return await self._start(method, request, timeout or self._timeout)
 
     async def _stream(
-        self, method: str, request: Message, read: Callable[[Any], T], options: dict[str, Any] | None = None
+        self, method: str, request: Message, read: Callable[[Any], T], timeout: float | None = None
     ) -> AsyncGenerator[T]:
-        """Yields the responses as `read` converts them. Without options, the call has no deadline."""
-        call = getattr(self._stub, method)(request, **(options or {"metadata": self._metadata()}))
+        """Yields the responses as `read` converts them. Without a timeout, the call has no deadline."""
+        call = self._start(method, request, timeout)
         try:
             with _errors(self.address):
                 async for response in call:
@@ -234,7 +230,7 @@ class Client(_Connection):
     ) -> Generator[Event]:
         """Streams an answer, as `AsyncClient.stream`."""
         request = requests.generate(corpus, question, **options)
-        return self._stream("Generate", request, results.event, self._options(timeout))
+        return self._stream("Generate", request, results.event, timeout or self._timeout)
 
     def ask(
         self, corpus: str = "", question: str = "", *, timeout: float | None = None, **options: Unpack[Options]
@@ -288,13 +284,13 @@ class Client(_Connection):
 
     def _call(self, method: str, request: Message, timeout: float | None) -> Any:
         with _errors(self.address):
-            return getattr(self._stub, method)(request, **self._options(timeout))
+            return self._start(method, request, timeout or self._timeout)
 
     def _stream(
-        self, method: str, request: Message, read: Callable[[Any], T], options: dict[str, Any] | None = None
+        self, method: str, request: Message, read: Callable[[Any], T], timeout: float | None = None
     ) -> Generator[T]:
         """As `AsyncClient._stream`."""
-        call = getattr(self._stub, method)(request, **(options or {"metadata": self._metadata()}))
+        call = self._start(method, request, timeout)
         try:
             with _errors(self.address):
                 for response in call:
