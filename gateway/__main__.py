@@ -2,11 +2,10 @@
 
 import argparse
 import asyncio
-import contextlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from fusionkv.gateway.auth import access
 from fusionkv.gateway.auth.bearer import Bearer, BearerInterceptor, Verifier
-from fusionkv.gateway.config import GatewayConfig
+from fusionkv.gateway.config import GatewayConfig, extra
 from fusionkv.gateway.retrieval.base import Retrieval
 from fusionkv.protos.observe import telemetry
 from fusionkv.protos.runtime import process, rpc, settings
@@ -132,7 +131,7 @@ def _load_lancedb() -> None:
 
 async def _milvus(config: GatewayConfig, tenant: str) -> Retrieval:
     """Opens a tenant's corpora in Milvus. Raises OSError if Milvus can't be reached."""
-    with _extra("milvus", "milvus_url"):
+    with extra("milvus", "milvus_url"):
         from fusionkv.gateway.retrieval.milvus import MilvusRetrieval
     token = config.milvus_token.read_text().strip() if config.milvus_token else ""
     ca = str(config.tls_ca) if config.tls_ca and config.milvus_url.startswith("https://") else ""
@@ -141,7 +140,7 @@ async def _milvus(config: GatewayConfig, tenant: str) -> Retrieval:
 
 def _vllm(config: GatewayConfig, workers: "WorkerPool") -> "VLLMEngine":
     """The vLLM engine. Raises OSError if the token file can't be read."""
-    with _extra("http", "decode = vllm"):
+    with extra("http", "decode = vllm"):
         from fusionkv.gateway.workers.vllm import VLLMEngine
     return VLLMEngine(workers, config)
 
@@ -150,23 +149,14 @@ def _http(config: GatewayConfig, servicer: "GatewayServicer", bearer: Bearer | N
     """The HTTP servers that are configured."""
     servers: list[rpc.Beside] = []
     if config.http_listen:
-        with _extra("http", "http_listen"):
+        with extra("http", "http_listen"):
             from fusionkv.gateway.http.server import HTTPServer
         servers.append(HTTPServer(config, servicer, bearer))
     if config.admin_listen:
-        with _extra("http", "admin_listen"):
+        with extra("http", "admin_listen"):
             from fusionkv.gateway.http.admin import AdminServer
         servers.append(AdminServer(config, servicer, bearer))
     return servers
-
-
-@contextlib.contextmanager
-def _extra(name: str, setting: str) -> Iterator[None]:
-    """Raises ValueError if an import inside fails because a package of an optional extra is not installed."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{setting} needs the package {error.name}: pip install 'fusionkv[{name}]'") from error
 
 
 def _verifiers(config: GatewayConfig) -> list[Verifier]:

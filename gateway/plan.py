@@ -262,7 +262,6 @@ def build(
             f"{len(question)} question) and {answer} more are requested; the model's maximum is {limit} in total: "
             "request fewer chunks (top_k), fewer passages or fewer max_tokens"
         )
-    sampling = request.sampling
     worker_request = fusion_pb2.GenerateRequest(
         recipe=recipe.name,
         system=fusion_pb2.Tokens(ids=system),
@@ -275,17 +274,12 @@ def build(
             for chunk, _ in passages
         ],
         question=fusion_pb2.Tokens(ids=question),
-        sampling=fusion_pb2.Sampling(
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            seed=sampling.seed if sampling.HasField("seed") else None,
-            stop=sampling.stop,
-        ),
+        # Both messages have the same fields.
+        sampling=fusion_pb2.Sampling(**{field.name: value for field, value in request.sampling.ListFields()}),
         model_fingerprint=vocabulary.model.fingerprint,
         tenant=tenant,
-        corpus=_label(tenant, request.corpus),
+        # The worker's name for a corpus, whose quality it monitors, differs between tenants.
+        corpus=f"{tenant_label(tenant)}/{request.corpus}" if tenant else request.corpus,
         explain=request.explain,
     )
     if request.HasField("ratio"):
@@ -301,8 +295,3 @@ def tokens(request: fusion_pb2.GenerateRequest) -> int:
 def tenant_label(tenant: str) -> str:
     """A tenant's label in telemetry, which must not contain the salt that gives access to its KV."""
     return hashlib.sha256(tenant.encode()).hexdigest()[:16] if tenant else ""
-
-
-def _label(tenant: str, corpus: str) -> str:
-    """A worker's name for a corpus whose quality it monitors; it differs between tenants."""
-    return f"{tenant_label(tenant)}/{corpus}" if tenant else corpus

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from opentelemetry import metrics
@@ -24,7 +24,6 @@ from fusionkv.gateway.pipeline import Engine, Pipeline
 from fusionkv.gateway.plan import order
 from fusionkv.gateway.retrieval.base import MAX_NAME, check_corpus, check_document
 from fusionkv.gateway.retrieval.hybrid import HybridSearch
-from fusionkv.gateway.retrieval.mover import move
 from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
@@ -52,11 +51,12 @@ _MAX_NAME_BYTES = 4 * MAX_NAME
 _NO_DEADLINE = 1e6
 
 
-class Call(Protocol):
-    """What a method needs of its call, over gRPC or HTTP."""
+class Call:
+    """A call without a deadline, as all over HTTP are; calls over gRPC have a `grpc.aio.ServicerContext`."""
 
     def time_remaining(self) -> float | None:
         """Seconds until the caller's deadline; None without one."""
+        return None
 
 
 class GatewayServicer:
@@ -98,9 +98,7 @@ class GatewayServicer:
         return self._stream("PlanPrecompute", lambda tenant: self._precompute.plan(tenant, request))
 
     def Move(self, request: pb.MoveRequest, context: Call) -> AsyncGenerator[pb.MoveResponse]:
-        return self._stream(
-            "Move", lambda tenant: move(tenant.retrieval, request.corpus, self._workers, self._search)
-        )
+        return self._stream("Move", lambda tenant: self._ingest.move(tenant.retrieval, request.corpus))
 
     async def Delete(self, request: pb.DeleteRequest, context: Call) -> pb.DeleteResponse:
         async with self._admitted("Delete") as (tenant, _):
@@ -240,7 +238,7 @@ class GatewayServicer:
         self._served += 1
         _requests.add(1, {"rpc.method": method})
         try:
-            caller = access.caller()
+            caller = access.CALLER.get()
             with self._active.holding(caller.tenant if caller else "") as held:
                 if not held:
                     raise ResourceExhausted(

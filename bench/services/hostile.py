@@ -7,23 +7,21 @@ another. Rounds with and without them alternate, so that both see the same load 
 import itertools
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 
+from fusionkv.bench.services.service import MODEL, running
 from fusionkv.gateway.client.client import Client
 from fusionkv.protos.runtime.errors import ServiceError
 
-ROOT = Path(__file__).parents[2]
-MODEL = min(file.parent for file in (ROOT / "models").glob("*/config.json"))
 ROUNDS, PAUSE = 5, 0.005
 _SENDERS = 2
 DOCUMENTS = {
@@ -40,15 +38,6 @@ CALLS: dict[str, Callable[[Client], object]] = {
     "List": lambda client: client.list(),
     "answer": lambda client: client.ask("c", "What is on the page?", max_tokens=4),
 }
-
-
-@contextmanager
-def _service(module: str, *flags: str) -> Iterator[str]:
-    command = [sys.executable, "-P", "-m", f"fusionkv.{module}", "--listen", "127.0.0.1:0", *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        assert process.stdout is not None
-        yield next(line for line in process.stdout if " serving on " in line).split()[-1]
-        process.terminate()
 
 
 def _sender(
@@ -125,9 +114,9 @@ def main() -> None:
                 for t in TENANTS
             )
         )
-        worker = stack.enter_context(_service("fusion_worker", "--model", str(MODEL), "--threads", "1"))
+        (worker,), _ = stack.enter_context(running("fusion_worker", "--model", str(MODEL), "--threads", "1"))
         flags = ("--workers", worker, "--data-dir", f"{folder}/gateway", "--auth-tokens", str(tokens))
-        address = stack.enter_context(_service("gateway", *flags, "--parse-seconds", "5"))
+        (address,), _ = stack.enter_context(running("gateway", *flags, "--parse-seconds", "5"))
         with Client(address, token="other") as client:
             client.ingest("c", "d.txt", "A page.")
         for name, content in DOCUMENTS.items():

@@ -1,42 +1,24 @@
 """Measures the cost of signatures for a worker: `python -P bench/services/signatures.py [ROUNDS]`.
 
 Signs entries, verifies their signatures and bytes, and fetches them from a cache service: streamed over TCP, and
-    copied
-from the service's memory (unix socket). Reports medians of ROUNDS (300), the figures of docs/security.md.
+copied from the service's memory (unix socket). Reports medians of ROUNDS (300), the figures of docs/security.md.
 """
 
 import asyncio
 import contextlib
 import os
-import re
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
+from fusionkv.bench.services.service import running
 from fusionkv.fusion_worker.transfer.signatures import Signer
 from fusionkv.kvcache_service.client import CacheClient
 
 SIZES = {"1 MiB": 1 << 20, "8 MiB": 8 << 20}
 NAMESPACE, SYSTEM = os.urandom(32), os.urandom(32)
-
-
-@contextlib.contextmanager
-def service(folder: Path) -> Iterator[dict[str, str]]:
-    """Runs a cache service; yields its addresses, by the way that bytes are fetched."""
-    listen = f"127.0.0.1:0,unix:{folder}/s"
-    flags = ("--listen", listen, "--data-dir", str(folder / "data"), "--memory-bytes", "64MiB", "--disk-bytes", "0")
-    argv = [sys.executable, "-P", "-m", "fusionkv.kvcache_service", *flags]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        assert process.stdout is not None
-        serving = next(filter(None, (re.search(r"serving on (\S+) (\S+)", line) for line in process.stdout)))
-        try:
-            yield {"streamed": serving[1], "from memory": serving[2]}
-        finally:
-            process.terminate()
 
 
 async def measure(clients: dict[str, CacheClient], signer: Signer, size: int, rounds: int) -> dict[str, float]:
@@ -76,11 +58,15 @@ async def measure(clients: dict[str, CacheClient], signer: Signer, size: int, ro
 
 
 async def run(rounds: int) -> None:
-    with tempfile.TemporaryDirectory() as name, service(Path(name)) as addresses:
-        keys = Path(name) / "signing.keys"
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        keys = Path(folder) / "signing.keys"
         keys.write_text(os.urandom(32).hex())
         signer = Signer(keys)
-        clients = {how: CacheClient(address) for how, address in addresses.items()}
+        flags = ("--data-dir", f"{folder}/data", "--memory-bytes", "64MiB", "--disk-bytes", "0")
+        service = running("kvcache_service", *flags, listen=f"127.0.0.1:0,unix:{folder}/s")
+        addresses, _ = stack.enter_context(service)
+        clients = {how: CacheClient(at) for how, at in zip(("streamed", "from memory"), addresses, strict=True)}
         for title, size in SIZES.items():
             took = await measure(clients, signer, size, rounds)
             us = {what: f"{1e6 * seconds:.0f} us" for what, seconds in took.items()}

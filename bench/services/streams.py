@@ -9,22 +9,18 @@ streams wait. A second argument replaces the first gateway's limit. The figures 
 import asyncio
 import collections
 import json
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from fusionkv.bench.services.footing import Footing
+from fusionkv.bench.services.service import MODEL, running
 from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.gateway.client.results import Summary
 from fusionkv.protos.runtime.errors import ServiceError
 
-MODEL = min(file.parent for file in (Path(__file__).parents[2] / "models").glob("*/config.json"))
 CORPUS, PAGES = "streams", 20
 # Streams per connection, so that 10,000 streams do not need as many open files.
 _STREAMS_EACH = 250
@@ -117,31 +113,18 @@ async def fill(address: str) -> None:
         await client.ask(CORPUS, "page 1?", recipe="full_reuse", top_k=2, max_tokens=2)
 
 
-@contextmanager
-def _service(module: str, *flags: str) -> Iterator[tuple[str, int]]:
-    """Runs a service; yields its address and process id."""
-    command = [sys.executable, "-P", "-m", f"fusionkv.{module}", "--listen", "127.0.0.1:0", *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        assert process.stdout is not None
-        try:
-            line = next(line for line in process.stdout if " serving on " in line)
-            yield line.split()[-1], process.pid
-        finally:
-            process.kill()
-
-
 async def _run(streams: int, places: int) -> None:
     every = ("--max-requests", str(streams))
     limits = {"as they come": ("--max-requests", str(places)) if places else (), "all may wait": every}
     with tempfile.TemporaryDirectory() as folder:
         model = ("--model", str(MODEL), "--threads", "1", "--max-queue", str(streams))
         with (
-            _service("kvcache_service", "--data-dir", f"{folder}/kvcache") as (cache, _),
-            _service("fusion_worker", "--cache", cache, *model) as (worker, _),
+            running("kvcache_service", "--data-dir", f"{folder}/kvcache") as ((cache,), _),
+            running("fusion_worker", "--cache", cache, *model) as ((worker,), _),
         ):
             for name, flags in limits.items():
                 own = ("--workers", worker, "--data-dir", f"{folder}/{name}", *flags)
-                with _service("gateway", *own) as (gateway, pid):
+                with running("gateway", *own) as ((gateway,), pid):
                     await fill(gateway)
                     found = await load(gateway, pid, streams)
                 print(json.dumps({"limits": name, **asdict(found)}), flush=True)

@@ -11,9 +11,7 @@ import asyncio
 import json
 import os
 import shutil
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,16 +26,14 @@ import grpc
 import numpy as np
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 
+from fusionkv.bench.services.service import MODEL, ROOT, running
 from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.gateway.client.results import Summary, Token
 
-ROOT = Path(__file__).parents[2]
-MODEL = min(file.parent for file in (ROOT / "models").glob("*/config.json"))
 CORPUS, FOLDER = "shelf", ROOT / "examples/corpus/shelf-01"
 # Exercises all stages. Two passes before the measurement fetch and encode all chunks.
 RECIPE, RATIO, QUESTIONS, PASSES_BEFORE = "prophetkv", 0.2, 20, 2
 _RESAMPLES, _SEED = 4000, 1
-_STOP_SECONDS = 60
 # Long timeouts, so that no answer is degraded by load: it would not be comparable.
 _PATIENT = ("--lookup-timeout", "60", "--fetch-timeout", "60", "--cache-seconds", "120")
 
@@ -90,19 +86,6 @@ def _receiving() -> Iterator[tuple[Receiver, str]]:
 
 
 @contextmanager
-def _service(env: dict[str, str], module: str, *flags: str) -> Iterator[tuple[str, int]]:
-    """Runs a service; yields its address and process id. It is stopped with SIGTERM, so that it exports the rest."""
-    command = [sys.executable, "-P", "-m", f"fusionkv.{module}", "--listen", "127.0.0.1:0", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env)
-    assert process.stdout is not None
-    try:
-        yield next(line for line in process.stdout if " serving on " in line).split()[-1], process.pid
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=_STOP_SECONDS)
-
-
-@contextmanager
 def _services(folder: Path, model: Path, endpoint: str) -> Iterator[Services]:
     """Runs a cache service, a worker and a gateway, which export if there is an endpoint."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
@@ -111,7 +94,7 @@ def _services(folder: Path, model: Path, endpoint: str) -> Iterator[Services]:
     with ExitStack() as stack:
 
         def start(module: str, *flags: str) -> str:
-            address, pid = stack.enter_context(_service(env, module, *flags))
+            (address,), pid = stack.enter_context(running(module, *flags, env=env))
             pids.append(pid)
             return address
 

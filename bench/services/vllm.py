@@ -27,6 +27,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from fusionkv.bench.cache.peers import Process, free_port
+from fusionkv.bench.worker.bench import write
 from fusionkv.bench.worker.passages import questions
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.fusion_worker.library.resolve import resolve
@@ -313,9 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"vllm: {error}", file=sys.stderr)
         return 1
     show(bench.rows, console)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps([asdict(row) for row in bench.rows], indent=1) + "\n")
+    write([asdict(row) for row in bench.rows], options.json)
     return 0
 
 

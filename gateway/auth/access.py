@@ -52,17 +52,8 @@ ROLES = {
 # Health probes of load balancers and Kubernetes carry no token, and learn only whether the gateway is serving.
 OPEN = frozenset(f"/grpc.health.v1.Health/{method}" for method in ("Check", "Watch", "List"))
 
-_caller: ContextVar[Caller | None] = ContextVar("fusionkv.caller", default=None)
-
-
-def enter(caller: Caller) -> None:
-    """Sets the caller of the call that the current task serves."""
-    _caller.set(caller)
-
-
-def caller() -> Caller | None:
-    """The caller of the current call; None if the gateway requires no token."""
-    return _caller.get()
+CALLER: ContextVar[Caller | None] = ContextVar("fusionkv.caller", default=None)
+"""The caller of the call that the current task serves; None if the gateway requires no token."""
 
 
 def check(caller: Caller, method: str) -> None:

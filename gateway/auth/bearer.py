@@ -90,7 +90,7 @@ class BearerInterceptor(grpc.aio.ServerInterceptor):
         except ServiceError as error:
             return _refusal(error)
         # The method runs in this same task, so the context variable reaches it.
-        access.enter(caller)
+        access.CALLER.set(caller)
         return await continuation(handler_call_details)
 
 

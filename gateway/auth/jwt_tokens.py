@@ -59,11 +59,7 @@ class KeyURL:
         self._fetching: asyncio.Task[None] | None = None
 
     async def key(self, id: str | None) -> jwt.PyJWK | None:
-        """As `KeyFile.key`.
-
-        Raises:
-            Unavailable: the last keys fetched are too old to be trusted.
-        """
+        """As `KeyFile.key`. Raises Unavailable if the last keys fetched are too old to be trusted."""
         age = self._clock() - self._fetched
         unknown = _find(self._keys, id) is None
         idle = self._fetching is None or self._fetching.done()

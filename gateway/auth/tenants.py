@@ -56,12 +56,8 @@ class Tenants:
         self._opening = asyncio.Lock()
 
     async def current(self) -> Tenant:
-        """The tenant of the current call.
-
-        Raises:
-            OSError: the tenant's corpora can't be opened.
-        """
-        caller = access.caller()
+        """The tenant of the current call. Raises OSError if the tenant's corpora can't be opened."""
+        caller = access.CALLER.get()
         return await self.get(caller.tenant if caller else self._own)
 
     async def get(self, name: str) -> Tenant:
@@ -94,11 +90,7 @@ class Tenants:
 
 
 def read_key(file: Path | None) -> bytes:
-    """The key that hashes tenants' names; empty without a file.
-
-    Raises:
-        BadFile: the file can't be read or is too short to be a key.
-    """
+    """The key that hashes tenants' names; empty without a file. Raises BadFile if it is unusable or too short."""
     if file is None:
         return b""
     key = read_bytes(file, "the tenant key")

@@ -20,7 +20,7 @@ from fusionkv.gateway.cli.console import print_json, progress_bar, retry_while_b
 from fusionkv.gateway.client import results
 from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.gateway.client.results import Event, Explanation, Ingested, Item, Progress, Summary, Token, fields
-from fusionkv.gateway.ingest import brief
+from fusionkv.gateway.ingest import parse
 from fusionkv.protos.kvcache.v1.kvcache_pb2 import Tier
 from fusionkv.protos.runtime import cancellation
 from fusionkv.protos.runtime.errors import AlreadyExists, InvalidArgument, ServiceError
@@ -70,7 +70,7 @@ async def _store(client: AsyncClient, name: str, path: Path, args: argparse.Name
         first_line, content = part
         kind = args.media_type
         if args.compress:
-            text, kind = await asyncio.to_thread(brief.document, name, content, kind, args.compress)
+            text, kind = await asyncio.to_thread(parse.shortened, name, content, kind, args.compress)
             content = text.encode()
         call = functools.partial(client.ingest, args.corpus, name, content, media_type=kind, first_line=first_line)
         done = await retry_while_busy(functools.partial(call, **options), args.timeout)

@@ -66,20 +66,12 @@ async def corpus(client: AsyncClient, quiet: bool, name: str, recipe: str, end: 
     return done
 
 
-@contextlib.asynccontextmanager
-async def _encoders(args: argparse.Namespace) -> AsyncGenerator[Sequence[encoders.Encoder]]:
+def _encoders(args: argparse.Namespace) -> contextlib.AbstractAsyncContextManager[Sequence[encoders.Encoder]]:
     """Starts the encoders that the flags describe; none if the gateway's workers encode."""
-    if not (args.encoders or args.ray):
-        yield []
-        return
     overrides = {key: value for key in ("model", "cache") if (value := getattr(args, key))}
-    opened = (
-        encoders.on_ray(args.ray, args.encoders, args.config, overrides)
-        if args.ray
-        else encoders.local(args.encoders, args.config, overrides)
-    )
-    async with opened as own:
-        yield own
+    if args.ray:
+        return encoders.on_ray(args.ray, args.encoders, args.config, overrides)
+    return encoders.local(args.encoders, args.config, overrides) if args.encoders else contextlib.nullcontext([])
 
 
 async def _encode_with(

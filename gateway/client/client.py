@@ -29,20 +29,21 @@ BearerToken = str | os.PathLike[str] | None
 TLS = ClientTLS | None
 
 
-def _unchanged(response: Any) -> Any:
-    return response
+class _Connection:
+    """What both clients share: the channel, the bearer token, and the default timeout of calls."""
 
+    _dial: Callable[..., Any]
 
-class _Credentials:
-    """The current bearer token, and the default timeout of calls."""
-
-    def __init__(self, address: str, token: BearerToken, timeout: float, *, encrypted: bool) -> None:
+    def __init__(
+        self, address: str = DEFAULT_ADDRESS, *, timeout: float = 300.0, token: BearerToken = None, tls: TLS = None
+    ) -> None:
         """Reads the token, or the file that contains it.
 
         Raises:
             BadFile: the file can't be read, or contains no token.
             ValueError: the token is malformed.
         """
+        self.address = address
         self._timeout = timeout
         self._token: str | Watched[str] | None
         if token is None or isinstance(token, str):
@@ -50,20 +51,18 @@ class _Credentials:
         else:
             file = Path(token)
             self._token = Watched([file], lambda: _from_file(file))
-        if token is not None and not encrypted and not address.startswith(_LOCAL):
+        if token is not None and tls is None and not address.startswith(_LOCAL):
             log.warning("the bearer token is sent to %s unencrypted: use TLS, or a proxy that does", address)
+        self._channel = self._dial(address, tls=tls, retries=True)
+        self._stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)
 
-    def metadata(self) -> tuple[tuple[str, str], ...]:
-        """gRPC metadata of every call."""
+    def _start(self, method: str, request: Message, timeout: float | None) -> Any:
         token = self._token.value if isinstance(self._token, Watched) else self._token
-        return () if token is None else (("authorization", f"Bearer {token}"),)
-
-    def options(self, timeout: float | None) -> dict[str, Any]:
-        """Timeout and metadata of one call."""
-        return {"timeout": timeout or self._timeout, "metadata": self.metadata()}
+        metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+        return getattr(self._stub, method)(request, timeout=timeout, metadata=metadata)
 
 
-class AsyncClient:
+class AsyncClient(_Connection):
     """An asynchronous client of a gateway. Create it in a running event loop; `async with` closes it.
 
     Calls raise a subclass of `errors.ServiceError` for each gRPC status. A call that fails as UNAVAILABLE before the
@@ -76,13 +75,7 @@ class AsyncClient:
         tls: CAs to trust and a client certificate; without it, connections are not encrypted.
     """
 
-    def __init__(
-        self, address: str = DEFAULT_ADDRESS, *, timeout: float = 300.0, token: BearerToken = None, tls: TLS = None
-    ) -> None:
-        self.address = address
-        self._credentials = _Credentials(address, token, timeout, encrypted=tls is not None)
-        self._channel = rpc.dial(address, tls=tls, retries=True)
-        self._stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)
+    _dial = staticmethod(rpc.dial)
 
     async def __aenter__(self) -> "AsyncClient":
         return self
@@ -115,7 +108,7 @@ class AsyncClient:
         Options: see `requests.Options`; `passages` replace the corpus, and `messages` the question.
         """
         request = requests.generate(corpus, question, **options)
-        return self._stream("Generate", request, results.event, self._credentials.options(timeout))
+        return self._stream("Generate", request, results.event, timeout or self._timeout)
 
     async def ask(
         self, corpus: str = "", question: str = "", *, timeout: float | None = None, **options: Unpack[Options]
@@ -156,7 +149,8 @@ class AsyncClient:
 
     def plan_precompute(self, corpus: str, recipe: str = "") -> AsyncGenerator[pb.PlanPrecomputeResponse]:
         """Streams the requests that `precompute` would send to workers, for separate encoders. Has no deadline."""
-        return self._stream("PlanPrecompute", pb.PlanPrecomputeRequest(corpus=corpus, recipe=recipe))
+        request = pb.PlanPrecomputeRequest(corpus=corpus, recipe=recipe)
+        return self._stream("PlanPrecompute", request, lambda batch: batch)
 
     def move(self, corpus: str) -> AsyncGenerator[Progress]:
         """Rebuilds a corpus for the worker's model and the gateway's embedder. Yields progress; has no deadline."""
@@ -189,17 +183,13 @@ class AsyncClient:
 
     async def _call(self, method: str, request: Message, timeout: float | None) -> Any:
         with _errors(self.address):
-            return await getattr(self._stub, method)(request, **self._credentials.options(timeout))
+            return await self._start(method, request, timeout or self._timeout)
 
     async def _stream(
-        self,
-        method: str,
-        request: Message,
-        read: Callable[[Any], T] = _unchanged,
-        options: dict[str, Any] | None = None,
+        self, method: str, request: Message, read: Callable[[Any], T], timeout: float | None = None
     ) -> AsyncGenerator[T]:
-        """Yields the responses as `read` converts them. Without options, the call has no deadline."""
-        call = getattr(self._stub, method)(request, **(options or {"metadata": self._credentials.metadata()}))
+        """Yields the responses as `read` converts them. Without a timeout, the call has no deadline."""
+        call = self._start(method, request, timeout)
         try:
             with _errors(self.address):
                 async for response in call:
@@ -208,16 +198,10 @@ class AsyncClient:
             call.cancel()
 
 
-class Client:
+class Client(_Connection):
     """The blocking counterpart of `AsyncClient`, with the same arguments. Thread-safe; `with` closes it."""
 
-    def __init__(
-        self, address: str = DEFAULT_ADDRESS, *, timeout: float = 300.0, token: BearerToken = None, tls: TLS = None
-    ) -> None:
-        self.address = address
-        self._credentials = _Credentials(address, token, timeout, encrypted=tls is not None)
-        self._channel = rpc.dial_sync(address, tls=tls, retries=True)
-        self._stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)
+    _dial = staticmethod(rpc.dial_sync)
 
     def __enter__(self) -> "Client":
         return self
@@ -246,7 +230,7 @@ class Client:
     ) -> Generator[Event]:
         """Streams an answer, as `AsyncClient.stream`."""
         request = requests.generate(corpus, question, **options)
-        return self._stream("Generate", request, results.event, self._credentials.options(timeout))
+        return self._stream("Generate", request, results.event, timeout or self._timeout)
 
     def ask(
         self, corpus: str = "", question: str = "", *, timeout: float | None = None, **options: Unpack[Options]
@@ -300,13 +284,13 @@ class Client:
 
     def _call(self, method: str, request: Message, timeout: float | None) -> Any:
         with _errors(self.address):
-            return getattr(self._stub, method)(request, **self._credentials.options(timeout))
+            return self._start(method, request, timeout or self._timeout)
 
     def _stream(
-        self, method: str, request: Message, read: Callable[[Any], T], options: dict[str, Any] | None = None
+        self, method: str, request: Message, read: Callable[[Any], T], timeout: float | None = None
     ) -> Generator[T]:
         """As `AsyncClient._stream`."""
-        call = getattr(self._stub, method)(request, **(options or {"metadata": self._credentials.metadata()}))
+        call = self._start(method, request, timeout)
         try:
             with _errors(self.address):
                 for response in call:

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 import numpy as np
 
 
-class Embedder(ABC):
+class _Model(ABC):
+    name: str
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Ends all work in flight."""
+
+
+class Embedder(_Model):
     """Turns texts into vectors of unit length. For concurrent use within one event loop, which it never blocks.
 
     Attributes:
@@ -14,7 +22,6 @@ class Embedder(ABC):
         dim: width of the vectors.
     """
 
-    name: str
     dim: int
 
     @abstractmethod
@@ -32,20 +39,10 @@ class Embedder(ABC):
             ResourceExhausted: the model is overloaded.
         """
 
-    @abstractmethod
-    async def close(self) -> None:
-        """Ends all work in flight."""
 
-
-class Reranker(ABC):
+class Reranker(_Model):
     """Scores passages for a question. Concurrency as for `Embedder`."""
-
-    name: str
 
     @abstractmethod
     async def score(self, question: str, passages: Sequence[str]) -> list[float]:
         """One score per passage; higher is better. Raises as `Embedder.embed`."""
-
-    @abstractmethod
-    async def close(self) -> None:
-        """Ends all work in flight."""

@@ -3,11 +3,10 @@
 import importlib.util
 import logging
 from pathlib import Path
-from types import ModuleType
 
 from fusionkv.fusion_worker.library import cache
 from fusionkv.fusion_worker.library.catalog import EMBEDDER, KNOWN
-from fusionkv.gateway.config import AUTO, NONE, GatewayConfig
+from fusionkv.gateway.config import AUTO, NONE, GatewayConfig, extra
 from fusionkv.gateway.embed.base import Embedder, Reranker
 from fusionkv.gateway.embed.local import LocalEmbedder, LocalReranker
 from fusionkv.protos.runtime.errors import FailedPrecondition
@@ -33,7 +32,9 @@ async def open_embedder(config: GatewayConfig) -> Embedder | None:
             return None
         named = EMBEDDER
     if _is_url(named):
-        return await _urls().URLEmbedder.open(named, config.embedder_model, _token(config.embedder_token))
+        with extra("http", "a URL"):
+            from fusionkv.gateway.embed.url import URLEmbedder
+        return await URLEmbedder.open(named, config.embedder_model, _token(config.embedder_token))
     embedder = await LocalEmbedder.start(_directory(named), config.embedder_threads)
     log.info("embedder: %s, %d dimensions", embedder.name, embedder.dim)
     return embedder
@@ -44,9 +45,10 @@ async def open_reranker(config: GatewayConfig) -> Reranker | None:
     if not config.reranker:
         return None
     if _is_url(config.reranker):
-        reranker: Reranker = _urls().URLReranker(
-            config.reranker, config.reranker_model, _token(config.reranker_token)
-        )
+        with extra("http", "a URL"):
+            from fusionkv.gateway.embed.url import URLReranker
+        token = _token(config.reranker_token)
+        reranker: Reranker = URLReranker(config.reranker, config.reranker_model, token)
     else:
         reranker = await LocalReranker.start(_directory(config.reranker), config.embedder_threads)
     log.info("the best %d chunks are reranked by %s", config.rerank_depth, reranker.name)
@@ -76,15 +78,6 @@ def _directory(named: str) -> Path:
             f"{', '.join(name for name, model in KNOWN.items() if model.embeds)}"
         )
     return directory
-
-
-def _urls() -> ModuleType:
-    """The module for models behind URLs; aiohttp, which it needs, is optional."""
-    try:
-        from fusionkv.gateway.embed import url
-    except ModuleNotFoundError as error:
-        raise ValueError(f"a URL needs the package {error.name}: pip install 'fusionkv[http]'") from error
-    return url
 
 
 def _is_url(named: str) -> bool:

@@ -17,17 +17,21 @@ _BATCH = 64
 _CHARACTERS = 1 << 14
 
 
-class Endpoint:
+class _Endpoint:
     """One endpoint of a server, with the model name to send."""
 
-    def __init__(self, url: str, path: str, model: str, token: str) -> None:
-        """`url` may include `path`, or end before it, as in http://127.0.0.1:8000/v1."""
+    path: str
+
+    def __init__(self, url: str, model: str, token: str) -> None:
+        """`url` may include the path, or end before it, as in http://127.0.0.1:8000/v1."""
+        path = self.path
         self.url = url if url.rstrip("/").endswith(path) else f"{url.rstrip('/')}{path}"
+        self.name = model or self.url
         self._model = {"model": model} if model else {}
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._session = aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(_SECONDS))
 
-    async def post(self, body: dict[str, Any]) -> Any:
+    async def _post(self, body: dict[str, Any]) -> Any:
         """Sends a request; returns the JSON of the reply.
 
         Raises:
@@ -48,20 +52,18 @@ class Endpoint:
         await self._session.close()
 
 
-class URLEmbedder(Embedder):
-    def __init__(self, endpoint: Endpoint, name: str, dim: int) -> None:
-        self._endpoint = endpoint
-        self.name, self.dim = name, dim
+class URLEmbedder(_Endpoint, Embedder):
+    path = "/embeddings"
+    dim = 0
 
     @classmethod
     async def open(cls, url: str, model: str, token: str) -> "URLEmbedder":
-        """Requests one vector to learn the width. Raises as `Endpoint.post`."""
-        endpoint = Endpoint(url, "/embeddings", model, token)
-        embedder = cls(endpoint, model or endpoint.url, 0)
+        """Requests one vector to learn the width. Raises as `_Endpoint._post`."""
+        embedder = cls(url, model, token)
         try:
             embedder.dim = (await embedder.embed(["width"])).shape[1]
         except BaseException:
-            await endpoint.close()
+            await embedder.close()
             raise
         return embedder
 
@@ -70,39 +72,31 @@ class URLEmbedder(Embedder):
         vectors = np.concatenate(parts) if parts else np.zeros((0, self.dim), np.float32)
         if self.dim and vectors.shape[1] != self.dim:
             raise FailedPrecondition(
-                f"{self._endpoint.url} returned vectors of {vectors.shape[1]} dimensions instead of {self.dim}"
+                f"{self.url} returned vectors of {vectors.shape[1]} dimensions instead of {self.dim}"
             )
         return vectors
 
-    async def close(self) -> None:
-        await self._endpoint.close()
-
     async def _batch(self, texts: Sequence[str]) -> np.ndarray:
         body = {"input": [text[:_CHARACTERS] for text in texts], "encoding_format": "float"}
-        reply = await self._endpoint.post(body)
+        reply = await self._post(body)
         try:
             rows = [row["embedding"] for row in sorted(reply["data"], key=lambda row: row["index"])]
             vectors = await asyncio.to_thread(np.array, rows, np.float32)
             if vectors.ndim != 2 or len(vectors) != len(texts) or not np.isfinite(vectors).all():
                 raise ValueError("not one vector per text")
         except (KeyError, TypeError, ValueError) as error:
-            raise FailedPrecondition(f"{self._endpoint.url} returned no valid embeddings: {error}") from error
+            raise FailedPrecondition(f"{self.url} returned no valid embeddings: {error}") from error
         return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
 
 
-class URLReranker(Reranker):
-    def __init__(self, url: str, model: str, token: str) -> None:
-        self._endpoint = Endpoint(url, "/rerank", model, token)
-        self.name = model or self._endpoint.url
+class URLReranker(_Endpoint, Reranker):
+    path = "/rerank"
 
     async def score(self, question: str, passages: Sequence[str]) -> list[float]:
         texts = [text[:_CHARACTERS] for text in passages]
-        reply = await self._endpoint.post({"query": question[:_CHARACTERS], "documents": texts})
+        reply = await self._post({"query": question[:_CHARACTERS], "documents": texts})
         try:
             scores = {int(row["index"]): float(row["relevance_score"]) for row in reply["results"]}
             return [scores[i] for i in range(len(passages))]
         except (KeyError, TypeError, ValueError) as error:
-            raise FailedPrecondition(f"{self._endpoint.url} did not return one score per passage: {error}") from error
-
-    async def close(self) -> None:
-        await self._endpoint.close()
+            raise FailedPrecondition(f"{self.url} did not return one score per passage: {error}") from error

@@ -14,11 +14,11 @@ from fusionkv.gateway.auth.bearer import Bearer
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.history import Record
 from fusionkv.gateway.http import failures
-from fusionkv.gateway.http.listener import Call, Listener
+from fusionkv.gateway.http.listener import Listener
 from fusionkv.gateway.plan import Conversation
-from fusionkv.gateway.servicer import GatewayServicer
+from fusionkv.gateway.servicer import Call, GatewayServicer
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
-from fusionkv.protos.runtime.errors import NotFound, PermissionDenied, ServiceError
+from fusionkv.protos.runtime.errors import NotFound, PermissionDenied
 
 # Pages show a tenant's documents: no scripts, no external resources, no framing, no caching.
 _HEADERS = {
@@ -95,13 +95,11 @@ class AdminServer(Listener):
         again.CopyFrom(original.request)
         again.recipe, again.explain = explain.REFERENCE, False
         again.ClearField("ratio")
-        full, ended = Record(original.tenant, again), False
+        full = Record(original.tenant, again)
         async with contextlib.aclosing(self._servicer.generate(again, Call(), None)) as responses:
             async for response in responses:
                 full.add(response)
-                ended = response.HasField("summary")
-        if not ended:
-            raise ServiceError("the answer ended without a summary")
+        _ = full.answer  # raises ServiceError if there was no summary
         return full
 
     async def _record(self, request: web.Request) -> Record:

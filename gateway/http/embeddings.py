@@ -27,11 +27,7 @@ class EmbeddingRequest:
 
 
 def read(body: Any) -> EmbeddingRequest:
-    """Reads the JSON body of a request.
-
-    Raises:
-        InvalidArgument: the body is invalid, or requests something unsupported.
-    """
+    """Reads the JSON body of a request. Raises InvalidArgument if it is invalid, or requests what is unsupported."""
     if not isinstance(body, dict):
         raise InvalidArgument("the body is not a JSON object")
     given = {name: value for name, value in body.items() if value is not None and name not in _IGNORED}

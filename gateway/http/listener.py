@@ -24,13 +24,6 @@ _CONNECTION_SECONDS = 3600.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class Call:
-    """The deadline of an HTTP request. There is none, so `request_seconds` applies."""
-
-    def time_remaining(self) -> None:
-        return None
-
-
 class Listener:
     """Serves and drains beside the gRPC server. A request is cancelled when its client disconnects."""
 
@@ -64,7 +57,7 @@ class Listener:
         async def guarded(request: web.Request) -> web.StreamResponse:
             if self._bearer is not None:
                 given = [token(value) for value in request.headers.getall("Authorization", [])]
-                access.enter(await self._bearer.admit(given, method))
+                access.CALLER.set(await self._bearer.admit(given, method))
             return await handler(request)
 
         return guarded

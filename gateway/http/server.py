@@ -14,8 +14,8 @@ from fusionkv.gateway.client import results
 from fusionkv.gateway.client.results import Event
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.http import chat, embeddings, failures, replies
-from fusionkv.gateway.http.listener import Call, Listener
-from fusionkv.gateway.servicer import SERVICE, GatewayServicer
+from fusionkv.gateway.http.listener import Listener
+from fusionkv.gateway.servicer import SERVICE, Call, GatewayServicer
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import InvalidArgument, NotFound
 

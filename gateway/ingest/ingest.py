@@ -1,7 +1,8 @@
-"""Ingests a file: parses, splits, embeds and stores it as one document, or as one per JSON line."""
+"""Stores files as documents: parses, splits and embeds them; and rebuilds corpora for another model or embedder."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,7 @@ from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest import parse
 from fusionkv.gateway.ingest.document import metadata_pairs
 from fusionkv.gateway.ingest.parsers import ParsedDocument, Parsers
-from fusionkv.gateway.retrieval.base import Chunk, ModelIdentity, check_corpus, check_document
+from fusionkv.gateway.retrieval.base import Chunk, ModelIdentity, Retrieval, check_corpus, check_document
 from fusionkv.gateway.retrieval.hybrid import HybridSearch
 from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
@@ -64,6 +65,34 @@ class Ingest:
                     f"documents of {self._bytes.held} bytes are being ingested; try again later", retry_after=0.5
                 )
             return await self._store(tenant, request, kind, timeout)
+
+    async def move(self, retrieval: Retrieval, corpus: str) -> AsyncGenerator[pb.MoveResponse]:
+        """Rebuilds a corpus for the worker's model and this gateway's embedder, from its stored text.
+
+        Recomputes vectors and token ids, keeps the division into chunks, and drops variants encoded ahead of time.
+        Streams the progress, at the start and after each document.
+
+        Raises:
+            InvalidArgument: the corpus's name is invalid.
+            NotFound: the corpus does not exist.
+            FailedPrecondition: the engine does not support it.
+            Unavailable: no worker, or the embedder can't be reached.
+        """
+        check_corpus(corpus)
+        total = sum(document.chunks for document in await retrieval.documents(corpus))
+        vocabulary = await self._workers.model()
+
+        async def rewrite(chunks: Sequence[Chunk], _: np.ndarray) -> tuple[Sequence[Chunk], np.ndarray]:
+            ids = await asyncio.to_thread(lambda: [tuple(vocabulary.chunk(chunk.text)) for chunk in chunks])
+            rebuilt = [replace(c, ids=i, variant=b"", neighbours=0) for c, i in zip(chunks, ids, strict=True)]
+            return rebuilt, await self._search.vectors([chunk.text for chunk in chunks], {})
+
+        done = 0
+        yield pb.MoveResponse(total=total)
+        async with aclosing(retrieval.move(corpus, rewrite, self._search.identity(vocabulary.identity))) as documents:
+            async for chunks in documents:
+                done += chunks
+                yield pb.MoveResponse(done=done, total=total)
 
     async def close(self) -> None:
         """Ends the parser processes."""

@@ -1,13 +1,15 @@
 """Converts a document's bytes to text, by media type."""
 
 import io
+import json
 import mimetypes
 import sys
 from pathlib import PurePosixPath
 
 from fusionkv.gateway.ingest.document import Document, check_text, json_lines
-from fusionkv.gateway.ingest.media_types import ENDINGS, HTML, JSONL, MARKDOWN, MEDIA_TYPES, PDF
+from fusionkv.gateway.ingest.media_types import ENDINGS, HTML, JSONL, MARKDOWN, MEDIA_TYPES, PDF, PLAIN
 from fusionkv.protos.runtime.errors import InvalidArgument
+from fusionkv.protos.runtime.shorten import shorten
 
 # Maximum ratio of a document's text to its size, and the text that is allowed in any case. Compressed PDFs come near
 # the ratio; other documents exceed it only by design.
@@ -15,11 +17,7 @@ MAX_GROWTH, MIN_TEXT = 50, 1 << 20
 
 
 def media_type(name: str, given: str = "") -> str:
-    """The media type of a document: the given one, or the one of its name's ending.
-
-    Raises:
-        InvalidArgument: the type is unknown or unsupported.
-    """
+    """The media type of a document: the given one, or its ending's. Raises InvalidArgument if there is none."""
     if given:
         kind = given.partition(";")[0].strip().lower()
         if kind not in MEDIA_TYPES:
@@ -67,6 +65,28 @@ def parse(content: bytes, kind: str, limit: int = sys.maxsize, first_line: int =
         raise InvalidArgument(f"the document contains no text{hint}")
     check_text(sum(len(document.text.encode()) for document in documents), limit)
     return documents
+
+
+def shortened(name: str, content: bytes, given: str, omitted: float) -> tuple[str, str]:
+    """Omits a share of a document's text, in whole sentences. Blocks: call it in a thread.
+
+    Returns:
+        The text and its media type: plain text, Markdown or JSON lines.
+
+    Raises as `media_type`, `parse` and `shorten`.
+    """
+    kind = media_type(name, given)
+    documents = parse(content, kind)
+    if kind != JSONL:
+        return shorten(documents[0].text, omitted), MARKDOWN if documents[0].markdown else PLAIN
+    lines = {document.line: _line(document, shorten(document.text, omitted)) for document in documents}
+    # Keep the line numbers, which name documents without an id.
+    return "\n".join(lines.get(number, "") for number in range(1, max(lines) + 1)), kind
+
+
+def _line(document: Document, text: str) -> str:
+    values = {"id": document.name, "title": document.title, "metadata": dict(document.metadata)}
+    return json.dumps({**{key: value for key, value in values.items() if value}, "text": text})
 
 
 def _utf8(content: bytes, encoding: str = "utf-8") -> str:

@@ -136,11 +136,7 @@ class Parser:
         return self._process.pid
 
     async def use(self, vocabulary: Vocabulary) -> None:
-        """Starts the process if necessary, and sends it the vocabulary if it has another one.
-
-        Raises:
-            Unavailable: the process can't be started.
-        """
+        """Starts the process and sends it the vocabulary, if necessary. Raises Unavailable if it can't be started."""
         self.seconds = 0.0
         if self._vocabulary is vocabulary:
             return

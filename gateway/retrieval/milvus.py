@@ -5,11 +5,11 @@ the document's own row, which names the current revision; readers ignore chunks 
 """
 
 import asyncio
+import contextlib
 import hashlib
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,7 +28,6 @@ from fusionkv.gateway.retrieval.base import (
     check_model,
     packed,
 )
-from fusionkv.gateway.retrieval.gate import Gate
 from fusionkv.gateway.retrieval.milvus_connection import BATCH, MAX_ROWS, Connection, Hits, NoCollection, listed
 from fusionkv.gateway.retrieval.milvus_rows import Row, Version
 from fusionkv.protos.runtime.errors import FailedPrecondition, NotFound, Unavailable
@@ -38,6 +37,42 @@ T = TypeVar("T")
 _RECENT_SECONDS = 5
 _TRIES = 50
 _NO_VECTOR = np.zeros(0, np.float32)
+
+
+class Gate:
+    """A lock for a corpus in one event loop: shared by changes of documents, exclusive for its deletion.
+
+    A waiting exclusive user comes before later shared ones.
+    """
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Condition()
+        self._inside = 0
+        self._waiting = 0
+
+    @contextlib.asynccontextmanager
+    async def shared(self) -> AsyncIterator[None]:
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._waiting)
+            self._inside += 1
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    @contextlib.asynccontextmanager
+    async def exclusive(self) -> AsyncIterator[None]:
+        self._waiting += 1
+        try:
+            async with self._changed:
+                await self._changed.wait_for(lambda: not self._inside)
+                yield
+        finally:
+            self._waiting -= 1
+            async with self._changed:
+                self._changed.notify_all()
 
 
 class MilvusRetrieval(Retrieval):
@@ -317,7 +352,7 @@ class MilvusRetrieval(Retrieval):
         return self._prefix + _digest(corpus)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _corpus_errors(corpus: str) -> Iterator[None]:
     try:
         yield

@@ -103,11 +103,7 @@ class VLLMEngine:
     """Decodes with a vLLM server, which prefills the prompt itself if no worker can, or if the KV can't be used."""
 
     def __init__(self, workers: WorkerPool, config: GatewayConfig) -> None:
-        """Connects to vLLM. Create it in a running event loop.
-
-        Raises:
-            OSError: the token or the CA can't be read.
-        """
+        """Needs a running event loop. Raises OSError if the token or the CA can't be read."""
         self._workers = workers
         self._url = f"{config.vllm_url.rstrip('/').removesuffix('/v1')}/v1/completions"
         self._model = {"model": config.vllm_model} if config.vllm_model else {}

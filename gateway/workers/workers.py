@@ -1,15 +1,19 @@
-"""The pool of fusion workers: chooses a worker for each request, and retries with another."""
+"""The pool of fusion workers: finds them, chooses one for each request, and retries with another."""
 
 import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+import math
+import socket
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.gateway.tokens import Vocabulary
-from fusionkv.gateway.workers.fleet import CHECK_SECONDS, Fleet, Member
 from fusionkv.kvcache_service import keys
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.observe import logs
@@ -22,7 +26,8 @@ from fusionkv.protos.runtime.errors import (
 )
 from fusionkv.protos.runtime.tls import ClientTLS
 
-_faults = logs.RateLimitedLog(logging.getLogger(__name__))
+log = logging.getLogger(__name__)
+_faults = logs.RateLimitedLog(log)
 T = TypeVar("T")
 R = TypeVar("R", pb.GenerateResponse, pb.PrefillResponse, pb.EncodeResponse)
 # Affinity, in requests in flight: a worker that holds all chunks of a prompt may have this many more than another;
@@ -30,26 +35,128 @@ R = TypeVar("R", pb.GenerateResponse, pb.PrefillResponse, pb.EncodeResponse)
 _AFFINITY = 2.0
 # Errors after which the request is retried with another worker.
 _RETRYABLE = (Unavailable, ResourceExhausted, FailedPrecondition)
+_DNS = "dns:"
+# Seconds between lookups, within which added and removed workers are noticed.
+_RESOLVE_SECONDS = 5.0
+# A worker that has not replied for the first time must pass a health check, within the second, before it receives a
+# request.
+_FRESH_SECONDS, _CHECK_SECONDS = 1.0, 2.0
+# An unresponsive worker is deprioritised, with exponential backoff between these limits.
+_MIN_BACKOFF, _MAX_BACKOFF = 2.0, 30.0
+# Tokens of a pool whose size is not known yet, and the most chunks to remember.
+_FIRST_TOKENS, _MAX_CHUNKS = 1 << 16, 1 << 16
+
+
+class PrefixAffinity:
+    """Chunks by name with their tokens, evicted least recently used first, as in the pool.
+
+    An estimate, from the requests sent to the worker: other gateways may use it too, and requests' own tokens take
+    room in its pool. An error costs a load from the cache service.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: OrderedDict[bytes, int] = OrderedDict()
+        self._sum = 0
+        self._capacity = _FIRST_TOKENS
+
+    def share(self, chunks: Mapping[bytes, int]) -> float:
+        """Share of the tokens of a prompt's chunks that the pool probably holds, 0..1."""
+        held = sum(tokens for name, tokens in chunks.items() if name in self._tokens)
+        return held / sum(chunks.values()) if held else 0.0
+
+    def use(self, chunks: Mapping[bytes, int]) -> None:
+        """Records that the worker receives a prompt with these chunks."""
+        for name, tokens in chunks.items():
+            self._sum += tokens - self._tokens.pop(name, 0)
+            self._tokens[name] = tokens
+        self._trim()
+
+    def resize(self, tokens: int) -> None:
+        """Sets the size of the pool, as reported by the worker."""
+        self._capacity = tokens
+        self._trim()
+
+    def clear(self) -> None:
+        """Forgets all chunks: the worker has, or may have, restarted."""
+        self._tokens.clear()
+        self._sum = 0
+
+    def _trim(self) -> None:
+        while self._sum > self._capacity or len(self._tokens) > _MAX_CHUNKS:
+            _, tokens = self._tokens.popitem(last=False)
+            self._sum -= tokens
+
+
+@dataclass(eq=False)
+class Member:
+    """One worker, with its calls in flight and its recent responsiveness."""
+
+    client: WorkerClient
+    in_flight: int = 0
+    holdings: PrefixAffinity = field(default_factory=PrefixAffinity)
+    _failures: int = 0
+    _deprioritised_until: float = 0.0
+    _last_reply: float = -math.inf
+
+    @property
+    def deprioritised(self) -> bool:
+        return time.monotonic() < self._deprioritised_until
+
+    def record_timeout(self) -> None:
+        """Records that the worker did not reply in time, or while another one did."""
+        self._deprioritised_until = time.monotonic() + min(_MIN_BACKOFF * 2**self._failures, _MAX_BACKOFF)
+        self._failures += 1
+
+    def record_reply(self) -> None:
+        self._failures, self._deprioritised_until, self._last_reply = 0, 0.0, time.monotonic()
+
+    async def is_responsive(self) -> bool:
+        """Whether the worker replied within the last second, or passes a health check now."""
+        if time.monotonic() - self._last_reply < _FRESH_SECONDS:
+            return True
+        healthy = await self.client.answers(_CHECK_SECONDS)
+        self.record_reply() if healthy else self.record_timeout()
+        return healthy
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
 
 
 class WorkerPool:
     """Calls the least loaded worker, or one that probably holds the prompt's chunks in its pool.
 
     Holding all chunks outweighs two requests in flight. All workers must run the same model; a worker with another
-    one is skipped.
+    one is skipped. Create the pool in a running event loop.
+
+    An address `dns:HOST:PORT` means all addresses of the name, which is resolved every 5 s. If that fails, the known
+    workers stay. Calls in flight to a removed worker continue.
     """
 
     def __init__(self, addresses: Sequence[str], tls: ClientTLS | None = None) -> None:
-        self._fleet = Fleet(addresses, tls)
+        self._tls = tls
+        self._listed = {at: Member(WorkerClient(at, tls)) for at in addresses if not at.startswith(_DNS)}
+        self._resolved: dict[str, dict[str, Member]] = {at: {} for at in addresses if at.startswith(_DNS)}
+        self._looked_up = asyncio.Event()  # all names, once
+        self._retiring: set[asyncio.Task[None]] = set()
+        self._resolving = [asyncio.create_task(self._follow(name)) for name in self._resolved]
+        if not self._resolved:
+            self._looked_up.set()
         self._vocabulary: Vocabulary | None = None
         self._loading = asyncio.Lock()
 
-    async def model(self, timeout: float = 30.0) -> Vocabulary:
-        """Tokenizer and template of the workers' model, from the first worker that replies.
+    @property
+    def members(self) -> list[Member]:
+        """The current workers."""
+        resolved = {address: member for members in self._resolved.values() for address, member in members.items()}
+        return [*{**resolved, **self._listed}.values()]
 
-        Raises:
-            Unavailable: no worker can be reached.
-        """
+    async def model(self, timeout: float = 30.0) -> Vocabulary:
+        """The workers' tokenizer and template, from the first that replies. Raises Unavailable if none does."""
         failures: list[ServiceError] = []
         for member in await self._order({}):
             try:
@@ -128,10 +235,13 @@ class WorkerPool:
 
     def address(self) -> str:
         """Address of a reachable worker; empty if there is none."""
-        return next((m.client.address for m in self._fleet.members if m.client.connected), "")
+        return next((m.client.address for m in self.members if m.client.connected), "")
 
     async def close(self) -> None:
-        await self._fleet.close()
+        for task in self._resolving:
+            task.cancel()
+        await asyncio.gather(*(member.client.close() for member in self.members))
+        await asyncio.gather(*self._retiring)
 
     async def _order(self, chunks: Mapping[bytes, int]) -> list[Member]:
         """Workers in order of preference for a prompt, given its chunks by name, with their tokens.
@@ -140,7 +250,6 @@ class WorkerPool:
         then those with the fewest calls in flight minus their affinity for the prompt's chunks. Ties are broken by
         rendezvous hashing, so that all gateways send the same chunks to the same worker.
         """
-
         affinity = hashlib.sha256(b"".join(sorted(chunks))).digest()
 
         def load(member: Member) -> tuple[bool, bool, float, bytes]:
@@ -150,8 +259,8 @@ class WorkerPool:
             busy = member.in_flight - _AFFINITY * member.holdings.share(chunks)
             return not member.client.connected, member.deprioritised, busy, turn
 
-        await self._fleet.ready()
-        return sorted(self._fleet.members, key=load)
+        await self._looked_up.wait()
+        return sorted(self.members, key=load)
 
     async def _answering(self, chunks: Mapping[bytes, int]) -> list[Member]:
         """As `_order`, beginning with the first worker that passes a health check, if there are several workers."""
@@ -160,6 +269,30 @@ class WorkerPool:
             if await member.is_responsive():
                 return [*order[i:], *order[:i]]
         return order
+
+    async def _follow(self, name: str) -> None:
+        while True:
+            await self._resolve(name)
+            self._looked_up.set()
+            await asyncio.sleep(_RESOLVE_SECONDS)
+
+    async def _resolve(self, name: str) -> None:
+        host, _, port = name.removeprefix(_DNS).rpartition(":")
+        try:
+            infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:  # UnicodeError for invalid names such as "a..b"
+            log.warning("can't resolve %s: %s; keeping its known workers", name, error)
+            return
+        known = self._resolved[name]
+        now = {_address(str(at[0]), int(at[1])) for *_, at in infos}
+        for address in sorted(now - known.keys()):
+            log.info("added worker of %s: %s", name, address)
+            known[address] = Member(WorkerClient(address, self._tls, name=host))
+        for address in sorted(known.keys() - now):
+            log.info("removed worker of %s: %s", name, address)
+            task = asyncio.create_task(_retire(known.pop(address)))
+            self._retiring.add(task)
+            task.add_done_callback(self._retiring.discard)
 
 
 def _chunks(request: pb.GenerateRequest) -> dict[bytes, int]:
@@ -172,8 +305,8 @@ async def _monitored(member: Member, reply: Awaitable[T]) -> T:
     """Awaits a reply while health checks succeed; raises Unavailable when one fails."""
     replying = asyncio.ensure_future(reply)
     try:
-        while not (await asyncio.wait([replying], timeout=CHECK_SECONDS))[0]:
-            if not await member.client.answers(CHECK_SECONDS):
+        while not (await asyncio.wait([replying], timeout=_CHECK_SECONDS))[0]:
+            if not await member.client.answers(_CHECK_SECONDS):
                 member.record_timeout()
                 raise Unavailable(f"fusion worker {member.client.address} does not reply to health checks")
         return replying.result()
@@ -187,3 +320,13 @@ def _reported(failures: Sequence[ServiceError]) -> ServiceError:
     if not failures:
         return Unavailable("there is no fusion worker: the name in `workers` has no address")
     return next((f for f in failures if isinstance(f, ResourceExhausted)), failures[0])
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+async def _retire(member: Member) -> None:
+    while member.in_flight:  # noqa: ASYNC110 - rare, and calls take up to minutes
+        await asyncio.sleep(0.5)
+    await member.client.close()

@@ -191,9 +191,9 @@ async def test_the_caller_of_one_call_is_not_that_of_another() -> None:
 
     async def one(name: str) -> bool:
         made = access.Caller(name, Role.APP, name)
-        access.enter(made)
+        access.CALLER.set(made)
         await asyncio.sleep(0)
-        return access.caller() == made
+        return access.CALLER.get() == made
 
     assert await asyncio.gather(one("a"), one("b")) == [True, True]
-    assert access.caller() is None
+    assert access.CALLER.get() is None

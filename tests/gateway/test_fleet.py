@@ -16,9 +16,8 @@ import pytest
 from opentelemetry import trace
 
 from fusionkv.fusion_worker.client import WorkerClient
-from fusionkv.gateway.workers import fleet, workers
-from fusionkv.gateway.workers.fleet import PrefixAffinity
-from fusionkv.gateway.workers.workers import WorkerPool
+from fusionkv.gateway.workers import workers
+from fusionkv.gateway.workers.workers import PrefixAffinity, WorkerPool
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime.errors import Unavailable
@@ -66,11 +65,11 @@ async def test_one_that_stops_is_not_waited_for(
 ) -> None:
     """A health check finds it out: before it is given the request or, just heard, while nothing comes."""
     processes = {w.address: w.process for w in (start(cache=cache) for _ in range(2))}
-    monkeypatch.setattr(fleet, "_FRESH_SECONDS", 600.0 if heard else 0.0)
-    monkeypatch.setattr(fleet, "_MIN_BACKOFF", 600.0)
+    monkeypatch.setattr(workers, "_FRESH_SECONDS", 600.0 if heard else 0.0)
+    monkeypatch.setattr(workers, "_MIN_BACKOFF", 600.0)
     pool = WorkerPool([*processes])
-    await until(lambda: all(member.client.connected for member in pool._fleet.members))
-    for member in pool._fleet.members:
+    await until(lambda: all(member.client.connected for member in pool.members))
+    for member in pool.members:
         member.record_reply()
     first, _ = await pool._order({})
     process = processes[first.client.address]
@@ -91,7 +90,7 @@ async def test_a_name_that_cannot_be_one_ends_nothing(caplog: pytest.LogCaptureF
         async with asyncio.timeout(60):
             await pool.model()
     assert "can't resolve dns:a..b:7071" in caplog.text
-    assert not any(task.done() for task in pool._fleet._resolving)
+    assert not any(task.done() for task in pool._resolving)
     await pool.close()
 
 
@@ -200,8 +199,8 @@ async def test_a_busy_worker_is_passed_over_for_all_it_holds(pair: list[str]) ->
     request = prompt(0, range(4))
     async for _ in pool.generate(request, 60):
         pass
-    (warm,) = (m for m in pool._fleet.members if m.holdings.share({}) == 0 and m.holdings._tokens)
-    (cold,) = (m for m in pool._fleet.members if m is not warm)
+    (warm,) = (m for m in pool.members if m.holdings.share({}) == 0 and m.holdings._tokens)
+    (cold,) = (m for m in pool.members if m is not warm)
     streams = [pool.generate(prompt(0, range(4), max_tokens=120), 60) for _ in range(4)]
     for stream in streams:
         await anext(stream)

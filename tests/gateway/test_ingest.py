@@ -21,7 +21,6 @@ from fusionkv.gateway.pipeline import Pipeline
 from fusionkv.gateway.plan import given
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 from fusionkv.gateway.retrieval.hybrid import HybridSearch
-from fusionkv.gateway.retrieval.mover import move
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
@@ -107,8 +106,7 @@ class Rig:
         return [item.name for item in await self.engine.documents("c")]
 
     async def move(self) -> list[int]:
-        moving = move(self.engine, "c", self.workers, self.search)  # type: ignore[arg-type]
-        return [progress.done async for progress in moving]
+        return [progress.done async for progress in self.ingesting.move(self.engine, "c")]
 
 
 @pytest.fixture

@@ -16,9 +16,8 @@ from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.pipeline import Pipeline
 from fusionkv.gateway.retrieval import milvus_rows as rows
 from fusionkv.gateway.retrieval.base import Chunk, within
-from fusionkv.gateway.retrieval.gate import Gate
 from fusionkv.gateway.retrieval.hybrid import HybridSearch
-from fusionkv.gateway.retrieval.milvus import MilvusRetrieval
+from fusionkv.gateway.retrieval.milvus import Gate, MilvusRetrieval
 from fusionkv.gateway.retrieval.milvus_connection import MIN_SECONDS, REST_SECONDS
 from fusionkv.protos.runtime.errors import InvalidArgument, Unavailable
 from tests.commands import run_python

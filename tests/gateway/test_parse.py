@@ -9,7 +9,7 @@ import pytest
 from pypdf import PdfWriter
 
 from fusionkv.gateway.cli import main as cli
-from fusionkv.gateway.ingest import brief, parse
+from fusionkv.gateway.ingest import parse
 from fusionkv.gateway.ingest.document import Document
 from fusionkv.gateway.ingest.media_types import HTML, JSONL, MARKDOWN, PDF, PLAIN
 from fusionkv.protos.runtime.errors import InvalidArgument
@@ -140,7 +140,7 @@ TEXT = " ".join(SENTENCES)
     ],
 )
 def test_half_of_the_sentences_stay(name: str, content: str, kind: str) -> None:
-    text, found = brief.document(name, content.encode(), "", 0.5)
+    text, found = parse.shortened(name, content.encode(), "", 0.5)
     assert found == kind
     texts = [text]
     if kind.endswith("jsonl"):
