@@ -20,11 +20,7 @@ class Admission:
     """
 
     def __init__(self, places: int, queue: int) -> None:
-        """
-        Args:
-            places: maximum number of running requests.
-            queue: maximum number of waiting requests.
-        """
+        """places: maximum number of running requests. queue: maximum number of waiting requests."""
         self._places = places
         self._queue = queue
         self._free = asyncio.Semaphore(places)
@@ -37,8 +33,7 @@ class Admission:
     async def place(self, seconds_left: float | None) -> AsyncIterator[None]:
         """Waits for a free place in order of arrival, and holds it while the context is open.
 
-        Args:
-            seconds_left: seconds until the caller's deadline; None without one.
+        seconds_left: seconds until the caller's deadline; None without one.
 
         Raises:
             ResourceExhausted: the queue is full, or the first token is not expected within `seconds_left`. Never

@@ -37,12 +37,7 @@ class WorkerClient:
     """
 
     def __init__(self, address: str, tls: ClientTLS | None = None, name: str = "") -> None:
-        """
-        Args:
-            address: `host:port` or `unix:/path`.
-            tls: enables TLS.
-            name: host name in the worker's certificate, if it differs from the address.
-        """
+        """name: host name in the worker's certificate, if it differs from the address."""
         self.address = address
         self._channel = rpc.dial(address, tls=tls, name=name)
         self._health = health_pb2_grpc.HealthStub(self._channel)
@@ -77,23 +72,18 @@ class WorkerClient:
                     self._model = await self._stub.GetModel(pb.GetModelRequest(), timeout=timeout)
             return self._model
 
-    async def generate(
+    def generate(
         self, request: pb.GenerateRequest, timeout: float | None = None
     ) -> AsyncGenerator[pb.GenerateResponse]:
         """Yields tokens, then one summary. Closing the iterator, or cancelling its reader, cancels the call."""
-        call = self._stub.Generate(request, timeout=timeout)
-        try:
-            with self._errors():
-                async for response in call:
-                    yield response
-        finally:
-            call.cancel()
+        return self._responses(self._stub.Generate, request, timeout)
 
-    async def prefill(
-        self, request: pb.PrefillRequest, timeout: float | None = None
-    ) -> AsyncGenerator[pb.PrefillResponse]:
+    def prefill(self, request: pb.PrefillRequest, timeout: float | None = None) -> AsyncGenerator[pb.PrefillResponse]:
         """Yields the first token, a handle of the prompt's KV, then a summary. Closing the iterator frees the KV."""
-        call = self._stub.Prefill(request, timeout=timeout)
+        return self._responses(self._stub.Prefill, request, timeout)
+
+    async def _responses(self, method: Any, request: Any, timeout: float | None) -> AsyncGenerator[Any]:
+        call = method(request, timeout=timeout)
         try:
             with self._errors():
                 async for response in call:
@@ -110,11 +100,10 @@ class WorkerClient:
         """Fills `into` with a prompt's KV.
 
         Args:
-            handle: identifies the KV (PrefilledKV.handle).
+            handle: PrefilledKV.handle.
             rank: rank of the heads to fetch.
             ranks: number of ranks that the heads are split over; 1 for all heads.
             into: writable buffer of exactly the KV's size in bytes.
-            timeout: seconds.
 
         Raises:
             DataLoss: the bytes that arrived differ from those that the worker sent.
@@ -142,13 +131,9 @@ class WorkerClient:
             raise errors.DataLoss(f"a prompt's KV arrived damaged from the fusion worker {self.address}")
 
     async def release_prefill(self, handle: bytes, ranks: int = 1, error: str = "", timeout: float = 5.0) -> None:
-        """Releases a prompt's KV.
+        """Releases a prompt's KV for one of `ranks` ranks; it is freed when each has released it.
 
-        Args:
-            handle: identifies the KV.
-            ranks: how many ranks share the KV; it is freed when each has released it.
-            error: why the KV could not be used; empty if it was.
-            timeout: seconds.
+        error: why the KV could not be used; empty if it was.
         """
         with self._errors():
             request = pb.ReleasePrefillRequest(handle=handle, ranks=ranks, error=error)

@@ -141,8 +141,7 @@ def configured(file: Path | None, flags: Mapping[str, Any]) -> WorkerConfig:
 def cache_address(setting: str) -> str:
     """The cache service's address: `setting`, or a service found on this machine if it is empty.
 
-    Returns:
-        host:port or unix:/path; empty if `setting` is `none` or no service was found.
+    Returns host:port or unix:/path; empty if `setting` is `none` or no service was found.
     """
     if setting:
         return "" if setting == "none" else setting

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
@@ -18,28 +19,15 @@ _refused = _meter.create_counter("fusionkv.worker.refused", description="Request
 _tokens = _meter.create_counter(
     "fusionkv.worker.tokens", description="Context tokens, by kind: lossless, reused or recomputed"
 )
-_ttft = _meter.create_histogram(
-    "fusionkv.worker.ttft",
-    unit="s",
-    description="Time from arrival to the first token",
-    explicit_bucket_boundaries_advisory=telemetry.SECONDS,
-)
-_stage = _meter.create_histogram(
-    "fusionkv.worker.stage",
-    unit="s",
-    description="Time in each stage of a request before its first token, by name, including the queue",
-    explicit_bucket_boundaries_advisory=telemetry.SECONDS,
-)
-_per_token = _meter.create_histogram(
-    "fusionkv.worker.time_per_token",
-    unit="s",
-    description="Mean time between two tokens of an answer",
-    explicit_bucket_boundaries_advisory=telemetry.SECONDS,
-)
+_histogram = partial(_meter.create_histogram, explicit_bucket_boundaries_advisory=telemetry.SECONDS)
+_ttft = _histogram("fusionkv.worker.ttft", "s", "Time from arrival to the first token")
+_STAGES = "Time in each stage of a request before its first token, by name, including the queue"
+_stage = _histogram("fusionkv.worker.stage", "s", _STAGES)
+_per_token = _histogram("fusionkv.worker.time_per_token", "s", "Mean time between two tokens of an answer")
 _recomputed = _meter.create_histogram(
     "fusionkv.worker.recomputed_share",
-    unit="1",
-    description="Share of a prompt's context tokens that was recomputed",
+    "1",
+    "Share of a prompt's context tokens that was recomputed",
     explicit_bucket_boundaries_advisory=telemetry.SHARES,
 )
 
@@ -83,11 +71,8 @@ def answered(summary: Summary) -> None:
 def observe(requests: Callable[[], tuple[int, int]], pool: KVPool) -> None:
     """Exports the number of waiting and running requests, and the bytes of the KV pool.
 
-    Only weak references are kept, because exporters never drop their callbacks.
-
-    Args:
-        requests: a bound method that returns the numbers (waiting, running).
-        pool: the pool to observe.
+    Only weak references are kept, because exporters never drop their callbacks. requests: a bound method that returns
+    the numbers (waiting, running).
     """
     requests_ref, pool_ref = weakref.WeakMethod(requests), weakref.ref(pool)
 

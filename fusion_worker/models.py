@@ -13,10 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from transformers.utils import logging as transformers_logging
 
 from fusionkv.fusion_worker.compute.packed_linear import computes, pack
-from fusionkv.fusion_worker.library.cache import name_of
-from fusionkv.fusion_worker.library.fingerprint import fingerprint
+from fusionkv.fusion_worker.library.cache import fingerprint, name_of
 from fusionkv.fusion_worker.template import PromptTemplate
-from fusionkv.fusion_worker.tensor_parallel import weights
+from fusionkv.fusion_worker.tensor_parallel import ranks as tp
 from fusionkv.fusion_worker.tensor_parallel.ranks import ALONE, Ranks
 from fusionkv.kernels.rope import Rotation
 from fusionkv.protos.runtime.errors import FailedPrecondition
@@ -170,14 +169,14 @@ def configuration(directory: Path) -> Any:
 
 def _network(directory: Path, dtype: torch.dtype, config: Any, ranks: Ranks) -> Any:
     """The rank's network. Raises as transformers does, and FailedPrecondition when weights are missing."""
-    part = {} if ranks.count == 1 else {"distributed_config": weights.part_of(config, ranks.count)}
+    part = {} if ranks.count == 1 else {"distributed_config": tp.part_of(config, ranks.count)}
     # Only safetensors: the older .bin files are pickles, which can run code.
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         directory, dtype=dtype, output_loading_info=True, use_safetensors=True, **part
     )
     network, report = loaded
     if ranks.count > 1:
-        weights.settle(network)
+        tp.settle(network)
     if missing := sorted(report["missing_keys"]):
         # transformers initialises missing tensors randomly and only warns.
         raise FailedPrecondition(f"the weights in {directory} lack {len(missing)} tensors: {missing[0]}, ...")
@@ -221,16 +220,8 @@ def _line(error: Exception) -> str:
 def wrap(name: str, network: Any, tokenizer: Any, fingerprint: bytes, max_tokens: int, ranks: Ranks = ALONE) -> Model:
     """Makes a Model of a network and a fast tokenizer in memory, and packs the network's linear layers.
 
-    Args:
-        name: the model's name.
-        network: a transformers model, already split if there are several ranks.
-        tokenizer: its fast tokenizer.
-        fingerprint: as in Model.
-        max_tokens: maximum tokens of a prompt and its answer.
-        ranks: the tensor-parallel ranks that hold the network's heads.
-
-    Raises:
-        FailedPrecondition: as for `check_supported`.
+    network: a transformers model, already split if there are several ranks. max_tokens: maximum tokens of a prompt
+    and its answer. Raises as `check_supported`.
     """
     check_supported(network.config)
     config = network.config

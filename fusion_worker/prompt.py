@@ -1,6 +1,5 @@
 """A tokenised prompt in parts: system prompt, chunks and question, each part with its digest."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -78,8 +77,3 @@ class Prompt:
     def ids(self) -> torch.Tensor:
         """int64 [tokens]: the whole prompt. The tensor is shared: don't write to it."""
         return torch.tensor([i for part in self.parts for i in part.ids] + list(self.question))
-
-
-def stretch(start: int, ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and positions, both int64 [tokens], of consecutive tokens from position `start`."""
-    return torch.tensor(ids, dtype=torch.int64), torch.arange(start, start + len(ids))

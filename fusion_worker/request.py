@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -30,8 +30,7 @@ from fusionkv.fusion_worker.load.placement import PromptLayout, Stages
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Prompt
 from fusionkv.fusion_worker.quality.explain import explain
-from fusionkv.fusion_worker.quality.fallback import Allowed, Fallback
-from fusionkv.fusion_worker.quality.shadow import Sample, Shadow
+from fusionkv.fusion_worker.quality.shadow import Allowed, Fallback, Sample, Shadow
 from fusionkv.fusion_worker.recipes.recipes import Recipe
 from fusionkv.fusion_worker.select.choose import budget
 from fusionkv.fusion_worker.summary import Summary
@@ -46,6 +45,25 @@ tracer = trace.get_tracer(__name__)
 
 
 @dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt to answer.
+
+    Attributes:
+        recipe: how the context is reused and recomputed.
+        ratio: share of context tokens to recompute, 0..1.
+        corpus: the chunks' origin; answer quality is tracked for each corpus separately.
+        explained: whether to yield an Explanation of the context first, as of the first token.
+    """
+
+    prompt: Prompt
+    recipe: Recipe
+    ratio: float
+    params: SamplingParams
+    corpus: str = ""
+    explained: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """One generated token and the text it completes."""
 
@@ -57,9 +75,7 @@ class Piece:
 class FirstPiece:
     """The first token of an answer.
 
-    Attributes:
-        finish: as in Summary; empty if more tokens may follow.
-        lossless: whether the prompt's KV equals that of full attention.
+    finish: as in Summary; empty if more tokens may follow. lossless: whether the prompt's KV equals full attention's.
     """
 
     piece: Piece
@@ -112,56 +128,34 @@ class Answerer:
         return ""
 
     async def answer(
-        self,
-        prompt: Prompt,
-        recipe: Recipe,
-        ratio: float,
-        params: SamplingParams,
-        corpus: str = "",
-        explained: bool = False,
-        seconds_left: float | None = None,
+        self, request: Request, seconds_left: float | None = None
     ) -> AsyncGenerator[Explanation | Piece | Summary]:
         """Yields the answer's pieces as they are decoded, then one Summary. Closing the iterator frees everything.
 
-        Args:
-            prompt: tokenised prompt.
-            recipe: how the context is reused and recomputed.
-            ratio: share of context tokens to recompute, 0..1.
-            params: sampling parameters.
-            corpus: the chunks' origin; answer quality is tracked for each corpus separately.
-            explained: yield an Explanation of the context first, as of the first token.
-            seconds_left: seconds until the caller's deadline; None without one.
+        seconds_left: seconds until the caller's deadline; None without one.
 
         Raises:
             ResourceExhausted: the queue is full, the deadline can't be met, or the prompt does not fit the pool.
             FailedPrecondition: the model can't follow the recipe.
         """
         answer: list[int] = []
-        async with self._prefilled(prompt, recipe, ratio, params, corpus, seconds_left) as prefilled:
+        async with self._prefilled(request, seconds_left) as prefilled:
             summary = prefilled.summary
-            if explained:
+            if request.explained:
                 yield self._explain(prefilled)
-            async with aclosing(self._decode(prefilled, params)) as pieces:
+            async with aclosing(self._decode(prefilled, request.params)) as pieces:
                 async for piece in pieces:
                     answer.append(piece.token)
                     yield piece
         meters.answered(summary)
-        if recipe.encode is not None and recipe.encode.corrected:
-            self.corrector.offer(prompt, corpus)
+        self._learn(request)
         if summary.first_logits is not None:
-            sample = Sample(prompt, recipe, corpus, tuple(answer), summary.first_logits, prefilled.allowed)
-            self.shadow.offer(sample)
+            asked = request.prompt, request.recipe, request.corpus
+            self.shadow.offer(Sample(*asked, tuple(answer), summary.first_logits, prefilled.allowed))
         yield summary
 
     async def prefill(
-        self,
-        prompt: Prompt,
-        recipe: Recipe,
-        ratio: float,
-        params: SamplingParams,
-        corpus: str = "",
-        explained: bool = False,
-        seconds_left: float | None = None,
+        self, request: Request, seconds_left: float | None = None
     ) -> AsyncGenerator[Explanation | FirstPiece | PrefilledKV | Summary]:
         """Yields the first piece of an answer, the KV of its prompt, and, once the KV is released, one Summary.
 
@@ -171,50 +165,48 @@ class Answerer:
             ResourceExhausted: as for `answer`, or there is no room for the KV.
             FailedPrecondition: as for `answer`, or other engines can't decode from the recipe's KV.
         """
-        if not recipe.portable:
-            raise FailedPrecondition(f"only the fusion worker can decode an answer by {recipe.name}")
-        max_tokens, params = params.max_tokens, replace(params, max_tokens=1)
+        prompt, max_tokens = request.prompt, request.params.max_tokens
+        if not request.recipe.portable:
+            raise FailedPrecondition(f"only the fusion worker can decode an answer by {request.recipe.name}")
+        request = replace(request, params=replace(request.params, max_tokens=1))
         with self.handover.room(prompt.tokens) as held:
-            async with self._prefilled(prompt, recipe, ratio, params, corpus, seconds_left) as prefilled:
+            async with self._prefilled(request, seconds_left) as prefilled:
                 summary = prefilled.summary
-                if explained:
+                if request.explained:
                     yield self._explain(prefilled)
-                text = TextStream(self._model.tokenizer, params.stop)
-                piece = self._next_piece(prefilled.result, text, summary, params)
+                text = TextStream(self._model.tokenizer, request.params.stop)
+                piece = self._next_piece(prefilled.result, text, summary, request.params)
                 more = summary.finish == "max_tokens" and max_tokens > 1
                 yield FirstPiece(piece, "" if more else summary.finish, lossless=not summary.reused)
                 kv = await self.handover.fill(held, prefilled.plan, prompt) if more else None
             meters.context(summary)
-            if recipe.encode is not None and recipe.encode.corrected:
-                self.corrector.offer(prompt, corpus)
+            self._learn(request)
             if kv is not None:
                 yield kv
                 unused = await self.handover.released(held)
                 summary.degraded = summary.degraded or unused
             yield summary
 
+    def _learn(self, request: Request) -> None:
+        """Offers a prompt of a corrected recipe to the corrector."""
+        if request.recipe.encode is not None and request.recipe.encode.corrected:
+            self.corrector.offer(request.prompt, request.corpus)
+
     @asynccontextmanager
-    async def _prefilled(
-        self,
-        prompt: Prompt,
-        recipe: Recipe,
-        ratio: float,
-        params: SamplingParams,
-        corpus: str,
-        seconds_left: float | None,
-    ) -> AsyncIterator[_Prefilled]:
+    async def _prefilled(self, request: Request, seconds_left: float | None) -> AsyncIterator[_Prefilled]:
         """Computes an answer's first token; frees what the request holds on exit. Raises as `answer` does."""
+        prompt, recipe, params = request.prompt, request.recipe, request.params
         self._planner.check(recipe, len(prompt.chunks))
         arrived = time.perf_counter()
-        summary = Summary(prompt, self._loader.laid(prompt, recipe.encode), recipe, ratio)
-        allowed = self._guard.ratio(recipe, corpus, ratio)
+        summary = Summary(prompt, self._loader.laid(prompt, recipe.encode), recipe, request.ratio)
+        allowed = self._guard.ratio(recipe, request.corpus, request.ratio)
         summary.ratio, summary.raised = allowed.ratio, allowed.why
         stages, sampler = summary.stages, Sampler(params)
         async with AsyncExitStack() as stack:
             with tracer.start_as_current_span("fusionkv.queue"), stages.clock("queue"):
-                self._mark_busy(stack)
+                stack.enter_context(self._busy())
                 await stack.enter_async_context(self.admission.place(seconds_left))
-            plan = await self._prepare(stack, summary, params, corpus)
+            plan = await self._prepare(stack, summary, params, request.corpus)
             stages = summary.stages  # replaced if the cache failed
             shadowed = self._shadowed(summary, params)
             with tracer.start_as_current_span("fusionkv.prefill") as span, stages.clock("prefill"):
@@ -234,17 +226,19 @@ class Answerer:
         may_differ = not summary.recipe.lossless and summary.ratio < 1.0 and not summary.degraded
         return may_differ and params.temperature == 0.0 and self.shadow.wants()
 
-    def _mark_busy(self, stack: AsyncExitStack) -> None:
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        """Defers work in the background while any request runs or waits."""
         self._active += 1
         self.shadow.idle.clear()
         self.corrector.idle.clear()
-        stack.callback(self._mark_done)
-
-    def _mark_done(self) -> None:
-        self._active -= 1
-        if self._active == 0:
-            self.shadow.idle.set()
-            self.corrector.idle.set()
+        try:
+            yield
+        finally:
+            self._active -= 1
+            if self._active == 0:
+                self.shadow.idle.set()
+                self.corrector.idle.set()
 
     async def _prepare(
         self, stack: AsyncExitStack, summary: Summary, params: SamplingParams, corpus: str

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 
@@ -19,8 +19,7 @@ from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.fusion_worker.quality.verdict import Verdict
 from fusionkv.fusion_worker.recipes import modifiers, recipes
-from fusionkv.fusion_worker.recipes.recipes import Recipe
-from fusionkv.fusion_worker.request import Answerer, FirstPiece, Piece
+from fusionkv.fusion_worker.request import Answerer, FirstPiece, Piece, Request
 from fusionkv.fusion_worker.summary import Summary
 from fusionkv.fusion_worker.tensor_parallel.group import TPGroup
 from fusionkv.fusion_worker.transfer.handover import HANDLE_BYTES
@@ -126,38 +125,30 @@ class FusionServicer:
         )
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
-        checked = self._checked(request)
-        async with aclosing(self.answerer.answer(*checked.arguments, _time_left(context))) as events:
+        checked, replaced = self._checked(request)
+        async with aclosing(self.answerer.answer(checked, _time_left(context))) as events:
             async for event in events:
                 if isinstance(event, Piece):
                     yield pb.GenerateResponse(token=_token(event))
-                elif isinstance(event, answer_pb2.Explanation):
-                    event.verdicts.extend(self._verdicts())
-                    yield pb.GenerateResponse(explanation=event)
                 else:
-                    summary = _summary(event, checked.replaced)
-                    yield pb.GenerateResponse(summary=summary, pool_tokens=self.pool.capacity)
+                    yield pb.GenerateResponse(**self._about(event, replaced))
 
     async def Prefill(self, request: pb.PrefillRequest, context: Any) -> AsyncIterator[pb.PrefillResponse]:
-        checked = self._checked(request.prompt)
-        async with aclosing(self.answerer.prefill(*checked.arguments, _time_left(context))) as events:
+        checked, replaced = self._checked(request.prompt)
+        async with aclosing(self.answerer.prefill(checked, _time_left(context))) as events:
             async for event in events:
                 if isinstance(event, FirstPiece):
                     first = pb.FirstToken(
                         token=_token(event.piece),
                         finish_reason=event.finish,
                         lossless=event.lossless,
-                        max_tokens=checked.arguments[3].max_tokens,
+                        max_tokens=checked.params.max_tokens,
                     )
                     yield pb.PrefillResponse(first=first)
                 elif isinstance(event, pb.PrefilledKV):
                     yield pb.PrefillResponse(kv=event)
-                elif isinstance(event, answer_pb2.Explanation):
-                    event.verdicts.extend(self._verdicts())
-                    yield pb.PrefillResponse(explanation=event)
                 else:
-                    summary = _summary(event, checked.replaced)
-                    yield pb.PrefillResponse(summary=summary, pool_tokens=self.pool.capacity)
+                    yield pb.PrefillResponse(**self._about(event, replaced))
 
     async def HoldPrefill(self, request: pb.HoldPrefillRequest, context: Any) -> pb.HoldPrefillResponse:
         self.answerer.handover.hold(_handle(request))
@@ -179,8 +170,15 @@ class FusionServicer:
         self.answerer.handover.release(_handle(request), max(1, request.ranks), request.error)
         return pb.ReleasePrefillResponse()
 
-    def _checked(self, request: pb.GenerateRequest) -> "_Checked":
-        """Validates a request."""
+    def _about(self, event: answer_pb2.Explanation | Summary, replaced: str) -> dict[str, Any]:
+        """The fields of a response with an explanation or a summary."""
+        if isinstance(event, Summary):
+            return {"summary": _summary(event, replaced), "pool_tokens": self.pool.capacity}
+        event.verdicts.extend(self._verdicts())
+        return {"explanation": event}
+
+    def _checked(self, request: pb.GenerateRequest) -> tuple[Request, str]:
+        """Validates a request. Also returns why another recipe than the requested one is used, or an empty text."""
         if len(request.recipe) > _MAX_RECIPE:
             raise InvalidArgument(f"the recipe's name is longer than {_MAX_RECIPE} characters")
         recipe = modifiers.find(request.recipe)
@@ -202,7 +200,7 @@ class FusionServicer:
                 f"{self._model.max_tokens} together"
             )
         corpus = self._label(request.corpus, "corpus")
-        return _Checked((prompt, recipe, ratio, params, corpus, request.explain), replaced)
+        return Request(prompt, recipe, ratio, params, corpus, request.explain), replaced
 
     async def Encode(self, request: pb.EncodeRequest, context: Any) -> pb.EncodeResponse:
         self._check_model(request.model_fingerprint)
@@ -289,17 +287,6 @@ def _time_left(context: Any) -> float | None:
     """Seconds until the caller's deadline; None without one, as for a caller in this process."""
     seconds_left: float | None = context.time_remaining() if context is not None else None
     return seconds_left
-
-
-class _Checked(NamedTuple):
-    """A valid request.
-
-    arguments: those of `Answerer.answer` and `Answerer.prefill`. replaced: why another recipe than the requested one
-    is used; empty if it is not.
-    """
-
-    arguments: tuple[Prompt, Recipe, float, SamplingParams, str, bool]
-    replaced: str
 
 
 def _handle(request: pb.HoldPrefillRequest | pb.FetchPrefillRequest | pb.ReleasePrefillRequest) -> bytes:

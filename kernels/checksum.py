@@ -2,16 +2,14 @@
 
 import torch
 
-from fusionkv.kernels.backend import has_triton
+from fusionkv.kernels.gpu import has_triton
 from fusionkv.kernels.xxh3 import accumulate, merged
 
 
 def piece_digests(data: torch.Tensor, piece: int) -> list[bytes]:
     """XXH3-64 of each piece of `data`, equal to `xxhash.xxh3_64_digest`.
 
-    Args:
-        data: uint8, contiguous, 8-byte aligned, a whole number of pieces.
-        piece: bytes of a piece, a multiple of 1024.
+    data: uint8, contiguous, 8-byte aligned, a whole number of pieces. piece: bytes of a piece, a multiple of 1024.
     """
     if data.device.type != "cpu" and has_triton():
         from fusionkv.kernels.gpu import checksum_triton

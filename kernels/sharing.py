@@ -30,11 +30,7 @@ class Shared:
 
 
 def share(spans: Sequence[QuerySpan]) -> tuple[list[Shared], list[QuerySpan]]:
-    """Finds the slots that several spans of one row share.
-
-    Returns:
-        The groups of spans that share at least `LEAST` keys, and all spans in order, without their shared segments.
-    """
+    """The groups of one-row spans that share at least `LEAST` keys, and all spans without their shared segments."""
     sharers: dict[tuple[int, int], dict[int, KVSegment]] = {}
     for i, span in enumerate(spans):
         for segment in span.segments if span.rows == 1 else ():

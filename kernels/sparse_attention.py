@@ -12,8 +12,8 @@ import torch
 
 from fusionkv.kernels import reference
 from fusionkv.kernels.attention_scores import attention_scores
-from fusionkv.kernels.backend import has_triton
 from fusionkv.kernels.cpu import decode_attention_cpu, sparse_attention_cpu
+from fusionkv.kernels.gpu import has_triton
 from fusionkv.kernels.gpu.segment_table import Spans
 from fusionkv.kernels.rope import Rotation
 from fusionkv.kernels.segments import QuerySpan

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from fusionkv.fusion_worker.library.fingerprint import fingerprint
+from fusionkv.fusion_worker.library.cache import fingerprint
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.kvcache_service import keys
 from fusionkv.protos.runtime.errors import ServiceError

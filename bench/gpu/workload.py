@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from fusionkv.kernels.attention_scores import attention_scores
-from fusionkv.kernels.backend import has_triton
+from fusionkv.kernels.gpu import has_triton
 from fusionkv.kernels.gpu.segment_table import Spans
 from fusionkv.kernels.gpu.tile_shapes import tile_for
 from fusionkv.kernels.rope import Rotation

@@ -26,8 +26,7 @@ from fusionkv.bench.quality.report.rows import judged, rows
 from fusionkv.fusion_worker.client import DEFAULT_RECIPE, full_name
 from fusionkv.fusion_worker.config import STORES, WorkerConfig
 from fusionkv.fusion_worker.cores import cores
-from fusionkv.fusion_worker.library.cache import name_of
-from fusionkv.fusion_worker.library.fingerprint import fingerprint
+from fusionkv.fusion_worker.library.cache import fingerprint, name_of
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.fusion_worker.models import on_cpu
 from fusionkv.fusion_worker.recipes import modifiers

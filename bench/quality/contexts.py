@@ -1,12 +1,15 @@
-"""Contexts in the pool: each chunk once per encoding, shared by all recipes and ratios of a sample."""
+"""Contexts in the pool: each chunk once per encoding, shared by all recipes and ratios; their KV's deviation."""
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
+import torch
+
 from fusionkv.bench.quality.data.neighbours import Neighbours
 from fusionkv.bench.quality.data.samples import Library
 from fusionkv.bench.quality.report.cells import Cell
+from fusionkv.fusion_worker.compute.forward_job import slots_of
 from fusionkv.fusion_worker.correct.correction import Correction
 from fusionkv.fusion_worker.load.anchors import AnchoredChunk
 from fusionkv.fusion_worker.load.loader import Loader
@@ -14,6 +17,7 @@ from fusionkv.fusion_worker.load.lookup import RESTORED, corrected
 from fusionkv.fusion_worker.load.placement import ChunkSource, LoadedChunk, PromptLayout
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.fusion_worker.recipes.recipes import Anchored, Isolated, Recipe, SimilarityGuided
+from fusionkv.kernels.rope import Rotation
 from fusionkv.kvcache_service import keys
 
 # Encodings that an evaluation compares: those of `recipes.Encode` that do not depend on earlier chunks.
@@ -24,10 +28,7 @@ Encoding = Isolated | SimilarityGuided | Anchored
 class Contexts:
     """The chunks of a few prompts, encoded and held in the pool.
 
-    Attributes:
-        loader: the loader of the pool.
-        parts: parts by prompt and encoding.
-        wholes: by prompt, its system prompt, and all its chunks encoded as a single one, as by full attention.
+    wholes: by prompt, its system prompt, and all its chunks encoded as a single one, as by full attention.
     """
 
     loader: Loader
@@ -59,17 +60,8 @@ async def hold(
 ) -> AsyncIterator[Contexts]:
     """Encodes the prompts' chunks with every encoding and as a whole, and holds them in the pool.
 
-    Args:
-        loader: the loader of the pool.
-        neighbours: finds neighbours.
-        library: passages among which neighbours are found; None uses the prompts' chunks. Neighbours are pinned while
-            a chunk is encoded, and stay in the pool while there is room.
-        prompts: the prompts.
-        encodes: the encodings.
-        correction: the correction of corrected encodings.
-
-    Raises:
-        ResourceExhausted: the chunks don't fit the pool.
+    library: passages among which neighbours are found; None uses the prompts' chunks. Neighbours are pinned while a
+    chunk is encoded, and stay in the pool while there is room. Raises ResourceExhausted if the chunks don't fit.
     """
     restored: set[bytes] = set()
     parts: dict[tuple[Prompt, Encoding], tuple[LoadedChunk, ...]] = {}
@@ -171,8 +163,7 @@ def _after(
 ) -> tuple[list[ChunkSource], ChunkSource, tuple[bytes, bytes]]:
     """How a chunk is encoded after its neighbours, which are encoded alone and corrected (FusionRAG 3.1).
 
-    Returns:
-        The sources of the neighbours and the chunk; that of the chunk alone; the chunk's variant and key.
+    Returns the sources of the neighbours and the chunk; that of the chunk alone; the chunk's variant and key.
     """
     namespace = loader.namespace(prompt.tenant)
     whole = Prompt(prompt.system, (*near, chunk), (), prompt.tenant)
@@ -185,3 +176,32 @@ def _after(
     if not loader.storage.lossless:
         new = replace(new, key=key + RESTORED)
     return [*before, new], own, (variant, key)
+
+
+def deviation(
+    kv: torch.Tensor, rotations: Sequence[Rotation], reused: PromptLayout, full: torch.Tensor
+) -> dict[str, float]:
+    """Relative L2 error of the reused chunks' keys and values, by layer: |reused - full| / |full| over all chunks.
+
+    kv: the pool, [layers, 2, slots, kv_heads, head_dim]. full: int64, slots of full attention's KV of the same
+    prompt, in prompt order, with keys at their positions.
+    """
+    away = torch.zeros(len(kv), dtype=torch.float64)
+    size = torch.zeros(len(kv), dtype=torch.float64)
+    for part in reused.parts:
+        if part.wanted.is_system:
+            continue
+        start = part.wanted.position
+        there = _take(kv, full[start : start + len(part.wanted.chunk)])
+        here = _take(kv, slots_of(part.resident.runs)[: len(part.wanted.chunk)])
+        for layer, rotation in zip(here, rotations, strict=True):
+            # Rotates keys from their base to their position in the prompt.
+            layer[0] = rotation.turn(layer[0], part.wanted.position - part.resident.base)
+        away += (here - there).square().sum((1, 2, 3, 4)).cpu()
+        size += there.square().sum((1, 2, 3, 4)).cpu()
+    relative = (away / size).sqrt().tolist()
+    return {f"kv_deviation_layer_{layer}": value for layer, value in enumerate(relative)}
+
+
+def _take(kv: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    return kv[:, :, slots.to(kv.device)].double()

@@ -1,9 +1,13 @@
-"""Answers a planned prompt, by feeding in the expected answer or by generating one, and scores the answer."""
+"""Answers a planned prompt, by feeding in the expected answer or by generating one, and scores the answer.
+
+Textual answers are measured in three ways, which start from the same prefill and use the same slots one after
+another: full attention's answer and the expected one are fed in, and an answer is generated.
+"""
 
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,15 +16,31 @@ import torch
 from fusionkv.bench.quality import metrics
 from fusionkv.bench.quality.data.samples import Sample, Task
 from fusionkv.bench.quality.report.cells import Measured
-from fusionkv.bench.quality.yardstick import GREEDY, Given, Yardstick, compared
 from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.compute.prefill_plan import PrefillPlan
-from fusionkv.fusion_worker.decode.adaptive_ratio import step
+from fusionkv.fusion_worker.decode.adaptive_ratio import fed, step
 from fusionkv.fusion_worker.decode.eviction import evict
+from fusionkv.fusion_worker.decode.sampling import Sampler, SamplingParams
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Prompt
-from fusionkv.fusion_worker.recipes.keep import SnapKV
+from fusionkv.fusion_worker.recipes.recipes import SnapKV
+
+GREEDY = Sampler(SamplingParams(max_tokens=1))
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Full attention's greedy answer, which is fed to all recipes.
+
+    Attributes:
+        tokens: with the token that ended it (an end token, or the end of a line), unless it was cut at the task's
+            limit.
+        logits: float32 [tokens, vocabulary], which predict each token.
+    """
+
+    tokens: tuple[int, ...]
+    logits: np.ndarray
 
 
 @dataclass(slots=True)
@@ -38,11 +58,7 @@ class Answer:
 class Asked:
     """A tokenised sample.
 
-    Attributes:
-        task, sample: the sample and its task.
-        prompt: its prompt.
-        expected: tokens of the first expected answer.
-        left_out: number of chunks that did not fit the model's length.
+    expected: tokens of the first expected answer. left_out: number of chunks that did not fit the model's length.
     """
 
     task: Task
@@ -64,7 +80,6 @@ class Examiner:
         self._model = model
         self._pool = pool
         self._engine = engine
-        self._yardstick = Yardstick(model, engine)
 
     async def answer(
         self,
@@ -78,16 +93,13 @@ class Examiner:
         """Prefills, feeds in the expected answer or generates one, and scores it.
 
         Args:
-            asked: the sample.
-            fused: the plan of its prompt.
             answer: receives the results.
             given: full attention's answer; None for full attention itself, whose answer is stored in `answer`.
             keep: the context to keep after the prefill; None keeps all.
             timed: whether the prefill is a separate, timed step; otherwise an answer is fed in together with the
                 question where the result is the same.
 
-        Returns:
-            The plan that the last token was computed with.
+        Returns the plan that the last token was computed with.
         """
         first = None
         if keep is not None or timed:
@@ -96,7 +108,7 @@ class Examiner:
             fused = await self._measure(asked, fused, first, answer, given)
         else:
             expected = asked.expected
-            fused, logits = await self._yardstick.feed(fused, first, expected)
+            fused, logits = await self._feed(fused, first, expected)
             answer.first = logits[0].cpu().numpy()
             found = logits.argmax(-1).tolist()
             # Up to the first wrong token this sees the same as generation, so an exact match here is one there.
@@ -113,27 +125,27 @@ class Examiner:
 
         If the task is not graded, only the given answer is fed in.
         """
-        task, measure = asked.task, self._yardstick
+        task = asked.task
         if task.graded or given is None:
             expected = asked.expected if task.graded else ()
-            _, logits = await measure.feed(fused, first, expected[:-1])
+            _, logits = await self._feed(fused, first, expected[:-1])
             if expected:
                 answer.values["gold_nll"] = metrics.nll(logits.cpu().numpy(), expected)
             first = logits[:1].cpu() if first is None else first
         if given is None:
             assert first is not None
-            fused, answer.given = await measure.give(task, fused, first)
+            fused, answer.given = await self._give(task, fused, first)
             given, tokens, found = answer.given, answer.given.tokens, answer.given.logits
         else:
-            fused, logits = await measure.feed(fused, first, given.tokens[:-1])
+            fused, logits = await self._feed(fused, first, given.tokens[:-1])
             found, tokens = logits.cpu().numpy(), given.tokens
             if task.graded:
-                fused, tokens = await measure.follow(task, fused, given, logits)
+                fused, tokens = await self._follow(task, fused, given, logits)
         answer.first = found[0]
         answer.values |= compared(given, found)
         if not task.graded:
             return fused
-        text, known = measure.text(task, tokens), (asked.sample.answers, task.classes)
+        text, known = self._text(task, tokens), (asked.sample.answers, task.classes)
         answer.values |= {name: metrics.text_score(name, text, *known) for name in task.metrics}
         return fused
 
@@ -150,6 +162,63 @@ class Examiner:
             assert result.votes is not None
             await evict(fused, keep, result.votes, self._pool, self._model, self._engine.tp)
         return fused, logits
+
+    async def _feed(
+        self, fused: PrefillPlan, first: torch.Tensor | None, answer: Sequence[int]
+    ) -> tuple[PrefillPlan, torch.Tensor]:
+        """Feeds in an answer.
+
+        first: logits of the first token if the prompt is prefilled already; None prefills it in the same pass.
+        Returns as `fed` does.
+        """
+        if first is None or fused.doubt is not None:
+            return await fed(self._engine, fused, answer)
+        if not answer:
+            return fused, first
+        work = replace(fused).next(answer, logits=len(answer))
+        more = (await self._engine.run(work)).logits
+        assert more is not None
+        return fused, torch.cat([first, more.cpu()])
+
+    async def _give(self, task: Task, fused: PrefillPlan, first: torch.Tensor) -> tuple[PrefillPlan, Given]:
+        """Generates the greedy answer of a prefilled prompt. first: logits of the first token."""
+        tokens, rows = [int(first.argmax())], [first]
+        while not self._over(task, tokens):
+            fused, result = await step(self._engine, fused, tokens, GREEDY, logits=1)
+            assert result.token is not None
+            assert result.logits is not None
+            tokens.append(result.token)
+            rows.append(result.logits.cpu())
+        return fused, Given(tuple(tokens), torch.cat(rows).numpy())
+
+    async def _follow(
+        self, task: Task, fused: PrefillPlan, given: Given, logits: torch.Tensor
+    ) -> tuple[PrefillPlan, tuple[int, ...]]:
+        """Generates the greedy answer of a prompt after feeding in the given one.
+
+        The given tokens are kept while they are the most likely ones; the rest is decoded. logits: those of the given
+        answer's tokens.
+        """
+        found = logits.argmax(-1).tolist()
+        same = next((i for i, pair in enumerate(zip(found, given.tokens, strict=True)) if len({*pair}) > 1), None)
+        if same is None:
+            return fused, given.tokens
+        fused, tokens = fused.behind(given.tokens[:same]), [*given.tokens[:same], found[same]]
+        while not self._over(task, tokens):
+            fused, result = await step(self._engine, fused, tokens, GREEDY)
+            assert result.token is not None
+            tokens.append(result.token)
+        return fused, tuple(tokens)
+
+    def _text(self, task: Task, tokens: Sequence[int]) -> str:
+        """An answer's text for scoring."""
+        text = self._model.tokenizer.decode([*tokens[:-1], *(t for t in tokens[-1:] if t not in self._model.ends)])
+        return text.lstrip("\n").split("\n")[0] if task.first_line else text
+
+    def _over(self, task: Task, tokens: Sequence[int]) -> bool:
+        if tokens[-1] in self._model.ends or len(tokens) >= task.max_tokens:
+            return True
+        return task.first_line and "\n" in self._model.tokenizer.decode(tokens).lstrip("\n")
 
 
 @contextmanager
@@ -168,3 +237,12 @@ def together(answers: Sequence[Answer]) -> Measured:
         for name, value in answer.seconds.items():
             seconds.setdefault(name, []).append(value)
     return Measured(values, seconds, answers[0].picture)
+
+
+def compared(given: Given, logits: np.ndarray) -> dict[str, float]:
+    """Mean KL divergence and agreement of a recipe with full attention, over the tokens of the given answer."""
+    agree = logits.argmax(-1) == np.array(given.tokens)
+    return {
+        "answer_kl": float(metrics.kl(given.logits, logits).mean()),
+        "answer_agreement": float(agree.mean()),
+    }

@@ -48,16 +48,10 @@ class Tally:
 async def judge(
     runner: Runner, tasks: Sequence[Task], recipes: Sequence[Recipe], on_round: Callable[[int, int], None]
 ) -> dict[str, Judged]:
-    """Judges recipes, each at its default ratio, over the tasks' samples in turn.
+    """Judges recipes, each at its default ratio, over the tasks' samples in turn; returns the verdicts by name.
 
-    Args:
-        runner: measures cells.
-        tasks: the tasks.
-        recipes: the recipes.
-        on_round: called with the number of samples so far, and the number of undecided recipes.
-
-    Returns:
-        The verdicts by recipe name. Raises as `Runner.measure`.
+    on_round: called with the number of samples so far, and the number of undecided recipes. Raises as
+    `Runner.measure`.
     """
     tallies = [Tally(recipe) for recipe in recipes]
     full, asked = Cell(RECIPES["full_attention"], 1.0), 0

@@ -4,21 +4,27 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
+from hashlib import blake2b
 from typing import Any
 
 import torch
 
 from fusionkv.bench.quality import metrics
-from fusionkv.bench.quality.contexts import Contexts, Encoding, encoded_tokens, encoding, encodings, hold, whole
-from fusionkv.bench.quality.data.lessons import learned
+from fusionkv.bench.quality.contexts import (
+    Contexts,
+    Encoding,
+    deviation,
+    encoded_tokens,
+    encoding,
+    encodings,
+    hold,
+    whole,
+)
 from fusionkv.bench.quality.data.neighbours import Neighbours
 from fusionkv.bench.quality.data.prompts import Prompter
 from fusionkv.bench.quality.data.samples import Block, Sample, Task
-from fusionkv.bench.quality.deviation import deviation
-from fusionkv.bench.quality.examiner import Answer, Asked, Examiner, clock, together
+from fusionkv.bench.quality.examiner import Answer, Asked, Examiner, Given, clock, together
 from fusionkv.bench.quality.report.cells import NO_CONTEXT, Cell, Measured
-from fusionkv.bench.quality.report.picture import picture as draw
-from fusionkv.bench.quality.yardstick import Given
 from fusionkv.fusion_worker.auxiliary.auxiliary import Auxiliary
 from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.forward_job import slots_of
@@ -31,8 +37,8 @@ from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.load.placement import PromptLayout
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Prompt
-from fusionkv.fusion_worker.recipes.keep import SnapKV
-from fusionkv.fusion_worker.recipes.recipes import RECIPES, Anchored, Isolated, Recipe, SimilarityGuided
+from fusionkv.fusion_worker.quality import explain
+from fusionkv.fusion_worker.recipes.recipes import RECIPES, Anchored, Isolated, Recipe, SimilarityGuided, SnapKV
 from fusionkv.fusion_worker.select.base import Selector
 from fusionkv.fusion_worker.select.choose import budget
 from fusionkv.protos.runtime.errors import ResourceExhausted
@@ -72,16 +78,11 @@ class Runner:
         self._engine.close()
 
     async def measure(self, block: Block, cells: Sequence[Cell], timed: bool, picture: bool) -> list[Measured]:
-        """Measures cells over a block's samples.
+        """Measures cells over a block's samples. Returns the results in the order of `cells`.
 
         Args:
-            block: the samples.
-            cells: the cells.
             timed: whether the first sample runs alone, one cell after another, and is timed; others run concurrently.
             picture: whether to keep the chosen tokens of the first sample, if it is timed.
-
-        Returns:
-            The results in the order of `cells`.
 
         Raises:
             ResourceExhausted: a group of samples does not fit the pool.
@@ -108,10 +109,17 @@ class Runner:
         return [together([of_sample[i] for of_sample in answers]) for i in range(len(cells))]
 
     async def _learned(self, task: Task, like: Prompt) -> Correction | None:
-        """Learns the correction of a whole file's passages, or of all samples of a task without a library."""
+        """Learns the correction of a whole file's passages, or of all samples of a task without a library.
+
+        It is learned from prompts of random passages, as many as `like` has, and not from the evaluated prompts. None
+        if the passages are too few.
+        """
         prompts = () if task.library else [self._ask(task, sample).prompt for sample in task.samples]
-        passages = self._neighbours.among(task.library, prompts).chunks
-        return await learned(self._corrector, task.name, passages, like)
+        chunks = self._neighbours.among(task.library, prompts).chunks
+        digest = blake2b(b"".join(chunk.digest for chunk in chunks), digest_size=8).hexdigest()
+        corpus = f"{task.name} {digest}"
+        await self._corrector.study(replace(like, chunks=chunks), corpus, len(like.chunks))
+        return await self._corrector.find(like.tenant, corpus)
 
     def _ask(self, task: Task, sample: Sample) -> Asked:
         expected = self._prompter.expected(sample, task.chat)
@@ -253,7 +261,11 @@ class Runner:
     async def _alone(
         self, asked: Asked, cell: Cell, contexts: Contexts, given: Given | None, picture: bool
     ) -> Answer:
-        """Measures a cell with times, with the same steps as in a worker."""
+        """Measures a cell with times, with the same steps as in a worker.
+
+        picture: whether to keep the tokens of every chunk, the chosen ones, and scores as ranks from 0 to 1, for
+        drawing (FusionRAG, fig. 8).
+        """
         answer = Answer()
         async with self._placed(asked, cell.recipe, cell.ratio, contexts) as placement:
             with clock(answer, "select"):
@@ -261,7 +273,17 @@ class Runner:
                 fused = await self._fuser.fuse(placement, prompt, cell.recipe, cell.ratio)
             fused = await self._examiner.answer(asked, fused, answer, given, _keep(cell.recipe, prompt))
         if picture:
-            answer.picture = draw(asked.prompt, asked.sample, fused, self._model.tokenizer)
+            chosen = zip(asked.prompt.chunks, explain.chosen(asked.prompt, fused), strict=True)
+            chunks = [
+                {
+                    "tokens": explain.texts(self._model.tokenizer, c.ids),
+                    "chosen": found,
+                    "scores": s or [0.0] * len(c),
+                }
+                for c, (found, s) in chosen
+            ]
+            sample = asked.sample
+            answer.picture = {"question": sample.question.strip(), "answers": [*sample.answers], "chunks": chunks}
         return answer
 
     async def _scored(self, asked: Asked, recipes: Iterable[Recipe], contexts: Contexts) -> _Scorings:

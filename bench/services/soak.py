@@ -32,7 +32,7 @@ from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.decode.sampling import SamplingParams
 from fusionkv.fusion_worker.prompt import Prompt
 from fusionkv.fusion_worker.recipes import modifiers
-from fusionkv.fusion_worker.request import Piece
+from fusionkv.fusion_worker.request import Piece, Request
 from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.fusion_worker.summary import Summary
 from fusionkv.kvcache_service.client import CacheClient
@@ -105,8 +105,8 @@ class Soak:
 async def answer(servicer: FusionServicer, case: Case) -> tuple[tuple[int, ...], Summary]:
     """The answer's token ids and summary."""
     ids: list[int] = []
-    recipe, params = modifiers.find(case.recipe), SamplingParams(max_tokens=ANSWER)
-    async with aclosing(servicer.answerer.answer(case.prompt, recipe, case.ratio, params)) as events:
+    request = Request(case.prompt, modifiers.find(case.recipe), case.ratio, SamplingParams(max_tokens=ANSWER))
+    async with aclosing(servicer.answerer.answer(request)) as events:
         async for event in events:
             if isinstance(event, Piece):
                 ids.append(event.token)

@@ -35,6 +35,7 @@ from fusionkv.fusion_worker.decode.sampling import SamplingParams
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.fusion_worker.prompt import Prompt
 from fusionkv.fusion_worker.recipes import modifiers
+from fusionkv.fusion_worker.request import Request
 from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.fusion_worker.summary import Summary
 from fusionkv.protos.answer.v1.answer_pb2 import Explanation
@@ -94,11 +95,8 @@ def random_model(name: str, dtype: torch.dtype, **sizes: Any) -> models.Model:
 def ideal(model: models.Model, prompt: Prompt, chosen: Sequence[int], depth: float = 1.0) -> float:
     """Floating-point operations of full attention over those of computing only the chosen tokens and the question.
 
-    Args:
-        model: the model.
-        prompt: the prompt.
-        chosen: positions of the recomputed tokens; each attends to all tokens before it.
-        depth: share of the layers that the chosen tokens run through.
+    chosen: positions of the recomputed tokens; each attends to all tokens before it. depth: share of the layers that
+    they run through.
     """
     config = model.network.config
     hidden, kv_width = config.hidden_size, model.kv.kv_heads * model.kv.head_dim
@@ -166,12 +164,7 @@ def _middle(pairs: Sequence[_Pair]) -> _Pair:
 
 
 def _row(
-    model: models.Model,
-    prompt: Prompt,
-    pair: _Pair,
-    chosen: Sequence[int],
-    name: str,
-    ratio: float,
+    model: models.Model, prompt: Prompt, pair: _Pair, chosen: Sequence[int], name: str, ratio: float
 ) -> dict[str, object]:
     summary = pair.run
     seconds = summary.stages.seconds
@@ -192,9 +185,8 @@ def _row(
 
 async def _chosen(servicer: FusionServicer, prompt: Prompt, name: str, ratio: float) -> list[int]:
     """Positions of the tokens that a recipe recomputes."""
-    params = SamplingParams(max_tokens=1)
-    answering = servicer.answerer.answer(prompt, modifiers.find(name), ratio, params, explained=True)
-    async with aclosing(answering) as events:
+    request = Request(prompt, modifiers.find(name), ratio, SamplingParams(max_tokens=1), explained=True)
+    async with aclosing(servicer.answerer.answer(request)) as events:
         async for event in events:
             if isinstance(event, Explanation):
                 starts = zip(prompt.starts[1:], event.chunks, strict=True)
@@ -204,8 +196,13 @@ async def _chosen(servicer: FusionServicer, prompt: Prompt, name: str, ratio: fl
 
 async def _ttft(servicer: FusionServicer, prompt: Prompt, name: str, ratio: float) -> Summary:
     servicer.pool.clear()
-    answering = servicer.answerer.answer(prompt, modifiers.find(name), ratio, SamplingParams(max_tokens=1))
-    async with aclosing(answering) as events:
+    return await first_token(servicer, prompt, name, ratio)
+
+
+async def first_token(servicer: FusionServicer, prompt: Prompt, name: str, ratio: float) -> Summary:
+    """The summary of an answer of one token. Raises RuntimeError if the cache failed."""
+    request = Request(prompt, modifiers.find(name), ratio, SamplingParams(max_tokens=1))
+    async with aclosing(servicer.answerer.answer(request)) as events:
         async for event in events:
             if isinstance(event, Summary):
                 if event.degraded:
@@ -283,28 +280,29 @@ def write(rows: list[dict[str, object]], path: Path | None) -> None:
         path.write_text(json.dumps(rows, indent=1) + "\n")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m fusionkv.bench.worker.bench", description=__doc__)
+def parser_of(module: str, about: str | None, model: str = "") -> argparse.ArgumentParser:
+    """The options that all benches of a worker have. model: further values of --model."""
+    parser = argparse.ArgumentParser(prog=f"python -m fusionkv.bench.worker.{module}", description=about)
     parser.add_argument(
-        "--model", default="smollm2", help="as for `fusionkv serve worker`, or `shape` (default: %(default)s)"
+        "--model", default="smollm2", help=f"as for `fusionkv serve worker`{model} (default: %(default)s)"
     )
-    parser.add_argument(
-        "--data",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="questions with passages (default: the demo's)",
-    )
-    parser.add_argument("--contexts", default="1024,2048,4096", help="tokens of passages (%(default)s)")
-    parser.add_argument(
-        "--repeats",
-        type=int,
-        default=3,
-        help="runs per recipe; the median ratio's is reported (%(default)s)",
-    )
-    parser.add_argument("--dtype", choices=("auto", *sorted(models.DTYPES)), default="auto")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to this file")
+    return parser
+
+
+def add_data(parser: argparse.ArgumentParser) -> None:
+    """Adds --data, the files that `Passages.of` reads."""
+    about = "questions with passages (default: the demo's)"
+    parser.add_argument("--data", type=Path, nargs="+", default=[], metavar="FILE", help=about)
+
+
+def main() -> int:
+    parser = parser_of("bench", __doc__, ", or `shape`")
+    add_data(parser)
+    parser.add_argument("--contexts", default="1024,2048,4096", help="tokens of passages (%(default)s)")
+    about = "runs per recipe; the median ratio's is reported (%(default)s)"
+    parser.add_argument("--repeats", type=int, default=3, help=about)
+    parser.add_argument("--dtype", choices=("auto", *sorted(models.DTYPES)), default="auto")
     args = parser.parse_args()
     started = time.perf_counter()
     try:

@@ -5,15 +5,13 @@ with `recomputed`, 15% of each chunk's keys are hidden, and each request has the
 recipes lay them out: `keys_read` counts the keys of a step, as a multiple of the shared ones.
 """
 
-import argparse
 import statistics
 import sys
 import time
-from pathlib import Path
 
 import torch
 
-from fusionkv.bench.worker.bench import show
+from fusionkv.bench.worker.bench import parser_of, show
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.compute.attention import forward, install
 from fusionkv.fusion_worker.compute.batch import Batch
@@ -87,11 +85,9 @@ def measure(model: models.Model, tokens: int, repeats: int) -> list[dict[str, ob
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m fusionkv.bench.worker.decode", description=__doc__)
-    parser.add_argument("--model", default="smollm2", help="as for `fusionkv serve worker` (default: %(default)s)")
+    parser = parser_of("decode", __doc__)
     parser.add_argument("--tokens", type=int, default=2560, help="tokens of context (%(default)s)")
     parser.add_argument("--repeats", type=int, default=15, help="runs, of which the median is reported (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to a file")
     args = parser.parse_args()
     try:
         rows = measure(models.load(resolve(args.model), "cpu"), args.tokens, args.repeats)

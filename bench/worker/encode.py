@@ -4,25 +4,19 @@ Four chunks at a time are encoded and stored in a cache service. `computed_again
 question computes again.
 """
 
-import argparse
 import asyncio
 import sys
 import tempfile
 import time
-from contextlib import aclosing
 from pathlib import Path
 
-from fusionkv.bench.worker.bench import PATIENT, cache_process, show
+from fusionkv.bench.worker.bench import PATIENT, cache_process, first_token, parser_of, show
 from fusionkv.bench.worker.passages import Passages
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.decode.sampling import SamplingParams
 from fusionkv.fusion_worker.library.resolve import resolve
-from fusionkv.fusion_worker.prompt import Prompt
-from fusionkv.fusion_worker.recipes import modifiers
+from fusionkv.fusion_worker.prompt import Chunk
 from fusionkv.fusion_worker.servicer import FusionServicer
-from fusionkv.fusion_worker.summary import Summary
-from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime.errors import ServiceError
 
 CONCURRENCY = 4  # as the gateway's precompute_concurrency
@@ -32,24 +26,13 @@ async def _encode(servicer: FusionServicer, passages: Passages) -> float:
     """Seconds until every chunk is encoded and stored."""
     slots = asyncio.Semaphore(CONCURRENCY)
 
-    async def one(ids: tuple[int, ...]) -> None:
+    async def one(chunk: Chunk) -> None:
         async with slots:
-            system, own = pb.Tokens(ids=passages.system.ids), pb.Tokens(ids=ids)
-            await servicer.Encode(pb.EncodeRequest(system=system, chunk=own, mode=pb.EncodeRequest.MODE_EXACT), None)
+            await passages.encode(servicer, chunk)
 
     started = time.perf_counter()
-    await asyncio.gather(*(one(chunk.ids) for chunk in passages.chunks))
+    await asyncio.gather(*map(one, passages.chunks))
     return time.perf_counter() - started
-
-
-async def _answer(servicer: FusionServicer, prompt: Prompt, recipe: str) -> Summary:
-    known = modifiers.find(recipe)
-    answering = servicer.answerer.answer(prompt, known, known.ratio, SamplingParams(max_tokens=1))
-    async with aclosing(answering) as events:
-        async for event in events:
-            if isinstance(event, Summary):
-                return event
-    raise RuntimeError("no summary")
 
 
 async def measure(model: models.Model, count: int, prompt_chunks: int) -> list[dict[str, object]]:
@@ -62,10 +45,10 @@ async def measure(model: models.Model, count: int, prompt_chunks: int) -> list[d
             try:
                 starts = range(0, count - prompt_chunks + 1, prompt_chunks)
                 prompts = [passages.prompt(range(start, start + prompt_chunks), start) for start in starts]
-                await _answer(servicer, prompts[0], "full_attention")  # warms up
-                plain = [await _answer(servicer, prompt, "full_attention") for prompt in prompts]
+                await first_token(servicer, prompts[0], "full_attention", 1.0)  # warms up
+                plain = [await first_token(servicer, prompt, "full_attention", 1.0) for prompt in prompts]
                 seconds = await _encode(servicer, passages)
-                again = await _answer(servicer, prompts[0], "full_reuse")
+                again = await first_token(servicer, prompts[0], "full_reuse", 0.0)
             finally:
                 await servicer.close()
     rate = passages.tokens / seconds
@@ -83,11 +66,9 @@ async def measure(model: models.Model, count: int, prompt_chunks: int) -> list[d
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m fusionkv.bench.worker.encode", description=__doc__)
-    parser.add_argument("--model", default="smollm2", help="as for `fusionkv serve worker` (default: %(default)s)")
+    parser = parser_of("encode", __doc__)
     parser.add_argument("--chunks", type=int, default=24, help="chunks to encode (%(default)s)")
     parser.add_argument("--prompt-chunks", type=int, default=8, help="chunks of a prefilled prompt (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the row to a file")
     args = parser.parse_args()
     try:
         model = models.load(resolve(args.model), "cpu")

@@ -71,9 +71,12 @@ class Passages:
     async def store(self, servicer: FusionServicer) -> None:
         """Encodes and stores every chunk, as ingestion does."""
         for chunk in self.chunks:
-            system, own = pb.Tokens(ids=self.system.ids), pb.Tokens(ids=chunk.ids)
-            request = pb.EncodeRequest(system=system, chunk=own, mode=pb.EncodeRequest.MODE_EXACT)
-            await servicer.Encode(request, None)
+            await self.encode(servicer, chunk)
+
+    async def encode(self, servicer: FusionServicer, chunk: Chunk) -> None:
+        """Encodes and stores one chunk."""
+        system, own = pb.Tokens(ids=self.system.ids), pb.Tokens(ids=chunk.ids)
+        await servicer.Encode(pb.EncodeRequest(system=system, chunk=own, mode=pb.EncodeRequest.MODE_EXACT), None)
 
 
 def questions(files: Sequence[Path], passages: int = 8) -> Iterator[tuple[str, Sequence[str]]]:

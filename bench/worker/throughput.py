@@ -4,9 +4,8 @@ A real model answers questions about real passages. Questions arrive at random (
 ones. Each has its own choice and order of chunks, drawn by Zipf's law from passages that the cache service stores;
 the worker's pool holds a part of them. Each system has its own worker and cache service; a prefix cache stores
 everything that it computes. The rate starts at half of a system's sequential rate, and rises until the p99 of the
-time to the
-first token exceeds a bound: four times that of full attention without load. Capacity is the rate where that happens.
-vLLM with its prefix cache is measured too where `make vllm` has installed it.
+time to the first token exceeds a bound: four times that of full attention without load. Capacity is the rate where
+that happens. vLLM with its prefix cache is measured too where `make vllm` has installed it.
 """
 
 import argparse
@@ -31,7 +30,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from fusionkv.bench.services import vllm
-from fusionkv.bench.worker.bench import PATIENT, cache_process, show
+from fusionkv.bench.worker.bench import PATIENT, add_data, cache_process, parser_of, show
 from fusionkv.bench.worker.passages import Passages
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.client import DEFAULT_RECIPE
@@ -40,7 +39,7 @@ from fusionkv.fusion_worker.decode.sampling import SamplingParams
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.fusion_worker.prompt import Prompt
 from fusionkv.fusion_worker.recipes import modifiers
-from fusionkv.fusion_worker.request import Piece
+from fusionkv.fusion_worker.request import Piece, Request
 from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.fusion_worker.summary import Summary
 from fusionkv.protos.runtime.errors import ServiceError
@@ -169,9 +168,8 @@ class WorkerStation(Station):
     async def answer(self, prompt: Prompt) -> tuple[float, Summary]:
         """Answers a prompt. Returns the seconds to the first token, and the summary."""
         started, first = time.perf_counter(), 0.0
-        params = SamplingParams(max_tokens=ANSWER)
-        answering = self._servicer.answerer.answer(prompt, self._recipe, self._ratio, params)
-        async with aclosing(answering) as events:
+        request = Request(prompt, self._recipe, self._ratio, SamplingParams(max_tokens=ANSWER))
+        async with aclosing(self._servicer.answerer.answer(request)) as events:
             async for event in events:
                 if isinstance(event, Piece):
                     first = first or time.perf_counter() - started
@@ -311,16 +309,8 @@ def _capacities(rows: Sequence[dict[str, object]]) -> Table:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m fusionkv.bench.worker.throughput", description=__doc__)
-    parser.add_argument("--model", default="smollm2", help="as for `fusionkv serve worker` (default: %(default)s)")
-    parser.add_argument(
-        "--data",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="FILE",
-        help="questions with passages (default: the demo's)",
-    )
+    parser = parser_of("throughput", __doc__)
+    add_data(parser)
     parser.add_argument("--requests", type=int, default=40, help="minimum requests at each rate (%(default)s)")
     parser.add_argument("--base", type=int, default=64, help="passages of the knowledge base (%(default)s)")
     parser.add_argument("--chunks", type=int, default=8, help="chunks in each prompt (%(default)s)")
@@ -328,7 +318,6 @@ def main() -> int:
     parser.add_argument(
         "--against", nargs="+", choices=names, help="systems to compare with full attention (all that are installed)"
     )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to a file")
     args = parser.parse_args()
     if not 1 <= args.chunks <= args.base:
         parser.error("--chunks must be between 1 and --base")

@@ -34,11 +34,9 @@ class Auxiliary:
         self._retokenised = lru_cache(maxsize=4096)(self._retokenise)
 
     async def scores(self, prompt: Prompt) -> torch.Tensor:
-        """Scores a prompt's tokens.
+        """float32 [question_start]: last-layer attention of the question into each context token.
 
-        Returns:
-            float32 [question_start]: last-layer attention of the question into each context token, summed over rows
-            and heads; 0 for the system prompt.
+        It is summed over rows and heads; 0 for the system prompt.
 
         Raises:
             CacheFault: the cache service failed.

@@ -30,13 +30,8 @@ def spans_of(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, list[Charac
 def carry_over(scores: torch.Tensor, spans: Sequence[CharacterSpan], to: Sequence[CharacterSpan]) -> torch.Tensor:
     """Maps scores to another tokenizer's tokens. Each gets the highest score of the tokens that share its characters.
 
-    Args:
-        scores: float32 [len(spans)].
-        spans: characters of the scored tokens, in order.
-        to: characters of the other tokens, in order, over the same text.
-
-    Returns:
-        float32 [len(to)]; 0 for a token that shares no character.
+    spans, to: characters of the scored and of the other tokens, in order, over the same text. Returns float32
+    [len(to)]; 0 for a token that shares no character.
     """
     best = [0.0] * (max((stop for _, stop in (*spans, *to)), default=0))
     for (start, stop), score in zip(spans, scores.tolist(), strict=True):

@@ -64,11 +64,8 @@ class ReusedKV:
     def place(self, pool: torch.Tensor, first: int, targets: torch.Tensor, rotations: Sequence[Rotation]) -> None:
         """Copies the KV of the layers from `first` on to other slots, its keys rotated by the shifts.
 
-        Args:
-            pool: [layers, 2, slots, kv_heads, head_dim].
-            first: the first layer.
-            targets: int64 [tokens]: the slots to write.
-            rotations: of each layer.
+        pool: [layers, 2, slots, kv_heads, head_dim]. targets: int64 [tokens], the slots to write. rotations: of each
+        layer.
         """
         for rotation in dict.fromkeys(rotations[first:]):
             those = [[layer] for layer in range(first, len(pool)) if rotations[layer] is rotation]
@@ -80,12 +77,9 @@ class ReusedKV:
 
 @dataclass(frozen=True, slots=True)
 class LeavingRows:
-    """A span's first rows, which run through the first layers only.
+    """A span's first rows, which run through `depth` layers only.
 
-    Attributes:
-        depth: number of layers that they run through.
-        rows: number of rows.
-        reused: the KV that their slots get in the later layers; None leaves those as they are.
+    reused: the KV that their slots get in the later layers; None leaves those as they are.
     """
 
     depth: int
@@ -134,8 +128,7 @@ class Batch:
     def remaining(self) -> "tuple[torch.Tensor, Batch]":
         """Places the reused KV of the rows that leave at `depth`.
 
-        Returns:
-            int64: the rows that remain, and a batch of them for the later layers.
+        Returns int64, the rows that remain, and a batch of them for the later layers.
         """
         counts = []
         for span, rows in zip(self._all_spans(), self.leaving, strict=True):

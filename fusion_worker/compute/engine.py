@@ -1,5 +1,6 @@
 """The engine: a thread that computes ragged steps, one after another."""
 
+import asyncio
 import logging
 import threading
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import torch
 
 from fusionkv.fusion_worker.compute.attention import forward, install, logits
 from fusionkv.fusion_worker.compute.batch import Batch, LeavingRows, Probe, Votes
-from fusionkv.fusion_worker.compute.forward_job import ForwardJob, Result, ShallowProbe, settled
+from fusionkv.fusion_worker.compute.forward_job import ForwardJob, Result, ShallowProbe
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.compute.scheduler import ScheduledSlice, Scheduler
 from fusionkv.fusion_worker.config import WorkerConfig
@@ -41,7 +42,14 @@ class Engine:
     async def run(self, work: ForwardJob) -> Result:
         """Computes a job. If the caller is cancelled, this returns only after the step: slots are not freed early."""
         self._scheduler.add(work)
-        return await settled(work.future, work)
+        waiting = asyncio.wrap_future(work.future)
+        try:
+            return await asyncio.shield(waiting)
+        except asyncio.CancelledError:
+            work.abandoned = True
+            if not work.future.cancel():
+                await asyncio.wait([waiting])
+            raise
 
     def streaming(self) -> AbstractContextManager[None]:
         """Keeps steps short while it is held; to be held while an answer is decoded."""

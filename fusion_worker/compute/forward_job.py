@@ -1,6 +1,5 @@
 """A job for the engine: rows of one request, the keys that they see, and the outputs to return."""
 
-import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -8,12 +7,12 @@ from dataclasses import dataclass, field
 import torch
 
 from fusionkv.fusion_worker.compute.attention import LayerState, Shallow, shallow
-from fusionkv.fusion_worker.compute.batch import Batch, LeavingRows, ReusedKV, States
+from fusionkv.fusion_worker.compute.batch import Batch, LeavingRows, ReusedKV
 from fusionkv.fusion_worker.compute.kv_pool import SlotRange
 from fusionkv.fusion_worker.decode.sampling import Sampler
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.select.base import Selector
-from fusionkv.fusion_worker.select.fresh_states import FreshStates
+from fusionkv.fusion_worker.select.selectors import FreshStates
 from fusionkv.kernels.segments import KVSegment
 from fusionkv.kernels.tempered_attention import Temper
 
@@ -47,17 +46,12 @@ class ShallowProbe:
     selectors: tuple[Selector[FreshStates], ...]
     starts: torch.Tensor
 
-    def look(self, model: Model, batch: Batch) -> tuple[Shallow, torch.Tensor]:
-        """The batch's single span after layer 0, and its scores."""
-        found = shallow(model, batch)
-        return found, self.scores(model, batch, found.second)
-
     @torch.inference_mode()
-    def scores(self, model: Model, batch: Batch, states: States) -> torch.Tensor:
-        """float32 [selectors, last position + 1]: scores of the batch's single span. states: those of layer 1."""
-        (span,) = batch.spans
-        fresh = FreshStates(states, batch.pool[1], span, model.rotations[1], self.starts, model.ranks)
-        return torch.stack([selector.scores(fresh) for selector in self.selectors])
+    def look(self, model: Model, batch: Batch) -> tuple[Shallow, torch.Tensor]:
+        """The batch's single span after layer 0, and its scores, float32 [selectors, last position + 1]."""
+        (span,), found = batch.spans, shallow(model, batch)
+        fresh = FreshStates(found.second, batch.pool[1], span, model.rotations[1], self.starts, model.ranks)
+        return found, torch.stack([selector.scores(fresh) for selector in self.selectors])
 
 
 @dataclass(slots=True, eq=False)
@@ -80,7 +74,6 @@ class ForwardJob:
         background: whether it runs after all prefills of waiting requests.
         done: rows taken by steps so far.
         abandoned: whether the request was cancelled.
-        future: the result.
     """
 
     ids: torch.Tensor
@@ -100,6 +93,20 @@ class ForwardJob:
     done: int = 0
     abandoned: bool = False
     future: "Future[Result]" = field(default_factory=Future)
+
+    @classmethod
+    def consecutive(
+        cls,
+        ids: Sequence[int],
+        start: int,
+        runs: Sequence[SlotRange],
+        seen: tuple[KVSegment, ...],
+        device: torch.device,
+        background: bool = False,
+    ) -> "ForwardJob":
+        """A job for tokens at consecutive positions from `start` on."""
+        positions = torch.arange(start, start + len(ids)).to(device)
+        return cls(torch.tensor(ids, dtype=torch.int64).to(device), positions, runs, seen, background=background)
 
     @property
     def rows(self) -> int:
@@ -171,15 +178,3 @@ def lay_out(positions: torch.Tensor, runs: Sequence[SlotRange]) -> tuple[KVSegme
         segments.append(KVSegment(run.start, len(part), first, positions=None if dense else part))
         at += len(part)
     return tuple(segments)
-
-
-async def settled(future: "Future[Result]", work: ForwardJob) -> Result:
-    """Waits for a job's result. If cancelled, returns only once the engine no longer uses the job's slots."""
-    waiting = asyncio.wrap_future(future)
-    try:
-        return await asyncio.shield(waiting)
-    except asyncio.CancelledError:
-        work.abandoned = True
-        if not future.cancel():
-            await asyncio.wait([waiting])
-        raise

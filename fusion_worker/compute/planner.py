@@ -27,7 +27,7 @@ from fusionkv.fusion_worker.select.base import (
     Selector,
 )
 from fusionkv.fusion_worker.select.choose import budget
-from fusionkv.fusion_worker.select.fresh_states import FreshStates
+from fusionkv.fusion_worker.select.selectors import FreshStates
 from fusionkv.kernels.segments import KVSegment
 from fusionkv.kernels.tempered_attention import Temper
 from fusionkv.protos.runtime.errors import FailedPrecondition
@@ -89,7 +89,8 @@ class Planner:
         everything = torch.arange(prompt.question_start)
         stale = everything >= len(prompt.system)
         chosen = everything[stale]
-        return self._fused(placement, (), torch.arange(prompt.tokens), prompt.ids, chosen, stale)
+        every = torch.arange(prompt.tokens)
+        return PrefillPlan(placement, (), every, prompt.ids, chosen, stale, self._model.device)
 
     def score_early(self, prompt: Prompt, recipe: Recipe, ratio: float) -> "asyncio.Task[Scored] | None":
         """Starts scoring that needs no KV of the primary model, while that KV loads; None if the recipe has none."""
@@ -170,7 +171,7 @@ class Planner:
         if links.each:
             positions, order = torch.cat([links.moved(rows), links.positions]).sort()
             ids = torch.cat([ids, links.ids])[order]
-        fused = self._fused(placement, seen, positions, ids, chosen, stale)
+        fused = PrefillPlan(placement, seen, positions, ids, chosen, stale, self._model.device)
         fused.links = len(links.ids)
         layers = self._model.kv.layers
         if reuses and len(chosen) and (depth := max(1, round(recipe.depth * layers))) < layers:
@@ -187,17 +188,6 @@ class Planner:
                 fused.ahead = _continued(scored.shallow, stale, chosen)
         return fused
 
-    def _fused(
-        self,
-        placement: PromptLayout,
-        seen: tuple[KVSegment, ...],
-        positions: torch.Tensor,
-        ids: torch.Tensor,
-        chosen: torch.Tensor,
-        stale: torch.Tensor,
-    ) -> PrefillPlan:
-        return PrefillPlan(placement, seen, positions, ids, chosen, stale, self._model.device)
-
     async def _score(self, placement: PromptLayout, prompt: Prompt, recipe: Recipe) -> Scored:
         assert recipe.select is not None
         return (await self.score(placement, prompt, [recipe.select]))[0]
@@ -206,7 +196,7 @@ class Planner:
         """float32 [question_start], as defined by `CachedAttention`."""
         question = torch.arange(prompt.question_start, prompt.tokens)
         layers = needs.of(self._model.kv.layers)
-        result = await self._run(prompt, placement, question, placement.segments, probe=layers, unstored=0)
+        result = await self._run(prompt, placement, question, layers)
         assert result.scores is not None
         return result.scores[: prompt.question_start].cpu()
 
@@ -217,7 +207,7 @@ class Planner:
         starts = torch.tensor([*prompt.starts[1:], prompt.question_start], device=self._model.device)
         rows = torch.cat([context, torch.arange(prompt.question_start, prompt.tokens)])
         probe = ShallowProbe(tuple(selectors), starts)
-        result = await self._run(prompt, placement, rows, placement.segments, probe=probe, unstored=len(context))
+        result = await self._run(prompt, placement, rows, probe, unstored=len(context))
         assert result.scores is not None
         found = result.scores[:, : prompt.question_start].cpu()
         return [Scored(each, len(rows), result.shallow) for each in found]
@@ -232,9 +222,8 @@ class Planner:
         prompt: Prompt,
         placement: PromptLayout,
         positions: torch.Tensor,
-        seen: tuple[KVSegment, ...],
         probe: frozenset[int] | ShallowProbe,
-        unstored: int,
+        unstored: int = 0,
     ) -> Result:
         device = self._model.device
         depth = self._model.kv.layers if isinstance(probe, ShallowProbe) else max(probe) + 1
@@ -244,7 +233,7 @@ class Planner:
                 positions=positions.to(device),
                 # The prefill itself writes the question's keys again, to the same slots.
                 runs=placement.fresh,
-                seen=seen,
+                seen=placement.segments,
                 unstored=unstored,
                 probe=probe,
                 depth=depth if depth < self._model.kv.layers else None,

@@ -35,11 +35,7 @@ class Scheduler:
     """
 
     def __init__(self, max_step_tokens: int, max_mixed_tokens: int) -> None:
-        """
-        Args:
-            max_step_tokens: maximum rows of a step.
-            max_mixed_tokens: maximum rows of a step while answers are being decoded.
-        """
+        """Maximum rows of a step, and of a step while answers are being decoded."""
         self._budget = max_step_tokens
         self._mixed = min(max_mixed_tokens, max_step_tokens)
         self._decodes: list[ForwardJob] = []

@@ -19,7 +19,7 @@ from fusionkv.fusion_worker.correct.correction import MADE, Correction, Fit, sha
 from fusionkv.fusion_worker.library import cache
 from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.models import Model
-from fusionkv.fusion_worker.prompt import Chunk, Prompt, stretch
+from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.fusion_worker.transfer.storage import Storage
 from fusionkv.kernels.segments import KVSegment
 
@@ -185,8 +185,8 @@ class Corrector:
     async def _run(
         self, ids: Sequence[int], start: int, runs: Sequence[SlotRange], seen: tuple[KVSegment, ...] = ()
     ) -> None:
-        device, (rows, positions) = self._model.device, stretch(start, ids)
-        await self._engine.run(ForwardJob(rows.to(device), positions.to(device), runs, seen, background=True))
+        work = ForwardJob.consecutive(ids, start, runs, seen, self._model.device, background=True)
+        await self._engine.run(work)
 
     async def _kv(self, runs: Sequence[SlotRange], tokens: int) -> torch.Tensor:
         """KV of the first tokens in the runs, [layers, 2, tokens, kv_heads of all ranks, head_dim], on the CPU."""

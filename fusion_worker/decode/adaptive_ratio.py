@@ -16,15 +16,8 @@ async def step(
 ) -> tuple[PrefillPlan, Result]:
     """Computes the token after `answer`; recomputes more of the context first if that token is uncertain.
 
-    Args:
-        engine: runs the jobs.
-        fused: the plan so far.
-        answer: the tokens so far; the KV of the last one is not computed yet.
-        sampler: samples the token.
-        logits, votes: as for `ForwardJob`.
-
-    Returns:
-        The plan that the token was computed with, and the result.
+    answer: the tokens so far; the KV of the last one is not computed yet. logits, votes: as for `ForwardJob`. Returns
+    the plan that the token was computed with, and the result.
     """
 
     def job(sampler: Sampler | None, logits: int) -> ForwardJob:
@@ -46,9 +39,8 @@ async def fed(engine: Engine, fused: PrefillPlan, answer: Sequence[int]) -> tupl
 
     More of the context is recomputed at the first uncertain token, up to which the answer is the greedy one.
 
-    Returns:
-        The plan that the last row was computed with, and float32 [len(answer) + 1, vocabulary]: logits of the
-        answer's tokens and of the one after them.
+    Returns the plan that the last row was computed with, and float32 [len(answer) + 1, vocabulary]: logits of the
+    answer's tokens and of the one after them.
     """
     logits = (await engine.run(fused.behind(answer).prefill(logits=len(answer) + 1))).logits
     assert logits is not None

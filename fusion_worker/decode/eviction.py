@@ -8,10 +8,12 @@ import torch
 from fusionkv.fusion_worker.compute.forward_job import behind, slots_of
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.compute.prefill_plan import PrefillPlan
+from fusionkv.fusion_worker.load.placement import stretches
 from fusionkv.fusion_worker.models import Model
-from fusionkv.fusion_worker.recipes.keep import SnapKV
+from fusionkv.fusion_worker.recipes.recipes import SnapKV
 from fusionkv.fusion_worker.tensor_parallel.group import TPGroup
-from fusionkv.kernels.segments import KVSegment, QuerySpan
+from fusionkv.kernels.segments import QuerySpan
+from fusionkv.protos.runtime.cancellation import to_the_end
 
 
 async def evict(
@@ -22,29 +24,14 @@ async def evict(
     A kept slot holds a different token in each layer and head, with its key rotated to that token's position. The
     slots are taken from the end of the request's fresh ones. If cancelled, returns only once copying has stopped.
 
-    Args:
-        fused: the plan, which is changed.
-        keep: chooses the tokens.
-        votes: float32 [layers, kv_heads, positions], attention of the question's rows.
-        pool: the KV pool.
-        model: the model.
-        tp: copies on all ranks.
+    fused: the plan, which is changed. votes: float32 [layers, kv_heads, positions], attention of the question's rows.
     """
     fresh, low = fused.placement.fresh, len(fused.stale) - fused.context_tokens
     kept = behind(fresh, sum(run.length for run in fresh) - keep.tokens)
     tokens = keep.choose(votes[..., low : len(fused.stale) + fused.links]) + low
     span, to = QuerySpan(0, 1, fused.positions[-1:].to(pool.kv.device), fused.visible()), slots_of(kept)
-    work = partial(copy_kept, span, tokens, to, pool.kv, model)
-    copying = asyncio.ensure_future(asyncio.to_thread(tp.copy, work))
-    try:
-        await asyncio.shield(copying)
-    except asyncio.CancelledError:
-        await asyncio.wait([copying])
-        raise
-    context, first = list[KVSegment](), low
-    for run in kept:
-        context.append(KVSegment(run.start, run.length, first))
-        first += run.length
+    await to_the_end(asyncio.to_thread(tp.copy, partial(copy_kept, span, tokens, to, pool.kv, model)))
+    context = stretches(kept, keep.tokens, low, shift=0)
     fused.evict((*(segment for segment in fused.seen if segment.first < low), *context))
     fused.placement.let_go()
 
@@ -52,12 +39,8 @@ async def evict(
 def copy_kept(span: QuerySpan, tokens: torch.Tensor, to: torch.Tensor, kv: torch.Tensor, model: Model) -> None:
     """Copies the KV of chosen tokens to other slots of the pool, on one rank.
 
-    Args:
-        span: a row that sees all tokens.
-        tokens: int64 [layers, kv_heads of all ranks, kept], positions.
-        to: int64 [kept], pool slots.
-        kv: this rank's pool.
-        model: this rank's model.
+    span: a row that sees all tokens. tokens: int64 [layers, kv_heads of all ranks, kept], positions.
+    to: int64 [kept], pool slots.
     """
     device, ranks = kv.device, model.ranks
     heads = torch.arange(kv.shape[3], device=device)

@@ -13,6 +13,7 @@ from fusionkv.fusion_worker.config import WorkerConfig, cache_address, configure
 from fusionkv.fusion_worker.cores import cores
 from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
+from fusionkv.protos.runtime.cancellation import all_of
 from fusionkv.protos.runtime.errors import FailedPrecondition
 
 # Chunks of a batch that are encoded concurrently. Each may hold ten neighbours in the pool besides itself.
@@ -25,8 +26,7 @@ class BatchEncoder:
     def __init__(self, file: Path | None, flags: Mapping[str, Any], number: int = 0) -> None:
         """
         Args:
-            file: configuration file of a fusion worker; its environment variables are read as well.
-            flags: settings of a fusion worker.
+            file, flags: settings of a fusion worker; its environment variables are read as well.
             number: index of the encoder on this machine; with several GPUs, encoders take them in turn.
 
         Raises:
@@ -44,16 +44,9 @@ class BatchEncoder:
         self._servicer = self._loop.run(self._start(config))
 
     def encode(self, requests: Sequence[bytes]) -> tuple[int, int]:
-        """Encodes and stores chunks.
+        """Encodes and stores chunks of serialised EncodeRequests, after learning corrections.
 
-        Args:
-            requests: serialised EncodeRequests. Corrections are learned first.
-
-        Returns:
-            The number of chunks, and how many of them were stored already.
-
-        Raises:
-            ServiceError: as for the RPC Encode.
+        Returns the number of chunks, and how many of them were stored already. Raises as the RPC Encode.
         """
         return self._loop.run(self._encode([pb.EncodeRequest.FromString(request) for request in requests]))
 
@@ -67,13 +60,8 @@ class BatchEncoder:
         for request in requests:
             if request.mode == request.MODE_CORRECTION:
                 await self._one(request)
-        chunks = (request for request in requests if request.mode != request.MODE_CORRECTION)
-        tasks = [asyncio.create_task(self._one(request)) for request in chunks]
-        try:
-            return len(tasks), sum(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
+        chunks = [self._one(request) for request in requests if request.mode != request.MODE_CORRECTION]
+        return len(chunks), sum(await all_of(chunks))
 
     async def _one(self, request: pb.EncodeRequest) -> bool:
         async with self._slots:

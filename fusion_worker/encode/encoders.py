@@ -7,11 +7,12 @@ import multiprocessing
 import os
 import socket
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from fusionkv.fusion_worker.cores import cores
 from fusionkv.protos.runtime.errors import FailedPrecondition, ResourceExhausted, ServiceError, Unavailable
@@ -33,14 +34,21 @@ class EncoderLost(Unavailable):
     """An encoder died while encoding a batch. Some of its chunks may be stored."""
 
 
-class Encoder(Protocol):
+class Encoder(ABC):
     """An encoder in another process."""
 
     async def ready(self) -> None:
         """Waits until the model is loaded. Raises ServiceError if that fails, EncoderLost if the process died."""
+        await self._call("ready")
 
     async def encode(self, batch: Batch) -> tuple[int, int]:
         """Encodes and stores a batch; returns its chunks, and how many were stored already. Raises ServiceError."""
+        encoded: tuple[int, int] = await self._call("encode", list(batch))
+        return encoded
+
+    @abstractmethod
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        """Calls a method of the process's `_Holder`."""
 
 
 async def encode_all(
@@ -50,7 +58,6 @@ async def encode_all(
 
     Args:
         batches: read only as fast as they are encoded.
-        encoders: the encoders.
         done: called for every stored batch with its number of chunks, and how many of them were stored already.
 
     Raises:
@@ -117,7 +124,6 @@ async def on_ray(
     """Runs actors on a Ray cluster. Ray restarts an actor that dies as soon as resources are free.
 
     Args:
-        address: address of the Ray cluster.
         count: number of actors; 0 runs one for each GPU, or one for each node without GPUs.
         file, flags: settings, as for BatchEncoder; the file is read on every node.
 
@@ -177,52 +183,37 @@ class _Holder:
         return self._made.encode(batch)
 
 
-class _Actor:
+class _Actor(Encoder):
     """An encoder that is a Ray actor."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
 
-    async def ready(self) -> None:
-        await self._result(self._handle.ready.remote())
-
-    async def encode(self, batch: Batch) -> tuple[int, int]:
-        encoded: tuple[int, int] = await self._result(self._handle.encode.remote(list(batch)))
-        return encoded
-
-    @staticmethod
-    async def _result(reference: Any) -> Any:
+    async def _call(self, method: str, *arguments: Any) -> Any:
         from ray.exceptions import RayError, RayTaskError
 
         try:
-            return await reference
+            return await getattr(self._handle, method).remote(*arguments)
         except RayTaskError as error:
             raise error.cause from None
         except RayError as error:
             raise EncoderLost(f"an encoder died: {error}") from error
 
 
-class _Process:
+class _Process(Encoder):
     """An encoder in a process on this machine, which is restarted when it dies."""
 
     def __init__(self, file: Path | None, flags: Mapping[str, Any], number: int) -> None:
         self._arguments = file, flags, number
         self._pool = self._start()
 
-    async def ready(self) -> None:
-        await self._call(_ready)
-
-    async def encode(self, batch: Batch) -> tuple[int, int]:
-        encoded: tuple[int, int] = await self._call(_encode, batch)
-        return encoded
-
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    async def _call(self, work: Callable[..., Any], *arguments: Any) -> Any:
+    async def _call(self, method: str, *arguments: Any) -> Any:
         pool = self._pool
         try:
-            return await asyncio.wrap_future(pool.submit(work, *arguments))
+            return await asyncio.wrap_future(pool.submit(_do, method, *arguments))
         except BrokenProcessPool as error:
             # Another call may have restarted it already.
             if pool is self._pool:
@@ -239,14 +230,10 @@ _held: _Holder
 
 
 def _hold(file: Path | None, flags: Mapping[str, Any], number: int) -> None:
-    """Runs in the process of a `_Process`, as do the next two functions."""
+    """Runs in the process of a `_Process`, as does `_do`."""
     global _held
     _held = _Holder(file, flags, number)
 
 
-def _ready() -> None:
-    _held.ready()
-
-
-def _encode(batch: Batch) -> tuple[int, int]:
-    return _held.encode(batch)
+def _do(method: str, *arguments: Any) -> Any:
+    return getattr(_held, method)(*arguments)

@@ -1,10 +1,15 @@
-"""The folder of fetched and converted models. A model's directory appears atomically, once it is complete."""
+"""The folder of fetched and converted models, and the name and fingerprint of a model's directory.
+
+A directory appears atomically, once it is complete.
+"""
 
 import fcntl
+import hashlib
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Environment variable that sets the folder.
@@ -20,19 +25,12 @@ def root() -> Path:
 
 
 def make(target: Path, fill: Callable[[Path, Path], None], on_wait: Callable[[], None] = lambda: None) -> Path:
-    """Fills a directory unless it exists.
+    """Fills a directory unless it exists, and returns it. Raises OSError.
 
     Args:
-        target: the directory.
         fill: called with a scratch folder, and with the folder that becomes `target` when it returns. Both are
             removed if it raises.
         on_wait: called before waiting for another process that fills the same directory.
-
-    Returns:
-        `target`.
-
-    Raises:
-        OSError: the folder can't be written.
     """
     if target.is_dir():
         return target
@@ -69,3 +67,20 @@ def name_of(directory: Path) -> str:
     if absolute.parent.name == "snapshots":  # in the Hugging Face cache: models--ORG--NAME/snapshots/REVISION
         return absolute.parent.parent.name.split("--")[-1]
     return absolute.name
+
+
+def fingerprint(directory: Path) -> bytes:
+    """SHA-256 over the names and bytes of configuration, weights and tokenizer files, in the order of their names."""
+    hasher = hashlib.sha256()
+    for file in sorted(_identity_files(directory)):
+        hasher.update(json.dumps([file.name, file.stat().st_size]).encode())
+        with file.open("rb") as stream:
+            hasher.update(hashlib.file_digest(stream, "sha256").digest())
+    return hasher.digest()
+
+
+def _identity_files(directory: Path) -> Iterator[Path]:
+    yield from directory.glob("*.safetensors")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (directory / name).is_file():
+            yield directory / name

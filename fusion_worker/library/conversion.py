@@ -31,13 +31,13 @@ def convert(file: Path, into: Path) -> None:
         pre = fields["tokenizer.ggml.pre"].contents() if "tokenizer.ggml.pre" in fields else ""
         family = fields["general.architecture"].contents()
     except Exception as error:  # a parser of arbitrary bytes may raise anything
-        raise FailedPrecondition(f"{file} is not a GGUF file, or is damaged: {_line(error)}") from error
+        raise FailedPrecondition(f"{file} is not a GGUF file, or is damaged: {first_line(error)}") from error
     try:
         _convert(file, into, pre)
     except FailedPrecondition:
         raise
     except Exception as error:
-        raise FailedPrecondition(f"can't convert {file} of family {family!r}: {_line(error)}") from error
+        raise FailedPrecondition(f"can't convert {file} of family {family!r}: {first_line(error)}") from error
 
 
 def _convert(file: Path, into: Path, pre: str) -> None:
@@ -65,5 +65,6 @@ def _convert(file: Path, into: Path, pre: str) -> None:
     network.save_pretrained(into)
 
 
-def _line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or the error's class without one."""
     return str(error).strip().split("\n")[0] or type(error).__name__

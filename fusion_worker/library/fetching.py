@@ -21,16 +21,9 @@ _PIECE = 1 << 20
 
 
 def fetch(model: KnownModel, report: Report) -> Path:
-    """Fetches and converts a model unless its directory exists. Waits for another process that does so.
+    """Fetches and converts a model unless its directory exists; returns the directory.
 
-    An embedding model is not converted.
-
-    Args:
-        model: the model.
-        report: called with progress.
-
-    Returns:
-        The model's directory.
+    Waits for another process that does so. An embedding model is not converted.
 
     Raises:
         FailedPrecondition: packages that read GGUF are not installed, or the digest is wrong.

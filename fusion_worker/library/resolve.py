@@ -74,12 +74,12 @@ def _from_hub(repository: str) -> Path:
         found = Path(snapshot_download(repository, allow_patterns=_FILES))
     except HFValidationError as error:
         raise FailedPrecondition(
-            f"{repository} is neither a directory nor a Hugging Face hub id: {_line(error)}"
+            f"{repository} is neither a directory nor a Hugging Face hub id: {conversion.first_line(error)}"
         ) from error
     except Exception as error:  # huggingface_hub passes on errors of the network, the hub and the disk
         raise FailedPrecondition(
             f"{repository} is neither a directory nor in the Hugging Face cache, and can't be downloaded: "
-            f"{_line(error)}"
+            f"{conversion.first_line(error)}"
         ) from error
     if not _complete(found):  # without a network, huggingface_hub returns an incomplete snapshot
         raise FailedPrecondition(
@@ -98,7 +98,3 @@ def _complete(directory: Path) -> bool:
         return (directory / "model.safetensors").is_file()
     shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     return all((directory / shard).is_file() for shard in shards)
-
-
-def _line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__

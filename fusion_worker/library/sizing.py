@@ -39,7 +39,6 @@ class Size:
     """Sizes in bytes, except `chunks`, which is a number.
 
     Attributes:
-        weights: the model's weights.
         token: KV of a token in the pool.
         chunk: a stored chunk.
         prompt, stored_prompt: the chunks of a prompt, in the pool and as stored.

@@ -10,9 +10,8 @@ from fusionkv.fusion_worker.compute.forward_job import ForwardJob, behind
 from fusionkv.fusion_worker.compute.kv_pool import PooledChunk, SlotRange
 from fusionkv.fusion_worker.load.placement import LoadedChunk, stretches
 from fusionkv.fusion_worker.models import Model
-from fusionkv.fusion_worker.prompt import Chunk, Prompt, stretch
+from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.fusion_worker.recipes.recipes import Anchored, Encode
-from fusionkv.kernels.segments import KVSegment
 from fusionkv.kvcache_service import keys
 
 
@@ -77,30 +76,19 @@ class AnchoredChunk(Chunk):
     ) -> None:
         """Computes the chunk's KV after the system prompt. If cancelled, returns only once writing has stopped.
 
-        Args:
-            resident: slots for the anchor tokens.
-            before: the system prompt.
-            scratch: `scratch` temporary slots for a segment's text.
-            engine: runs the passes.
-            model: the engine's model.
+        resident: slots for the anchor tokens. before: the system prompt. scratch: `self.scratch` temporary slots for
+        a segment's text.
         """
         seen = tuple(segment for part in before for segment in part.segments())
-        start = sum(len(part.wanted.chunk) for part in before)
-
-        async def run(
-            ids: Sequence[int], position: int, runs: Sequence[SlotRange], seen: tuple[KVSegment, ...]
-        ) -> None:
-            rows, positions = stretch(position, ids)
-            await engine.run(ForwardJob(rows.to(model.device), positions.to(model.device), runs, seen))
-
-        done = 0
+        start, done = sum(len(part.wanted.chunk) for part in before), 0
         for text, anchors in self.cuts:
-            await run(text, start, scratch, seen)
+            await engine.run(ForwardJob.consecutive(text, start, scratch, seen, model.device))
             # Earlier anchors and the text share RoPE positions. As keys they are laid side by side before the rows,
             # so that all are visible; their shifts restore the RoPE positions.
             earlier = stretches(resident.runs, done, start, shift=0)
             read = stretches(scratch, len(text), start + done, shift=done)
-            await run(anchors, start + done + len(text), behind(resident.runs, done), (*seen, *earlier, *read))
+            at, runs, visible = start + done + len(text), behind(resident.runs, done), (*seen, *earlier, *read)
+            await engine.run(ForwardJob.consecutive(anchors, at, runs, visible, model.device))
             done += len(anchors)
 
 

@@ -16,7 +16,6 @@ class Links:
     Attributes:
         ends: int64 [chunks], the position after each chunk's last token, without links.
         ids: int64 [chunks * each].
-        each: link tokens after each chunk.
     """
 
     ends: torch.Tensor

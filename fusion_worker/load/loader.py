@@ -14,19 +14,16 @@ from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.forward_job import ForwardJob
 from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk, SlotRange
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.correct.correcting import Correcting
 from fusionkv.fusion_worker.correct.correction import Average, Correction
 from fusionkv.fusion_worker.load.anchors import AnchoredChunk, laid
-from fusionkv.fusion_worker.load.deadline import Deadline
-from fusionkv.fusion_worker.load.lookup import CacheFault, EntryGone, Lookups
+from fusionkv.fusion_worker.load.lookup import CacheFault, Deadline, EntryGone, Lookups
 from fusionkv.fusion_worker.load.placement import ChunkSource, LoadedChunk, PromptLayout, Stages
 from fusionkv.fusion_worker.load.priority_semaphore import PrioritySemaphore
 from fusionkv.fusion_worker.load.spans import LoadSpans
 from fusionkv.fusion_worker.load.write_back import WriteBack
 from fusionkv.fusion_worker.models import Model
-from fusionkv.fusion_worker.prompt import Prompt, stretch
+from fusionkv.fusion_worker.prompt import Prompt
 from fusionkv.fusion_worker.recipes.recipes import ISOLATED, Encode
-from fusionkv.fusion_worker.transfer import shared_memory
 from fusionkv.fusion_worker.transfer.gpudirect import DirectReader
 from fusionkv.fusion_worker.transfer.signatures import Signer
 from fusionkv.fusion_worker.transfer.storage import Storage
@@ -57,7 +54,7 @@ class Loader:
         self.turns = PrioritySemaphore(config.max_loads)
         self._admitted = itertools.count()
         self.storage = Storage(pool, config.store, engine.tp)
-        self._correcting = Correcting(model, pool, engine.tp)
+        self._plain = Storage(pool, "plain", engine.tp)  # as corrections read and write the pool
         self._signer = signer = Signer(config.signing_keys) if config.signing_keys else None
         # GPUDirect bypasses host memory, where signatures are verified and from which ranks get their heads.
         direct = cache and signer is None and engine.tp.ranks.count == 1
@@ -187,7 +184,8 @@ class Loader:
 
     async def average(self, part: LoadedChunk) -> Average:
         """As a correction of the same chunk, encoded otherwise: the mean with this part's KV."""
-        return await self._correcting.average(part)
+        data = await asyncio.to_thread(self._plain.take_out, part.resident)
+        return Average(self._plain.numbers(data, part.resident.tokens), part.resident.base)
 
     @asynccontextmanager
     async def _admit(
@@ -279,7 +277,7 @@ class Loader:
         ready = part.resident.ready
         try:
             with self._spans.within(part.resident):
-                if await self._correcting.from_pool(part):
+                if await self._corrected_from_pool(part):
                     ready.set_result(None)
                     return
                 if part.wanted.entry is not None:
@@ -290,7 +288,7 @@ class Loader:
                     await self._encode(part, before, scratch)
                     if self.putter is not None and namespace:
                         await self.putter.offer(namespace, part)
-                await self._correcting.in_place(part)
+                await self._correct(part, part.resident)
             ready.set_result(None)
         except ServiceError as error:
             entry = part.wanted.entry
@@ -299,6 +297,26 @@ class Loader:
             ready.set_exception((EntryGone if gone else CacheFault)(f"fetch failed: {error}"))
         except Exception as error:
             ready.set_exception(error)
+
+    async def _corrected_from_pool(self, part: LoadedChunk) -> bool:
+        """Loads a corrected part from the same chunk in the pool without its correction; False if it is not there."""
+        wanted = part.wanted
+        source = self._pool.find(wanted.uncorrected) if wanted.uncorrected != wanted.key else None
+        if source is None:
+            return False
+        try:
+            if ready := source.ready.done():
+                await self._correct(part, source)
+            return ready
+        finally:
+            self._pool.unpin(source)
+
+    async def _correct(self, part: LoadedChunk, source: PooledChunk) -> None:
+        """Writes the KV of `source`, corrected, to the part's slots; does nothing without a correction."""
+        if (correction := part.wanted.correction) is not None:
+            change = partial(correction.apply, base=source.base, rotations=self._model.rotations)
+            # Runs to its end even if this task is cancelled: slots must not be freed while they are written to.
+            await to_the_end(asyncio.to_thread(self._plain.rewrite, part.resident, change, source))
 
     async def fetch(self, part: LoadedChunk, stages: Stages) -> None:
         """Fetches a part's bytes into its slots. Raises as `CacheClient.fetch` and `Signer.verify` do."""
@@ -309,13 +327,13 @@ class Loader:
         trace.get_current_span().set_attribute("fusionkv.direct", buffer is not None)
         # Signatures are verified on a copy: the service may write to shared memory at any time.
         near = buffer is None and self._signer is None
-        if not near or not await shared_memory.copied(self._cache, entry, self.storage, part.resident):
+        if not near or not await self.storage.copy_in(self._cache, entry, part.resident):
             if buffer is None:
                 buffer = torch.empty(entry.size, dtype=torch.uint8, pin_memory=self._pool.kv.is_cuda)
                 await self._cache.fetch(entry, buffer.numpy().data, timeout=self._fetch_timeout)
                 if self._signer is not None:
                     await self._signer.verify(self._cache, entry, buffer.numpy().data)
-            # Runs to its end even if this task is cancelled: slots must not be freed while they are written to.
+            # Runs to its end as well.
             await to_the_end(asyncio.to_thread(self.storage.put_in, part.resident, buffer))
         stages.bytes_fetched += entry.size
 
@@ -324,10 +342,10 @@ class Loader:
         if isinstance(part.wanted.chunk, AnchoredChunk):
             await part.wanted.chunk.encode(part.resident, before, scratch, self._engine, self._model)
             return
-        ids, positions = stretch(part.resident.base, part.wanted.chunk.ids)
         seen = tuple(segment for p in before for segment in p.segments())
-        device = self._model.device
-        await self._engine.run(ForwardJob(ids.to(device), positions.to(device), part.resident.runs, seen))
+        ids, resident = part.wanted.chunk.ids, part.resident
+        work = ForwardJob.consecutive(ids, resident.base, resident.runs, seen, self._model.device)
+        await self._engine.run(work)
 
 
 async def _ready(residents: Iterable[PooledChunk]) -> None:

@@ -2,8 +2,9 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 
 from fusionkv.fusion_worker.correct.correction import Correction
 from fusionkv.fusion_worker.load.placement import ChunkSource, Stages
@@ -29,17 +30,38 @@ Path = Sequence[tuple[bytes, Sequence[bytes]]]
 _MISS = Hit(HitKind.MISS, None)
 # Suffix of the pool's keys of chunks that were dequantised from int8 or fp8, which differ from the computed ones.
 RESTORED = b"restored"
+# gRPC and asyncio treat a timeout of 0 as an error; with 1 ms, a late lookup fails by its deadline.
+_MIN_SECONDS = 0.001
+
+
+class Deadline:
+    """A request's budget of seconds for the cache service, over all its lookups and fetches.
+
+    Only time within `spending` counts, not waiting for room in the pool, for example.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._left = seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds left, at least 0.001."""
+        return max(_MIN_SECONDS, self._left)
+
+    @contextmanager
+    def spending(self) -> Iterator[None]:
+        """Subtracts the seconds spent inside."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._left -= time.monotonic() - began
 
 
 def corrected(wanted: ChunkSource, base: int, correction: Correction | None) -> ChunkSource:
     """Adds the correction to a chunk that was encoded right after the system prompt and is at another position now.
 
-    Chunks that were encoded after other text need none.
-
-    Args:
-        wanted: the part.
-        base: tokens of the system prompt.
-        correction: the corpus's correction; None adds none.
+    Chunks that were encoded after other text need none. base: tokens of the system prompt.
     """
     # Compares positions and not `lossless`, which is False for quantised chunks at their own position.
     first = wanted.is_system or wanted.position == base
@@ -56,13 +78,7 @@ class Lookups:
     def __init__(
         self, storage: Storage, cache: CacheClient | None, timeout: float, signer: Signer | None = None
     ) -> None:
-        """
-        Args:
-            storage: the storage format of KV.
-            cache: client of the cache service; None without one.
-            timeout: seconds for one lookup.
-            signer: verifies entries; without one every entry is accepted.
-        """
+        """timeout: seconds for one lookup. signer: verifies entries; without one every entry is accepted."""
         self._storage = storage
         self._cache = cache
         self._timeout = timeout
@@ -83,7 +99,6 @@ class Lookups:
 
         Args:
             prompt: as `laid` for `encode`.
-            namespace: as of `kvcache_service.keys.namespace`.
             encode: which hits are used. `InPlace`: exact hits. `Versions`: exact hits, and versions that share an
                 earlier chunk. `Anchored`: anchor tokens, which the prompt's chunks then are. Others use any hit.
                 Misses are encoded after all parts before them with `InPlace` and `Versions`, otherwise after the
@@ -228,47 +243,37 @@ class Lookups:
             found = await asyncio.shield(asking)
         except asyncio.CancelledError:
             # The cache service grants the lease all the same: release it when the reply arrives.
-            self._later(self._release_reply(asking))
+            self._release_later(asking)
             raise
         except ServiceError as error:
             raise CacheFault(f"lookup failed: {error}") from error
         try:
             if len(found.hits) != len(path):
                 raise CacheFault(f"the cache service returned {len(found.hits)} hits for a path of {len(path)}")
-            yield await self._genuine(namespace, path, found.hits, max_seconds, stages)
+            hits: Sequence[Hit] = found.hits
+            if self._signer is not None:
+                hits, rejected = self._signer.genuine(namespace, path, hits)
+                if stages is not None:
+                    stages.rejected += len(rejected)
+                # While such an entry exists, it hides signed ones (exact hits win), and a Put of its key stores
+                # nothing.
+                if rejected:
+                    with suppress(ServiceError):
+                        seconds = min(DELETE_SECONDS, max_seconds)
+                        await self._cache.delete(list(dict.fromkeys(rejected)), timeout=seconds)
+            yield hits
         finally:
             if found.lease:
                 # In the background: a lease that is not released expires.
-                self._later(self._release(found.lease))
+                self._release_later(asking)
 
-    async def _genuine(
-        self, namespace: bytes, path: Path, hits: Sequence[Hit], max_seconds: float, stages: Stages | None
-    ) -> Sequence[Hit]:
-        """Turns hits that no worker signed into misses, and deletes their entries.
-
-        While such an entry exists, it hides signed ones (exact hits win), and a Put of the same key stores nothing.
-        """
-        if self._signer is None or self._cache is None:
-            return hits
-        genuine, rejected = self._signer.genuine(namespace, path, hits)
-        if rejected:
-            if stages is not None:
-                stages.rejected += len(rejected)
-            with suppress(ServiceError):
-                await self._cache.delete(list(dict.fromkeys(rejected)), timeout=min(DELETE_SECONDS, max_seconds))
-        return genuine
-
-    def _later(self, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work)
+    def _release_later(self, asking: "asyncio.Task[Lookup]") -> None:
+        task = asyncio.create_task(self._release(asking))
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
 
-    async def _release_reply(self, asking: "asyncio.Task[Lookup]") -> None:
-        with suppress(ServiceError):
-            if lease := (await asking).lease:
-                await self._release(lease)
-
-    async def _release(self, lease: int) -> None:
+    async def _release(self, asking: "asyncio.Task[Lookup]") -> None:
         assert self._cache is not None
         with suppress(ServiceError):
-            await self._cache.release(lease, timeout=self._timeout)
+            if lease := (await asking).lease:
+                await self._cache.release(lease, timeout=self._timeout)

@@ -21,13 +21,11 @@ class Judged:
 
     Attributes:
         verdict: SAFE, UNSAFE or UNDECIDED.
-        ratio: the ratio.
         why: the reason, as a sentence.
         kl: mean KL divergence of the next token's distribution from full attention's, over full attention's answers,
             in nats; None without answers.
         low, high: 95% confidence interval of `kl`.
         agreement: share of those answers' tokens that stay the most likely; None without answers.
-        answers: number of answers.
     """
 
     verdict: str
@@ -50,12 +48,8 @@ class Verdict:
     """The verdicts on a model's recipes.
 
     A recipe with modifiers that has no verdict gets that of the recipe without its last modifier. Recipes without any
-    verdict are allowed.
-
-    Attributes:
-        fingerprint: the model's fingerprint, in hex.
-        recipes: verdicts by recipe name.
-        auxiliary: fingerprint of the auxiliary model used by the check, in hex; empty without one.
+    verdict are allowed. fingerprint, auxiliary: fingerprints in hex of the model and of the auxiliary model of the
+    check; the latter is empty without one.
     """
 
     fingerprint: str
@@ -99,10 +93,7 @@ class Verdict:
 def read(directory: Path, fingerprint: bytes, auxiliary: bytes = b"") -> Verdict:
     """Reads the verdicts in a model's directory; without a file, there are none.
 
-    Args:
-        directory: the model's directory.
-        fingerprint: the model's fingerprint.
-        auxiliary: fingerprint of the auxiliary model in use. Verdicts that depend on another one are left out.
+    auxiliary: fingerprint of the auxiliary model in use. Verdicts that depend on another one are left out.
 
     Raises:
         FailedPrecondition: the file can't be read, or is for another model.

@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from fusionkv.fusion_worker.recipes.keep import SnapKV
 from fusionkv.fusion_worker.recipes.recipes import (
     RECIPES,
     Adaptive,
@@ -12,6 +11,7 @@ from fusionkv.fusion_worker.recipes.recipes import (
     Isolated,
     Recipe,
     SimilarityGuided,
+    SnapKV,
     Versions,
 )
 from fusionkv.fusion_worker.select.choose import Window

@@ -3,17 +3,23 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from fusionkv.fusion_worker.recipes.keep import SnapKV
-from fusionkv.fusion_worker.select.attended_deviation import AttendedDeviation
-from fusionkv.fusion_worker.select.auxiliary_attention import AuxiliaryAttention
+import torch
+
 from fusionkv.fusion_worker.select.base import CachedAttention, Need, Selector
 from fusionkv.fusion_worker.select.choose import TOP_K, Choice, Window
-from fusionkv.fusion_worker.select.distance_to_start import DistanceToStart
-from fusionkv.fusion_worker.select.inter_chunk_attention import InterChunkAttention
-from fusionkv.fusion_worker.select.question_attention import QuestionAttention
-from fusionkv.fusion_worker.select.shallow_question_attention import ShallowQuestionAttention
-from fusionkv.fusion_worker.select.value_deviation import ValueDeviation
+from fusionkv.fusion_worker.select.selectors import (
+    AttendedDeviation,
+    AuxiliaryAttention,
+    DistanceToStart,
+    InterChunkAttention,
+    QuestionAttention,
+    ShallowQuestionAttention,
+    ValueDeviation,
+)
 from fusionkv.protos.runtime.errors import InvalidArgument
+
+# SnapKV's votes are averaged over neighbouring tokens, so that a fact is kept with the words around it (SnapKV 4.1).
+_POOL = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +76,21 @@ class Tempered:
 
     temperature: float
     scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class SnapKV:
+    """Keeps the `tokens` context tokens that the question attends to most, by layer and head (SnapKV; A3)."""
+
+    tokens: int
+
+    def choose(self, votes: torch.Tensor) -> torch.Tensor:
+        """int64 [layers, kv_heads, tokens]: indices of the context tokens to keep, ascending.
+
+        votes: float32 [layers, kv_heads, context tokens], attention of the question's rows, summed.
+        """
+        smooth = torch.nn.functional.avg_pool1d(votes, _POOL, stride=1, padding=_POOL // 2)
+        return smooth.topk(self.tokens, -1).indices.sort(-1).values
 
 
 @dataclass(frozen=True, slots=True)

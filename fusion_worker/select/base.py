@@ -39,7 +39,7 @@ ALL_LAYERS = CachedAttention()
 class FreshLayer:
     """A pass of all stale tokens and the question through layer 0, up to the queries, keys and values of layer 1.
 
-    The selector receives `fresh_states.FreshStates` and returns a score for every position that they cover, on the
+    The selector receives `selectors.FreshStates` and returns a score for every position that they cover, on the
     model's device. The chosen tokens can continue from this pass (`Recipe.from_layer_1`).
     """
 
@@ -58,13 +58,7 @@ Need = Nothing | CachedAttention | FreshLayer | SecondModel
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlaces:
-    """The positions of a prompt's chunks.
-
-    Attributes:
-        starts: Position of each chunk's first token.
-        stops: Position after each chunk's last token.
-        length: Tokens of system prompt and context together.
-    """
+    """Positions `[start, stop)` of each chunk of a prompt. length: tokens of system prompt and context together."""
 
     starts: tuple[int, ...]
     stops: tuple[int, ...]
@@ -77,8 +71,8 @@ Inputs = TypeVar("Inputs")
 class Selector(ABC, Generic[Inputs]):
     """Scores stale tokens by how much recomputing them is worth. Implementations are frozen dataclasses.
 
-    A new selector is a file of this package and a row of `recipes/recipes.py`: the worker computes what `needs` says
-    and knows nothing else about it.
+    A new selector is a class in `selectors.py` and a row of `recipes/recipes.py`: the worker computes what `needs`
+    says and knows nothing else about it.
     """
 
     __slots__ = ()
@@ -90,11 +84,7 @@ class Selector(ABC, Generic[Inputs]):
 
     @abstractmethod
     def scores(self, inputs: Inputs) -> torch.Tensor:
-        """Scores of all positions; those of tokens that are not stale are ignored.
+        """float32, at least [question_start]: higher is more worth recomputing, and only the order counts.
 
-        Args:
-            inputs: What the class of `needs` describes.
-
-        Returns:
-            float32, at least [question_start]: higher is more worth recomputing. No unit: only the order counts.
+        Scores of tokens that are not stale are ignored. inputs: what the class of `needs` describes.
         """

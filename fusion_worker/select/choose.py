@@ -13,13 +13,7 @@ def budget(ratio: float, context_tokens: int, stale_tokens: int) -> int:
 def top_k(scores: torch.Tensor, stale: torch.Tensor, count: int) -> torch.Tensor:
     """Chooses the stale tokens with the highest scores over all chunks. Ties go to the earlier position.
 
-    Args:
-        scores: float32 [positions].
-        stale: bool [positions].
-        count: tokens to choose.
-
-    Returns:
-        int64 [count]: positions, ascending.
+    scores: float32 [positions]. stale: bool [positions]. Returns int64 [count]: positions, ascending.
     """
     order = torch.where(stale, scores, float("-inf")).sort(descending=True, stable=True).indices
     return order[:count].sort().values

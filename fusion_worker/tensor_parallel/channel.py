@@ -76,13 +76,8 @@ class Channel:
     def copy(self, call: Callable[..., Any], size: int, parts: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
         """This rank's work for `TPGroup.copy`.
 
-        Args:
-            call: takes this rank's part, if there are parts.
-            size: bytes of each part; 0 without parts.
-            parts: all ranks' parts, given at rank 0 only.
-
-        Returns:
-            All ranks' results, of which those of other ranks are valid at rank 0 only.
+        size: bytes of each part; 0 without parts. parts: all ranks' parts, given at rank 0 only. Returns all ranks'
+        results, of which those of other ranks are valid at rank 0 only.
         """
         part = torch.empty(size, dtype=torch.uint8)
         if size:

@@ -37,15 +37,12 @@ class TPGroup:
         return call()
 
     def copy(self, call: Callable[..., Any], parts: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
-        """Runs a copy of KV on all ranks, concurrently with steps. Thread-safe.
+        """Runs a copy of KV on all ranks, concurrently with steps; returns all results. Thread-safe.
 
         Args:
             call: takes the rank's part, if there are parts, and returns a uint8 tensor of the same size on all ranks,
                 or None.
             parts: a uint8 tensor for each rank.
-
-        Returns:
-            The results of all ranks.
         """
         return [call(*parts)]
 

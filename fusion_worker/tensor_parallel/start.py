@@ -35,7 +35,6 @@ class Processes:
 
     Attributes:
         meeting: rendezvous file of torch.distributed.
-        children: the processes.
         pipes: sockets to each rank, for steps and for copies.
         lost: fails with RankLost when a rank ends or hangs.
     """

@@ -1,1 +1,1 @@
-"""KV bytes in and out of the pool: storage formats, shared memory, GPUDirect Storage, handover, signatures."""
+"""KV bytes in and out of the pool: storage formats, GPUDirect Storage, handover, signatures."""

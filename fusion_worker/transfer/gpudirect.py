@@ -31,11 +31,7 @@ class DirectReader:
     """Fetches entries into buffers on a pool's device. Call its methods in the event loop's thread."""
 
     def __init__(self, storage: Storage, open_file: Callable[[str], Any]) -> None:
-        """
-        Args:
-            storage: the pool's storage format.
-            open_file: kvikio.CuFile, or a function whose result has the same `read(buffer, size, file_offset)`.
-        """
+        """open_file: kvikio.CuFile, or a function whose result has the same `read(buffer, size, file_offset)`."""
         self._storage = storage
         self._open = open_file
         self._files: OrderedDict[tuple[int, int], Any] = OrderedDict()
@@ -57,13 +53,10 @@ class DirectReader:
         return cls(storage, kvikio.CuFile)
 
     async def fetch(self, cache: CacheClient, entry: Entry, timeout: float) -> torch.Tensor | None:
-        """Reads a leased entry's bytes and verifies them.
+        """Reads a leased entry's bytes and verifies them: uint8 [entry.size] on the device.
 
-        Returns:
-            uint8 [entry.size] on the device; None if the entry can't be read this way.
-
-        Raises:
-            DeadlineExceeded: the disk took longer than `timeout` seconds.
+        None if the entry can't be read this way. Raises DeadlineExceeded if the disk took longer than `timeout`
+        seconds.
         """
         if not self._works or not cache.on_disk(entry):
             return None

@@ -30,8 +30,6 @@ class HeldPrompt:
     """A prompt's KV, `[layers, 2, tokens, kv_heads of all ranks, head_dim]`, in anonymous memory (memfd).
 
     Attributes:
-        handle: identifies the KV; 16 random bytes.
-        data: the bytes.
         expires: when it is dropped, on the monotonic clock.
         outcome: set on release: why the KV could not be used; empty if it was.
     """
@@ -70,14 +68,7 @@ class Handover:
     """The prompts that a worker holds for other engines. Use it only in the event loop's thread."""
 
     def __init__(self, pool: KVPool, model: Model, tp: TPGroup, max_bytes: int, seconds: float) -> None:
-        """
-        Args:
-            pool: the KV pool.
-            model: the model.
-            tp: copies on all ranks.
-            max_bytes: maximum size of all held prompts together.
-            seconds: how long a prompt is held after it was filled or last held.
-        """
+        """max_bytes: of all held prompts together. seconds: how long a prompt is held after it was filled or held."""
         self._pool, self._model, self._tp = pool, model, tp
         self._max_bytes, self._seconds = max_bytes, seconds
         self._held: dict[bytes, HeldPrompt] = {}

@@ -93,12 +93,8 @@ class Signer:
     ) -> tuple[list[Hit], list[bytes]]:
         """Checks the hits of a lookup. Rejected entries are counted, and logged at most once a minute.
 
-        Args:
-            namespace, path: those of `CacheClient.lookup`.
-            hits: its result.
-
-        Returns:
-            The hits, with misses in place of rejected entries, and the keys of those entries.
+        namespace, path, hits: those of `CacheClient.lookup`. Returns the hits, with misses in place of rejected
+        entries, and the keys of those entries.
         """
         system, checked, rejected = path[0][0], [], []
         for i, (hit, (chunk, variants)) in enumerate(zip(hits, path, strict=True)):

@@ -1,16 +1,20 @@
 """The storage format of chunks' KV outside the pool: plain, int8 or fp8."""
 
-from collections.abc import Callable, Sequence
+import asyncio
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk, SlotRange
-from fusionkv.fusion_worker.models import KVShape
 from fusionkv.fusion_worker.tensor_parallel.group import TPGroup
-from fusionkv.fusion_worker.transfer.side_stream import SideStream
 from fusionkv.kernels.quantised import GROUP, KINDS, Quantised, quantise, restore
+from fusionkv.kvcache_service.client import CacheClient, Entry
+from fusionkv.protos.runtime.cancellation import to_the_end
 
 
 class Storage:
@@ -22,15 +26,10 @@ class Storage:
     """
 
     def __init__(self, pool: KVPool, kind: str, tp: TPGroup | None = None) -> None:
-        """
-        Args:
-            pool: this rank's pool.
-            kind: plain, int8 or fp8.
-            tp: copies on all ranks; None for a single rank, and on ranks other than 0.
-        """
+        """kind: plain, int8 or fp8. tp: copies on all ranks; None for one rank, and on ranks other than 0."""
         self._tp = tp or TPGroup()
         self._pool = pool
-        self.beside = SideStream(pool.kv.device)
+        self._stream = torch.cuda.Stream(pool.kv.device) if pool.kv.is_cuda else None
         self._name, self._kind = kind, KINDS.get(kind)
         self.settings = {} if self._kind is None else {"store": kind}
 
@@ -42,6 +41,21 @@ class Storage:
     def device(self) -> torch.device:
         """The pool's device."""
         return self._pool.kv.device
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Copies inside overlap with the engine's kernels, on a separate CUDA stream. Thread-safe.
+
+        They wait for the kernels launched so far, and are complete on exit. Without CUDA this does nothing.
+        """
+        if self._stream is None:
+            yield
+            return
+        # The running step may still read slots that are written here, or write slots that are read here.
+        self._stream.wait_stream(torch.cuda.default_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
 
     @property
     def lossless(self) -> bool:
@@ -71,6 +85,28 @@ class Storage:
         """Writes an entry to a chunk's slots. data: uint8 [size], in host memory or on the device."""
         self._tp.copy(partial(self.write, resident.runs, resident.tokens), self._split(data, resident.tokens))
 
+    async def copy_in(self, cache: CacheClient, entry: Entry, resident: PooledChunk) -> bool:
+        """Copies a leased entry from the shared memory of a cache service on this machine to a chunk's slots.
+
+        False if the entry is not in shared memory, or its lease ended meanwhile. Not used for a GPU: the service's
+        memory is not pinned, so the driver would copy it twice.
+        """
+        data = cache.seen(entry)
+        if data is None or self.device.type != "cpu":
+            return False
+
+        def copy() -> bool:
+            self.put_in(resident, _tensor(data))
+            if cache.held(entry):
+                return True
+            # The bytes read may be of another entry. A NaN among them would spoil attention even at weight 0
+            # (KVPool.of).
+            self.put_in(resident, torch.zeros(entry.size, dtype=torch.uint8))
+            return False
+
+        # Runs to the end even if the caller is cancelled, so that the slots are not reused while they are written.
+        return await to_the_end(asyncio.to_thread(copy))
+
     def read(self, runs: Sequence[SlotRange], tokens: int) -> torch.Tensor:
         """Copies this rank's part of a chunk: uint8 [part_size] in host memory."""
         with self.beside():
@@ -81,10 +117,9 @@ class Storage:
 
     def write(self, runs: Sequence[SlotRange], tokens: int, part: torch.Tensor) -> None:
         """Writes this rank's part, uint8 [part_size] in host memory or on the device, to the chunk's slots."""
-        shape = self._pool.shape
         with self.beside():
             if self._kind is None:
-                self._write(runs, part.view(shape.dtype).view(_numbers(shape, tokens)))
+                self._write(runs, self._kv(part.view(self._pool.shape.dtype), tokens))
             else:
                 # Dequantised on the device: half as many bytes are copied there.
                 self._write(runs, self._unpack(part.to(self._pool.kv.device), tokens))
@@ -100,11 +135,8 @@ class Storage:
     ) -> None:
         """Writes what `change` makes of one chunk's KV into another chunk's slots. For plain storage alone.
 
-        Args:
-            resident: the chunk that is written.
-            change: reads its first argument and writes its second, which may be the same tensor; both are
-                [layers, 2, tokens, kv_heads of all ranks, head_dim].
-            source: the chunk that is read, which may be `resident`.
+        change: reads its first argument and writes its second, which may be the same tensor; both are [layers, 2,
+        tokens, kv_heads of all ranks, head_dim]. source: the chunk that is read, which may be `resident`.
         """
         if self._tp.ranks.count == 1:
             with self.beside():
@@ -122,9 +154,12 @@ class Storage:
 
     def numbers(self, data: memoryview, tokens: int) -> torch.Tensor:
         """Views a plain entry's bytes as [layers, 2, tokens, kv_heads of all ranks, head_dim]."""
+        flat = torch.frombuffer(data, dtype=torch.uint8).view(self._pool.shape.dtype)
+        return self._kv(flat, tokens, self._tp.ranks.count)
+
+    def _kv(self, numbers: torch.Tensor, tokens: int, ranks: int = 1) -> torch.Tensor:
         shape = self._pool.shape
-        flat = torch.frombuffer(data, dtype=torch.uint8).view(shape.dtype)
-        return flat.view(shape.layers, 2, tokens, shape.kv_heads * self._tp.ranks.count, shape.head_dim)
+        return numbers.view(shape.layers, 2, tokens, shape.kv_heads * ranks, shape.head_dim)
 
     def _arrays(self, tokens: int) -> list[tuple[int, int]]:
         """Shapes of an entry's arrays, each [blocks, kv_heads, bytes]: blocks and bytes."""
@@ -135,12 +170,17 @@ class Storage:
         groups = -(-tokens // GROUP)
         return [(blocks, shape.head_dim), (shape.layers * groups, 2 * shape.head_dim), (shape.layers * tokens, 2)]
 
+    def _cut(self, entry: torch.Tensor, tokens: int, ranks: int = 1) -> Sequence[torch.Tensor]:
+        """The arrays of an entry with the heads of `ranks` ranks: uint8 each."""
+        heads = self._pool.shape.kv_heads * ranks
+        return entry.split([blocks * heads * each for blocks, each in self._arrays(tokens)])
+
     def _join(self, parts: Sequence[torch.Tensor], tokens: int) -> torch.Tensor:
         """Joins all ranks' parts into an entry."""
         if len(parts) == 1:
             return parts[0]
         arrays, heads = self._arrays(tokens), self._pool.shape.kv_heads
-        cut = [part.split([blocks * heads * each for blocks, each in arrays]) for part in parts]
+        cut = [self._cut(part, tokens) for part in parts]
         joined = [
             torch.cat([piece.view(blocks, heads, each) for piece in pieces], dim=1).view(-1)
             for pieces, (blocks, each) in zip(zip(*cut, strict=True), arrays, strict=True)
@@ -152,9 +192,8 @@ class Storage:
         count = self._tp.ranks.count
         if count == 1:
             return [entry]
-        arrays, heads = self._arrays(tokens), self._pool.shape.kv_heads * count
-        cut = entry.split([blocks * heads * each for blocks, each in arrays])
-        shared = [array.view(blocks, count, -1) for array, (blocks, _) in zip(cut, arrays, strict=True)]
+        arrays = zip(self._cut(entry, tokens, count), self._arrays(tokens), strict=True)
+        shared = [array.view(blocks, count, -1) for array, (blocks, _) in arrays]
         return [torch.cat([array[:, rank].reshape(-1) for array in shared]) for rank in range(count)]
 
     def _in_slots(self, runs: Sequence[SlotRange], tokens: int) -> torch.Tensor:
@@ -181,24 +220,14 @@ class Storage:
     def _unpack(self, data: torch.Tensor, tokens: int) -> torch.Tensor:
         assert self._kind is not None
         shape = self._pool.shape
-        numbers, scales = _numbers(shape, tokens), _scales(shape, tokens)
+        numbers, *scales = self._cut(data, tokens)
         # The scales begin at any byte, but a view as bfloat16 must be aligned.
-        parts = data.split([_numel(numbers), *(2 * _numel(scale) for scale in scales)])
-        keys, values = (
-            part.clone().view(torch.bfloat16).view(scale) for part, scale in zip(parts[1:], scales, strict=True)
-        )
-        return restore(Quantised(parts[0].view(self._kind).view(numbers), keys, values), shape.dtype)
+        keys, values = (part.clone().view(torch.bfloat16).view(shape.layers, -1, shape.kv_heads) for part in scales)
+        keys = keys.view(shape.layers, -1, shape.kv_heads, shape.head_dim)
+        return restore(Quantised(self._kv(numbers.view(self._kind), tokens), keys, values), shape.dtype)
 
 
-def _numbers(shape: KVShape, tokens: int) -> tuple[int, ...]:
-    return (shape.layers, 2, tokens, shape.kv_heads, shape.head_dim)
-
-
-def _scales(shape: KVShape, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of the scales of keys and of values."""
-    groups = -(-tokens // GROUP)
-    return (shape.layers, groups, shape.kv_heads, shape.head_dim), (shape.layers, tokens, shape.kv_heads)
-
-
-def _numel(sizes: tuple[int, ...]) -> int:
-    return torch.Size(sizes).numel()
+def _tensor(data: memoryview) -> torch.Tensor:
+    """uint8 [len(data)] over the memory of `data`, which must outlive it. Avoids torch's read-only warning."""
+    address = np.frombuffer(data, np.uint8).ctypes.data
+    return torch.frombuffer((ctypes.c_uint8 * len(data)).from_address(address), dtype=torch.uint8)

@@ -241,13 +241,10 @@ class Spans(tuple[QuerySpan, ...]):
         """A cache for kernels: data about the batch that later layers need again, by what it depends on."""
         return {}
 
-    @cached_property
-    def _tables(self) -> dict[tuple[Rotation, Grid, torch.device], SegmentTable]:
-        return {}
-
     def table(self, rotation: Rotation, grid: Grid, device: torch.device) -> SegmentTable:
         """The batch's tables, cached."""
         key = rotation, grid, device
-        if key not in self._tables:
-            self._tables[key] = SegmentTable.of(self, rotation, grid, device)
-        return self._tables[key]
+        if key not in self.views:
+            self.views[key] = SegmentTable.of(self, rotation, grid, device)
+        table: SegmentTable = self.views[key]
+        return table

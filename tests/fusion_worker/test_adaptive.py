@@ -14,7 +14,7 @@ import torch
 from fusionkv.fusion_worker import select
 from fusionkv.fusion_worker.recipes.recipes import RECIPES
 from fusionkv.fusion_worker.select.base import CachedAttention, ChunkPlaces, Need, Selector
-from fusionkv.fusion_worker.select.distance_to_start import DistanceToStart
+from fusionkv.fusion_worker.select.selectors import DistanceToStart
 from tests.fusion_worker.oracle import CLOSE, Parts, check_answer, error, oracle, random_ids, whole
 
 RATIO, FIRST = 0.5, 40

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from fusionkv.fusion_worker import models
-from fusionkv.fusion_worker.library.fingerprint import fingerprint
+from fusionkv.fusion_worker.library.cache import fingerprint
 from fusionkv.fusion_worker.template import INSTRUCTION, PromptTemplate
 from fusionkv.kernels.rope import Rotation
 from fusionkv.models import tokenizer

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from fusionkv.fusion_worker.client import WorkerClient
-from fusionkv.fusion_worker.library.fingerprint import fingerprint
+from fusionkv.fusion_worker.library.cache import fingerprint
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.fusion_worker.quality import verdict
-from fusionkv.fusion_worker.quality.fallback import SAMPLES, Allowed, Fallback
-from fusionkv.fusion_worker.quality.shadow import Sample
+from fusionkv.fusion_worker.quality.shadow import SAMPLES, Allowed, Fallback, Sample
 from fusionkv.fusion_worker.quality.verdict import FILE, SAFE, UNDECIDED, UNSAFE, Judged, Verdict
 from fusionkv.fusion_worker.recipes.modifiers import find
 from fusionkv.protos.answer.v1.answer_pb2 import Explanation, Summary

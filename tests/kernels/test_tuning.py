@@ -78,7 +78,7 @@ SCRIPT = """
 import logging, sys
 logging.basicConfig(format="%(levelname)s %(message)s")
 sys.modules["triton"] = {module}
-from fusionkv.kernels import backend
+from fusionkv.kernels import gpu as backend
 print([backend.has_triton() for _ in range(3)])
 """
 

@@ -19,7 +19,6 @@ class Sample:
         instruction: text before the context.
         passages: the context, one chunk each.
         question: text after the context.
-        answers: the expected answers.
         opening: start of the answer, given to the model.
         whole: whether passages are texts to split into chunks.
     """
@@ -49,8 +48,6 @@ class Task:
     """Samples that are scored together.
 
     Attributes:
-        name: the task's name.
-        samples: the samples.
         metrics: metrics of metrics.text_score for generated answers. Without metrics, the first expected answer is
             fed in and compared token by token.
         max_tokens: maximum tokens of a generated answer.

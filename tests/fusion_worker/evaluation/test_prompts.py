@@ -9,10 +9,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from fusionkv.bench.quality.data import tasks
-from fusionkv.bench.quality.data.neighbours import Neighbours
+from fusionkv.bench.quality.data.neighbours import Neighbours, Similarity
 from fusionkv.bench.quality.data.prompts import Prompter
 from fusionkv.bench.quality.data.samples import Library, Sample
-from fusionkv.bench.quality.data.similarity import Similarity
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Chunk
