@@ -154,7 +154,7 @@ def test_an_exact_entry_comes_before_every_version() -> None:
 async def test_no_more_are_kept_than_their_variant_allows(tmp_path: Path) -> None:
     """Put at the same time, of several chunks and bounds; over a restart; and while one is leased."""
     bounds = {keys.versions_variant(most): most for most in (1, 3)}
-    only = min(bounds, key=bounds.__getitem__)
+    only = keys.versions_variant(1)
 
     def kept() -> Counter[tuple[bytes, bytes]]:
         return Counter((e.record.chunk, e.record.variant) for e in service.store.residents)
