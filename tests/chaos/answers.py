@@ -5,18 +5,18 @@ import contextlib
 import random
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from fusionkv.gateway.client.results import Answer
-from fusionkv.gateway.ingest.document import Document
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.models.tasks import PROMPT, story
 from fusionkv.models.words import NamePool
-from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.runtime import errors
 from tests.chaos.judge import Judge, Recipe
 from tests.chaos.process import Wrong
 from tests.chaos.world import World
+from tests.system.prompts import asked
 
 CORPUS, PAGES, STORIES, QUESTIONS, ANSWER = "chaos", 8, 3, 12, 8
 RECIPES = (
@@ -51,16 +51,16 @@ class Answers:
     async def prepare(self) -> None:
         """Ingests the stories, and learns the answers while all is well."""
         chance, client = random.Random(1), self.world.client
-        names, asked = NamePool(chance, "heldout"), []
+        names, texts = NamePool(chance, "heldout"), []
         for number in range(STORIES):
             made, questions = story(chance, names, PAGES, PROMPT)
             for place, page in enumerate(made):
                 self.pages[f"{number}-{place}.txt"] = page.text
-            asked += [q.text for q in chance.sample(questions, QUESTIONS // STORIES)]
+            texts += [q.text for q in chance.sample(questions, QUESTIONS // STORIES)]
         for name, text in self.pages.items():
             await client.ingest(CORPUS, name, text, timeout=60)
         self.judge = Judge(self.world.judge_client, self.pages, ANSWER)
-        for text in asked:
+        for text in texts:
             # Left out where two numbers are so near each other that rounding decides.
             recipes = [recipe for recipe in RECIPES if await self._is_settled(text, recipe)]
             self.seen["recipes left out: rounding decides"] += len(RECIPES) - len(recipes)
@@ -86,15 +86,11 @@ class Answers:
         if self.dice.random() < 0.15:
             await self._give_up()
             return
-        try:
+        with self._upset("a question", may_fail) as seconds:
             began = time.monotonic()
-            await self.gateway_once(SHORT_SECONDS if may_fail else ASK_SECONDS)
+            await self.gateway_once(seconds)
             if not may_fail:
                 self._took(time.monotonic() - began)
-        except UPSET as error:
-            if not may_fail:
-                raise Wrong(f"the cache alone has a fault, and a question failed: {error!r}") from error
-            self.seen[f"errors: {type(error).__name__}"] += 1
 
     async def gateway_once(self, timeout: float) -> bool:
         """Asks something of the gateway, checks the answer; whether it was degraded."""
@@ -111,29 +107,17 @@ class Answers:
         return self._answered(summary.degraded, summary.degraded_reason)
 
     async def prefix(self, may_fail: bool) -> None:
-        try:
-            await self.prefix_once(SHORT_SECONDS if may_fail else ASK_SECONDS)
-        except UPSET as error:
-            if not may_fail:
-                raise Wrong(f"the cache alone has a fault, and a worker failed: {error!r}") from error
-            self.seen[f"errors: {type(error).__name__}"] += 1
+        with self._upset("a worker", may_fail) as seconds:
+            await self.prefix_once(seconds)
 
     async def prefix_once(self, timeout: float) -> bool:
         """Asks a worker for what is lossless when it is reused: wrong bytes would show in the answer."""
         client, (question, _) = self.dice.choice(self.world.worker_clients), self.dice.choice(self.questions)
         vocabulary = Vocabulary(await client.model(timeout))
         passages = [self.pages[name] for name in sorted(self.pages)[: self.dice.choice((3, PAGES))]]
-        chunks = [piece for text in passages for piece in vocabulary.chunks(Document(text), 256, 0)]
         answers = []
         for recipe in ("prefix_cache", "full_attention"):
-            request = fusion_pb2.GenerateRequest(
-                recipe=recipe,
-                system=fusion_pb2.Tokens(ids=vocabulary.system()),
-                chunks=[fusion_pb2.Chunk(ids=ids) for _, ids in chunks],
-                question=fusion_pb2.Tokens(ids=vocabulary.question(question)),
-                sampling=fusion_pb2.Sampling(max_tokens=ANSWER),
-                tenant="prefix",
-            )
+            request = asked(vocabulary, passages, question, ANSWER, recipe=recipe, tenant="prefix")
             events = [event async for event in client.generate(request, timeout=timeout)]
             answers.append([event.token.id for event in events if event.HasField("token")])
             if recipe == "prefix_cache":
@@ -155,14 +139,19 @@ class Answers:
     async def ingest(self, may_fail: bool) -> None:
         """Stores a page again, which changes nothing."""
         name = self.dice.choice(sorted(self.pages))
-        try:
-            await self.world.client.ingest(
-                CORPUS, name, self.pages[name], timeout=SHORT_SECONDS if may_fail else ASK_SECONDS
-            )
+        with self._upset("an ingest", may_fail) as seconds:
+            await self.world.client.ingest(CORPUS, name, self.pages[name], timeout=seconds)
             self.seen["pages ingested again"] += 1
+
+    @contextlib.contextmanager
+    def _upset(self, what: str, may_fail: bool) -> Iterator[float]:
+        """A call that has so many seconds, and may end with an honest error if it `may_fail`."""
+        try:
+            yield SHORT_SECONDS if may_fail else ASK_SECONDS
         except UPSET as error:
             if not may_fail:
-                raise Wrong(f"the cache alone has a fault, and an ingest failed: {error!r}") from error
+                raise Wrong(f"the cache alone has a fault, and {what} failed: {error!r}") from error
+            self.seen[f"errors: {type(error).__name__}"] += 1
 
     def _took(self, seconds: float) -> None:
         self.slowest = max(self.slowest, seconds)

@@ -1,7 +1,6 @@
 """Faults of a cache service's disk: damaged, cut short, lost, full, read-only."""
 
 import asyncio
-import contextlib
 import os
 import random
 import resource
@@ -11,8 +10,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from tests.chaos.faults import Scene, fault
-from tests.chaos.network import remount
-from tests.chaos.process import Process, Wrong
+from tests.small_disk import SmallDisk
+from tests.system.cache_process import check_refused
 
 _PAGE = 4096
 
@@ -30,7 +29,8 @@ async def bits_flip_in_segments(scene: Scene) -> AsyncIterator[None]:
 async def segments_cut_short(scene: Scene) -> AsyncIterator[None]:
     running = scene.dice.random() < 0.5
     scene.let_go(end=not running)
-    _cut_short(scene.data / "segments", scene.dice)
+    for file in (scene.data / "segments").glob("*.kv"):
+        os.truncate(file, int(file.stat().st_size * scene.dice.random()))
     if running:
         scene.cache.signal(signal.SIGCONT)
     else:
@@ -58,8 +58,8 @@ async def data_lost(scene: Scene) -> AsyncIterator[None]:
 
 @fault("cache", 2, needs="mount")
 async def disk_full(scene: Scene) -> AsyncIterator[None]:
-    ballast = scene.data.parent / "ballast"
-    _fill(ballast, scene.dice.choice((0, 0, 1 << 16, 1 << 20)))
+    disk = _disk(scene)
+    disk.fill(scene.dice.choice((0, 0, 1 << 16, 1 << 20)))
     try:
         yield
         if scene.dice.random() < 0.3:  # a full disk is no reason not to start
@@ -67,7 +67,7 @@ async def disk_full(scene: Scene) -> AsyncIterator[None]:
             await scene.cache.start()
             await scene.oracle.traffic(answers_fail=False)
     finally:
-        os.unlink(ballast)
+        disk.empty()
 
 
 @fault("cache")
@@ -83,24 +83,19 @@ async def files_may_not_grow(scene: Scene) -> AsyncIterator[None]:
 @fault("cache", needs="mount")
 async def disk_read_only(scene: Scene) -> AsyncIterator[None]:
     scene.cache.kill9()
-    remount(scene.data.parent, "ro")
+    disk = _disk(scene)
+    disk.read_only()
     try:
-        log = await asyncio.to_thread(_fails_to_start, scene.cache)
-        if "Read-only file system" not in log:
-            raise Wrong(f"a read-only disk is not named:\n{log}")
+        await asyncio.to_thread(check_refused, scene.cache.begin(), "Read-only file system")
         yield
     finally:
-        remount(scene.data.parent, "rw")
+        disk.writable()
     await scene.cache.start()
 
 
-def _fill(ballast: Path, left: int) -> None:
-    """Takes all the room there is, but `left` bytes."""
-    with ballast.open("wb", buffering=0) as file:
-        with contextlib.suppress(OSError):
-            while True:
-                file.write(bytes(_PAGE))
-        file.truncate(max(0, file.tell() - left))
+def _disk(scene: Scene) -> SmallDisk:
+    folder = scene.data.parent
+    return SmallDisk(folder, folder, ())
 
 
 def _damage(file: Path, how: str, dice: random.Random) -> None:
@@ -122,11 +117,6 @@ def _damage(file: Path, how: str, dice: random.Random) -> None:
             opened.truncate(dice.randrange(max(1, size)) if how == "cut" else 0)
 
 
-def _cut_short(segments: Path, dice: random.Random) -> None:
-    for file in segments.glob("*.kv"):
-        os.truncate(file, int(file.stat().st_size * dice.random()))
-
-
 def _flip(file: Path, dice: random.Random, bits: int) -> None:
     """In stretches that hold something."""
     with file.open("r+b") as opened:
@@ -138,12 +128,3 @@ def _flip(file: Path, dice: random.Random, bits: int) -> None:
             if byte:
                 opened.seek(at)
                 opened.write(bytes([byte[0] ^ 1 << dice.randrange(8)]))
-
-
-def _fails_to_start(process: Process) -> str:
-    """Starts it, and gives what it said when it ended by itself."""
-    service = process.begin()
-    status = service.wait(60)
-    if status != 1 or "Traceback" in service.log:
-        raise Wrong(f"{process.name} ended with {status}:\n{service.log}")
-    return service.log

@@ -6,12 +6,12 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from fusionkv.kvcache_service.client import CacheClient, Entry
+from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos.runtime import errors
 from tests.chaos.answers import ASK_SECONDS, SHORT_SECONDS, UPSET
 from tests.chaos.process import Wrong
 from tests.chaos.world import World
-from tests.system.cache_process import NAMESPACE, SYSTEM, chunk, payload, put
+from tests.system.cache_process import find, payload, put
 
 _MOST_ENTRIES = 150
 # A copy that turns out to be damaged is deleted, then what the remote tier has is found, or is gone there too.
@@ -76,7 +76,7 @@ class Entries:
             name = self.dice.choice(sorted(self.stored))
             client = self.world.cache_clients[self.put_at[name]]
             self._forget(name)
-            entry = await _find(client, name, ASK_SECONDS)
+            entry = (await find(client, name, ASK_SECONDS)).entry
             if entry is not None:
                 await client.delete([entry.key])
 
@@ -100,7 +100,7 @@ class Entries:
 
     async def _get_from(self, client: CacheClient, name: int, timeout: float) -> bool:
         size = self.stored.get(name)
-        entry = await _find(client, name, timeout)
+        entry = (await find(client, name, timeout)).entry
         if entry is None or size is None:
             return False
         buffer = bytearray(entry.size)
@@ -120,9 +120,3 @@ class Entries:
     def _forget(self, name: int) -> None:
         del self.stored[name]
         self.shared.discard(name)
-
-
-async def _find(client: CacheClient, name: int, timeout: float) -> Entry | None:
-    return (
-        (await client.lookup(NAMESPACE, [(SYSTEM, []), (chunk(name), [])], lease_ms=1, timeout=timeout)).hits[1].entry
-    )

@@ -5,10 +5,9 @@ from dataclasses import dataclass, field
 
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.gateway.client.results import Passage
-from fusionkv.gateway.ingest.document import Document
 from fusionkv.gateway.tokens import Vocabulary
-from fusionkv.protos.fusion.v1 import fusion_pb2
 from tests.chaos.process import Wrong
+from tests.system.prompts import asked
 
 _SECONDS = 240.0
 Recipe = tuple[str, float]
@@ -33,20 +32,13 @@ class Judge:
         documents = tuple(passage.document for passage in passages)
         if len(set(documents)) < len(documents) or any(self.pages.get(p.document) != p.text for p in passages):
             raise Wrong(f"retrieved for {question!r}: {documents}, whose texts are not those that were stored")
-        asked = question, recipe, documents
-        if asked not in self._known:
-            self._known[asked] = await self._ask(question, recipe, [passage.text for passage in passages])
-        return self._known[asked]
+        case = question, recipe, documents
+        if case not in self._known:
+            self._known[case] = await self._ask(question, recipe, [passage.text for passage in passages])
+        return self._known[case]
 
     async def _ask(self, question: str, recipe: Recipe, texts: Sequence[str]) -> str:
-        vocabulary = self._vocabulary = self._vocabulary or Vocabulary(await self.client.model(_SECONDS))
-        chunks = [piece for text in texts for piece in vocabulary.chunks(Document(text), 256, 0)]
-        request = fusion_pb2.GenerateRequest(
-            recipe=recipe[0],
-            ratio=recipe[1],
-            system=fusion_pb2.Tokens(ids=vocabulary.system()),
-            chunks=[fusion_pb2.Chunk(ids=ids) for _, ids in chunks],
-            question=fusion_pb2.Tokens(ids=vocabulary.question(question)),
-            sampling=fusion_pb2.Sampling(max_tokens=self.most_tokens),
-        )
+        self._vocabulary = self._vocabulary or Vocabulary(await self.client.model(_SECONDS))
+        name, ratio = recipe
+        request = asked(self._vocabulary, texts, question, self.most_tokens, recipe=name, ratio=ratio)
         return "".join([event.token.text async for event in self.client.generate(request, timeout=_SECONDS)])

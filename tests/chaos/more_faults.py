@@ -19,12 +19,9 @@ async def remote_tier_killed(scene: Scene) -> AsyncIterator[None]:
 
 @fault("remote", 2)
 async def remote_tier_stands_still(scene: Scene) -> AsyncIterator[None]:
-    scene.world.remote.pause()
-    try:
+    with scene.world.remote.still():
         yield
         await asyncio.sleep(scene.dice.choice((0, 0, 3)))
-    finally:
-        scene.world.remote.resume()
 
 
 @fault("remote", 2, needs="redis")
@@ -72,7 +69,7 @@ async def redis_fails_over(scene: Scene) -> AsyncIterator[None]:
     yield
     await asyncio.to_thread(replica.promote)
     for relay in world.relays:
-        relay.aim(replica.url.removeprefix("redis://"))
+        relay.aim(replica.address)
 
 
 @fault("remote", needs="redis")
@@ -124,13 +121,8 @@ async def clock_of_the_gateway_jumps(scene: Scene) -> AsyncIterator[None]:
 
 @fault("worker", 0.5, answers_fail=True)
 async def worker_killed(scene: Scene) -> AsyncIterator[None]:
-    worker = scene.world.workers[scene.number]
-    asking = asyncio.create_task(scene.oracle.traffic(answers_fail=True))
-    await asyncio.sleep(scene.dice.uniform(0, 0.5))
-    worker.kill9()
-    yield
-    await asking
-    await worker.start()
+    async with _killed(scene, scene.world.workers[scene.number]):
+        yield
 
 
 @fault("worker", 1, answers_fail=True)
@@ -149,18 +141,25 @@ async def worker_cut_off(scene: Scene) -> AsyncIterator[None]:
 
 @fault("gateway", 0.5, answers_fail=True)
 async def gateway_killed(scene: Scene) -> AsyncIterator[None]:
-    asking = asyncio.create_task(scene.oracle.traffic(answers_fail=True))
-    await asyncio.sleep(scene.dice.uniform(0, 0.5))
-    scene.world.gateway.kill9()
-    yield
-    await asking
-    await scene.world.gateway.start()
+    async with _killed(scene, scene.world.gateway):
+        yield
 
 
 @fault("gateway", 0.5, answers_fail=True)
 async def gateway_stands_still(scene: Scene) -> AsyncIterator[None]:
     with scene.world.gateway.still():
         yield
+
+
+@contextlib.asynccontextmanager
+async def _killed(scene: Scene, process: Process) -> AsyncIterator[None]:
+    """While it answers."""
+    asking = asyncio.create_task(scene.oracle.traffic(answers_fail=True))
+    await asyncio.sleep(scene.dice.uniform(0, 0.5))
+    process.kill9()
+    yield
+    await asking
+    await process.start()
 
 
 @contextlib.contextmanager

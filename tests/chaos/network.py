@@ -5,6 +5,7 @@ as this machine allows it; otherwise all on the loopback address.
 import asyncio
 import os
 import shutil
+import ssl
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -163,11 +164,6 @@ def unmounted(folder: Path) -> None:
     subprocess.run(["umount", "-l", str(folder)], check=False, capture_output=True)
 
 
-def remount(folder: Path, how: str) -> None:
-    """`how`: ro or rw."""
-    _run("mount", "-o", f"remount,{how}", str(folder))
-
-
 def _run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True)
 
@@ -183,9 +179,10 @@ class Relay:
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def start(self) -> None:
+    async def start(self, tls: ssl.SSLContext | None = None) -> None:
+        """`tls`: callers speak TLS to it."""
         host, _, port = self.address.rpartition(":")
-        self._server = await asyncio.start_server(self._accept, host, int(port))
+        self._server = await asyncio.start_server(self._accept, host, int(port), ssl=tls)
 
     def aim(self, target: str) -> None:
         """From now on it leads elsewhere; connections that there are end."""

@@ -11,12 +11,11 @@ from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 from fusionkv.bench.services.footing import Footing
-from fusionkv.fusion_worker.client import WorkerClient
-from fusionkv.protos.fusion.v1 import fusion_pb2
 from tests.chaos.answers import ASK_SECONDS, UPSET, Answers
 from tests.chaos.entries import Entries
 from tests.chaos.process import Wrong
 from tests.chaos.world import POOL_TOKENS, World
+from tests.system.prompts import request
 
 _RECOVERY_SECONDS = 120.0
 # A prompt of a second, on a machine where others come first.
@@ -67,8 +66,7 @@ class Oracle:
 
     async def nothing_is_left_behind(self) -> None:
         """No page of a pool is pinned: a prompt that needs all of it is answered. Memory and files did not grow."""
-        for client in self._world.worker_clients:
-            await self._fill(client)
+        await self.empty_pools()
         for process in self._world.processes:
             early = self._footing.setdefault(process.pid, Footing.of(process.pid))
             until = time.monotonic() + _RECOVERY_SECONDS
@@ -78,21 +76,12 @@ class Oracle:
                 await asyncio.sleep(1)  # what is given back late is no leak
 
     async def empty_pools(self) -> None:
-        """So that what comes next has to fetch."""
-        for client in self._world.worker_clients:
-            await self._fill(client)
-
-    async def _fill(self, client: WorkerClient) -> None:
+        """By a prompt that needs all of each, so that what comes next has to fetch."""
         ids = [20 + i % 500 for i in range(POOL_TOKENS - 48)]
-        request = fusion_pb2.GenerateRequest(
-            recipe="full_attention",
-            system=fusion_pb2.Tokens(ids=[1]),
-            chunks=[fusion_pb2.Chunk(ids=ids)],
-            question=fusion_pb2.Tokens(ids=[21, 22]),
-            sampling=fusion_pb2.Sampling(max_tokens=1),
-        )
-        async for _ in client.generate(request, timeout=_FILL_SECONDS):
-            pass
+        prompt = request([1], [ids], [21, 22], 1, recipe="full_attention")
+        for client in self._world.worker_clients:
+            async for _ in client.generate(prompt, timeout=_FILL_SECONDS):
+                pass
 
 
 def _open_files(pid: int) -> dict[str, int]:

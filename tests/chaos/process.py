@@ -4,12 +4,13 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.chaos.network import Place
 from tests.chaos.versions import Version
 from tests.conftest import Service
+from tests.system.redis_process import still
 
 _START_SECONDS = 300
 _LIBRARIES = tuple(f"/usr/lib/{kind}-linux-gnu/faketime/libfaketime.so.1" for kind in ("x86_64", "aarch64"))
@@ -98,20 +99,17 @@ class Process:
         assert self._service is not None
         self._service.kill9()
 
-    async def ended(self) -> int:
-        """Waits for its end; gives the exit status."""
+    async def ended(self) -> None:
+        """Waits for its end after SIGTERM. Raises Wrong for an exit status that is not 0."""
         assert self._service is not None
-        return await asyncio.to_thread(self._service.wait, 60)
+        status = await asyncio.to_thread(self._service.wait, 60)
+        if status != 0:
+            raise Wrong(f"{self.name} ended with {status} after SIGTERM:\n{self.log}")
 
     def signal(self, number: signal.Signals) -> None:
         assert self._service is not None
         self._service.process.send_signal(number)
 
-    @contextlib.contextmanager
-    def still(self) -> Iterator[None]:
-        """It stands still while inside."""
-        self.signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            self.signal(signal.SIGCONT)
+    def still(self) -> contextlib.AbstractContextManager[None]:
+        assert self._service is not None
+        return still(self._service.process)

@@ -41,23 +41,13 @@ _CHECK_ALL_EVERY = 10
 class Run:
     """Faults one after the other, and what was counted."""
 
-    def __init__(
-        self,
-        seed: int,
-        faults: int,
-        first: list[str],
-        episode_seconds: float,
-        report: Path,
-        console: Console,
-        about: dict[str, object],
-    ) -> None:
-        """`first`: faults to begin with, one after the other; `about` goes into the report."""
-        self._dice = random.Random(seed)
+    def __init__(self, args: argparse.Namespace, first: list[str], console: Console, other: Version | None) -> None:
+        """`first`: faults to begin with, one after the other."""
+        self._dice = random.Random(args.seed)
         # What happens at once draws in any order.
-        self._traffic_dice = random.Random(f"{seed} traffic")
-        self._episode_seconds = episode_seconds
-        self._seed, self._wanted, self._report, self._console = seed, faults, report, console
-        self._first, self._about = first, about
+        self._traffic_dice = random.Random(f"{args.seed} traffic")
+        self._args, self._first, self._console, self._other = args, first, console, other
+        self._wanted, self._report = args.faults, args.json.resolve()
         self.struck: Counter[str] = Counter()
         self.seen: Counter[str] = Counter()
         self.failures: list[dict[str, object]] = []
@@ -65,12 +55,12 @@ class Run:
         self.slowest = 0.0
         self._began = time.monotonic()
 
-    async def run(
-        self, model: Path, net: network.Network | None, other: Version | None, secured: bool, remote: str
-    ) -> None:
+    async def run(self, net: network.Network | None) -> None:
+        args = self._args
         while self.struck.total() < self._wanted:
             with tempfile.TemporaryDirectory(prefix="chaos", ignore_cleanup_errors=True) as folder:
-                async with World(Path(folder), model, net, other, secured, remote) as world:
+                made = World(Path(folder), args.model.resolve(), net, self._other, args.secured, args.remote)
+                async with made as world:
                     oracle = Oracle(world, self._traffic_dice)
                     try:
                         await oracle.answers.prepare()
@@ -93,7 +83,7 @@ class Run:
             last = self.struck.total() + len(chosen) >= self._wanted
             thorough = last or episode % _CHECK_ALL_EVERY == _CHECK_ALL_EVERY - 1
             try:
-                async with asyncio.timeout(self._episode_seconds):
+                async with asyncio.timeout(self._args.episode_seconds):
                     await self._episode(world, oracle, chosen, thorough)
             except (Exception, asyncio.CancelledError) as error:
                 if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():  # type: ignore[union-attr]
@@ -153,8 +143,10 @@ class Run:
         self._report.parent.mkdir(parents=True, exist_ok=True)
         seen = self.seen + oracle.seen if oracle else self.seen
         made = {
-            "seed": self._seed,
-            **self._about,
+            "seed": self._args.seed,
+            "other version": self._other.commit if self._other else None,
+            "secured": self._args.secured,
+            "remote": self._args.remote,
             "faults": self.struck.total(),
             "minutes": round((time.monotonic() - self._began) / 60, 1),
             "failures": self.failures,
@@ -195,21 +187,16 @@ def main() -> int:
         other = Version.made(ROOT, Path(versions.name), args.other)
     except RuntimeError as error:
         console.print(str(error))
-    about: dict[str, object] = {
-        "other version": other.commit if other else None,
-        "secured": args.secured,
-        "remote": args.remote,
-    }
     first = [name.strip() for name in args.first.split(",") if name]
     if unknown := set(first) - {fault.name for fault in FAULTS}:
         parser.error(f"no faults: {', '.join(sorted(unknown))}; there are {', '.join(f.name for f in FAULTS)}")
-    run = Run(args.seed, args.faults, first, args.episode_seconds, args.json.resolve(), console, about)
+    run = Run(args, first, console, other)
     # As the first process of its namespace, this one is not ended by a signal that it does not handle; and in the
     # background of a shell Python does not handle this one.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     with versions, contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(run.run(args.model.resolve(), net, other, args.secured, args.remote))
+        asyncio.run(run.run(net))
     run.save()
     console.print(f"{run.struck.total()} faults of seed {args.seed}, {len(run.failures)} wrong; {args.json}")
     console.print(json.dumps(dict(sorted(run.seen.items())), indent=1), markup=False, highlight=False)

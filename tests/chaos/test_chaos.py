@@ -5,14 +5,12 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from fusionkv.kvcache_service.client import CacheClient
 from tests.chaos.entries import Entries
 from tests.chaos.process import Wrong
 from tests.system.cache_process import NAMESPACE, flags, payload, put
@@ -44,14 +42,13 @@ def test_a_few_faults(root: Path, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-async def entries(launch: Any, tmp_path: Path) -> AsyncIterator[Entries]:
+async def entries(launch: Any, cache_client: Any, tmp_path: Path) -> Entries:
     """It has stored ten entries in one cache service."""
-    client = CacheClient(launch(*flags(tmp_path / "data")).address)
+    client = cache_client(launch(*flags(tmp_path / "data")))
     made = Entries(SimpleNamespace(cache_clients=[client]), random.Random(1), Counter())  # type: ignore[arg-type]
     for _ in range(10):
         await made.put_one()
-    yield made
-    await client.close()
+    return made
 
 
 async def test_what_is_whole_is_right(entries: Entries) -> None:

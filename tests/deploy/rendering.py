@@ -19,6 +19,7 @@ from tests.deploy import foreign
 VERSIONS = ("1.27", "1.33", "1.37")
 CONFIGS: dict[str, Any] = {"kvcache": CacheConfig, "worker": WorkerConfig, "gateway": GatewayConfig}
 COMPONENT = "app.kubernetes.io/component"
+PORTS = {"kvcache": 7070, "worker": 7071, "gateway": 7072}
 _CHART = Path(__file__).parent.parent.parent / "k8s/fusionkv"
 
 
@@ -61,6 +62,21 @@ def validate(documents: Iterable[Any], version: str) -> None:
 def env_of(container: Any) -> dict[str, str]:
     """Variables whose values are known before the pod is."""
     return {each["name"]: each["value"] for each in container["env"] if "value" in each}
+
+
+def confined(pod: Any, *, claims: Iterable[str] = ()) -> Any:
+    """Its container. The pod has no rights and bounded memory, and mounts its volumes and claims, and no others."""
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    containers = [*pod.get("initContainers", []), *pod["containers"]]
+    for each in containers:
+        rights = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        assert rights.items() <= each["securityContext"].items()
+        assert "memory" in each["resources"]["limits"]
+    mounted = {mount["name"] for each in containers for mount in each["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]} | set(claims)
+    (container,) = pod["containers"]
+    return container
 
 
 class Objects(dict[str, dict[str, Any]]):

@@ -9,22 +9,23 @@ import yaml
 
 from fusionkv.gateway.cli import main as cli
 from fusionkv.protos.runtime import settings
-from tests.deploy.rendering import COMPONENT, CONFIGS, VERSIONS, Objects, Render, env_of
+from tests.deploy.rendering import COMPONENT, CONFIGS, VERSIONS, Objects, Render, confined, env_of
 
 pytestmark = pytest.mark.slow
 
-EXAMPLES = ("laptop", "gpu", "replicas", "tensor-parallel", "milvus", "secured")
+EXAMPLES = sorted((Path(__file__).parents[2] / "k8s/examples").glob("*.yaml"))
+
+
+def parsed(command: list[str]) -> Any:
+    assert command[0] == "fusionkv"
+    return cli._parser().parse_args(command[1:])
 
 
 def container(job: Any) -> Any:
     pod = job["spec"]["template"]["spec"]
     assert pod["restartPolicy"] == "Never"
-    assert pod["automountServiceAccountToken"] is False
-    assert pod["securityContext"]["runAsNonRoot"] is True
-    (found,) = pod["containers"]
+    found = confined(pod)
     assert found["securityContext"]["readOnlyRootFilesystem"] is True
-    assert {m["name"] for m in found["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
-    assert "memory" in found["resources"]["limits"]
     return found
 
 
@@ -44,10 +45,10 @@ def test_gateways_that_share_a_milvus_are_several(render: Render, url: str, port
     assert budgets.count("gateway") == 1
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("example", [None, *EXAMPLES], ids=lambda file: file.stem if file else "defaults")
 @pytest.mark.parametrize("version", VERSIONS)
-def test_an_example_is_valid_and_its_settings_are_taken(render: Render, root: Path, name: str, version: str) -> None:
-    found = render(yaml.safe_load((root / f"k8s/examples/{name}.yaml").read_text()), version)
+def test_an_example_is_valid_and_its_settings_are_taken(render: Render, example: Path | None, version: str) -> None:
+    found = render(yaml.safe_load(example.read_text()) if example else {}, version)
     for component in CONFIGS:
         (container,) = found.pod(component)["containers"]
         config, limits = found.config(component), container["resources"]["limits"]
@@ -57,6 +58,10 @@ def test_an_example_is_valid_and_its_settings_are_taken(render: Render, root: Pa
             assert config.memory_bytes + (512 << 20) <= allowed
         if component == "worker" and "nvidia.com/gpu" not in limits:
             assert config.pool_bytes < allowed
+    # A cache drains for longer than what was looked up is used.
+    cache = found.config("kvcache")
+    assert cache.drain_seconds > max(cache.lease_ms / 1000, found.config("worker").cache_seconds)
+    assert found.pod("kvcache")["terminationGracePeriodSeconds"] > cache.drain_seconds
 
 
 def test_only_workers_get_the_keys_that_entries_are_signed_with(render: Render, root: Path) -> None:
@@ -100,12 +105,9 @@ def test_corpora_are_encoded_one_an_index(render: Render) -> None:
     spec = job["spec"]
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 3, 3)
     encoding = container(job)
-    program, *words = [w.replace("$(INDEX)", "2") for w in encoding["command"]]
-    assert program == "fusionkv"
-    args = cli._parser().parse_args(words)
+    args = parsed([word.replace("$(INDEX)", "2") for word in encoding["command"]])
     assert (args.corpora, args.index, args.recipe) == (["a", "b c", "d"], 2, "fusionrag")
-    assert args.gateway == "rel-gateway:7072"
-    assert args.wait == 600
+    assert (args.gateway, args.wait) == ("rel-gateway:7072", 600)
     env = {e["name"]: e for e in encoding["env"]}
     at = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     assert env["INDEX"]["valueFrom"]["fieldRef"]["fieldPath"] == at
@@ -136,9 +138,7 @@ def test_encoders_on_ray_are_as_workers_are(on_ray: Render, root: Path, version:
     (job,) = found["RayJob"].values()
     # What KubeRay refuses.
     assert len(job["metadata"]["name"]) <= 47
-    program, *words = shlex.split(job["spec"]["entrypoint"])
-    assert program == "fusionkv"
-    args = cli._parser().parse_args(words)
+    args = parsed(shlex.split(job["spec"]["entrypoint"]))
     assert (args.corpora, args.recipe) == (["a", "it's b"], "prophetkv+similarity_guided(5)")
     assert (args.ray, args.encoders, args.model, args.cache) == ("auto", 3, "/models/q", "rel-kvcache:7070")
     assert (args.gateway, args.wait, args.index) == ("rel-gateway:7072", 600, None)
@@ -203,10 +203,10 @@ def test_workers_come_and_go_by_how_many_wait(render: Render) -> None:
 def test_a_route_leads_to_the_gateway(render: Render) -> None:
     found = render({"gateway": {"route": {"enabled": True, "parents": [{"name": "gw"}], "hostnames": ["a.example"]}}})
     (route,) = found["GRPCRoute"].values()
+    spec = route["spec"]
     assert route["apiVersion"] == "gateway.networking.k8s.io/v1"
-    assert route["spec"]["parentRefs"] == [{"name": "gw"}]
-    assert route["spec"]["hostnames"] == ["a.example"]
-    (backend,) = route["spec"]["rules"][0]["backendRefs"]
+    assert (spec["parentRefs"], spec["hostnames"]) == ([{"name": "gw"}], ["a.example"])
+    (backend,) = spec["rules"][0]["backendRefs"]
     service = found["Service"][backend["name"].removeprefix("rel-")]
     assert backend["port"] in [port["port"] for port in service["spec"]["ports"]]
     with pytest.raises(ValueError, match="parents"):
@@ -221,14 +221,10 @@ def test_a_route_leads_to_the_gateway(render: Render) -> None:
             render(values)
 
 
-@pytest.mark.parametrize(
-    ("keys", "port"),
-    [
-        ("https://login.example/keys", {443}),
-        ("https://login.example:8443/realms/x/keys", {8443}),
-        ("/etc/fusionkv/keys.json", set()),
-    ],
-)
+JWKS = {"https://login.example/keys": {443}, "https://login.example:8443/realms/x/keys": {8443}}
+
+
+@pytest.mark.parametrize(("keys", "port"), [*JWKS.items(), ("/etc/fusionkv/keys.json", set())])
 def test_a_gateway_reaches_the_issuer_of_its_tokens(render: Render, keys: str, port: set[int]) -> None:
     issuer = {"auth_jwks": keys, "auth_issuer": "https://login.example", "auth_audience": "rag"}
     found = render({"gateway": {"config": issuer}})

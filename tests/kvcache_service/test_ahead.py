@@ -58,9 +58,7 @@ async def test_what_a_lookup_finds_on_disk_rises_before_it_is_fetched(start: Any
     assert service.chunks("memory") == {a, b}, "as hot, and leased"
 
 
-async def test_a_lookup_waits_for_nothing_and_too_much_is_not_begun(
-    start: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_lookup_waits_for_nothing_and_too_much_is_not_begun(start: Any, monkeypatch: Any) -> None:
     service, most = await start(memory=8 * MIB, disk=32 * MIB), store._MAX_LOOKUPS
     digests = await stored(service, *"abcdef")
     slow = Slow(monkeypatch, service)
@@ -105,11 +103,12 @@ async def test_who_reads_the_files_by_himself_gets_nothing_taken_up(start: Any, 
 
 
 class Listener:
-    """Notes what it is asked for; says so when `out` of reach."""
+    """Takes what `rise` sends, and notes it; `out` of reach, it fails."""
 
     def __init__(self) -> None:
         self.asked: list[list[bytes]] = []
         self.out = False
+        self.rise = Rise(self.take_up)
 
     async def take_up(self, keys: Sequence[bytes]) -> None:
         self.asked.append(list(keys))
@@ -117,36 +116,30 @@ class Listener:
             raise Unavailable("gone")
 
 
-@pytest.fixture
-def service() -> Listener:
-    return Listener()
-
-
-async def test_what_is_read_together_is_sent_together_and_later(service: Listener) -> None:
-    rise = Rise(service.take_up)
-    keys = [b"%d" % number for number in range(12)]
+async def test_what_is_read_together_is_sent_together_and_later() -> None:
+    service, keys = Listener(), [b"%d" % number for number in range(12)]
     for key in keys:
-        rise.soon(key)
+        service.rise.soon(key)
     await asyncio.sleep(0)
     assert not service.asked, "the reader's own bytes come first"
     await until(lambda: len(service.asked) == 2)
     assert service.asked == [keys[:8], keys[8:]]
 
 
-async def test_what_is_read_after_a_failed_call_is_sent(service: Listener) -> None:
-    rise = Rise(service.take_up)
+async def test_what_is_read_after_a_failed_call_is_sent() -> None:
+    service = Listener()
     service.out = True
-    rise.soon(b"first")
+    service.rise.soon(b"first")
     await until(lambda: service.asked == [[b"first"]])
     service.out = False
-    rise.soon(b"second")
+    service.rise.soon(b"second")
     await until(lambda: service.asked == [[b"first"], [b"second"]])
 
 
-async def test_closed_it_sends_nothing(service: Listener) -> None:
-    rise = Rise(service.take_up)
-    rise.soon(b"first")
-    rise.close()
-    rise.soon(b"second")
+async def test_closed_it_sends_nothing() -> None:
+    service = Listener()
+    service.rise.soon(b"first")
+    service.rise.close()
+    service.rise.soon(b"second")
     await asyncio.sleep(0.1)
     assert not service.asked

@@ -34,26 +34,32 @@ async def test_a_leased_entry_in_memory_is_copied(start: Any, tmp_path: Path, si
         assert await near.fetched(entry) == (data, size), "without a lease the service sends what is there"
 
 
-async def test_who_is_handed_the_memory_can_not_change_it(start: Any, tmp_path: Path) -> None:
-    """A descriptor that is read-only can be opened anew by its name in /proc."""
-    service = await start()
+async def test_who_is_handed_the_memory_can_not_change_it(service: Any, tmp_path: Path) -> None:
     await service.put("S", payload("x", MIB))
-    file = os.open(f"/proc/self/fd/{service.store.residents.tiers[0].file}", os.O_RDWR)
+    async with nearby(service, tmp_path / "s"):
+        name, view = await asyncio.to_thread(receive, tmp_path / "s.arena")
+        assert name == service.store.residents.tiers[0].arena
+        assert view.readonly
+        with socket.socket(socket.AF_UNIX) as caller:
+            caller.connect(str(tmp_path / "s.arena"))
+            handed = (await asyncio.to_thread(socket.recv_fds, caller, 100, 1))[1][0]
+    # A descriptor that is read-only can be opened anew by its name in /proc.
+    anew = os.open(f"/proc/self/fd/{service.store.residents.tiers[0].file}", os.O_RDWR)
     for change in (
-        lambda: os.pwrite(file, b"other bytes", 0),
-        lambda: mmap.mmap(file, MIB),
-        lambda: os.ftruncate(file, 0),
+        lambda: mmap.mmap(handed, 4096),
+        lambda: os.pwrite(anew, b"other bytes", 0),
+        lambda: mmap.mmap(anew, MIB),
+        lambda: os.ftruncate(anew, 0),
     ):
         with pytest.raises(PermissionError):
             change()
-    os.close(file)
+    os.close(handed)
+    os.close(anew)
     await service.put("T", payload("y", MIB))
     assert await service.get("T") == payload("y", MIB)
 
 
-async def test_what_is_copied_after_the_lease_may_be_another_entry_s_and_is_not_used(
-    start: Any, tmp_path: Path
-) -> None:
+async def test_what_is_copied_after_its_lease_is_not_used(start: Any, tmp_path: Path) -> None:
     service = await start(memory=1 * MIB, disk=64 * MIB)
     old, new = payload("old", MIB), payload("new", MIB)
     await service.put("S", old)
@@ -101,8 +107,8 @@ async def test_what_is_on_disk_rises_and_is_copied_then(start: Any, tmp_path: Pa
         assert await near.fetched(await near.entry("T")) == (payload("T", MIB), MIB), "no room: the first is leased"
 
 
-async def test_without_a_doorway_bytes_are_streamed(start: Any, tmp_path: Path, caplog: Any) -> None:
-    service, data = await start(), payload("x", 1000)
+async def test_without_a_doorway_bytes_are_streamed(service: Any, tmp_path: Path, caplog: Any) -> None:
+    data = payload("x", 1000)
     await service.put("S", data)
     async with nearby(service, tmp_path / "s", hand_over=False) as near:
         for _ in range(3):
@@ -110,10 +116,9 @@ async def test_without_a_doorway_bytes_are_streamed(start: Any, tmp_path: Path, 
     assert caplog.text.count("are streamed") == 1
 
 
-async def test_a_service_started_anew_hands_over_anew(start: Any, tmp_path: Path) -> None:
-    first = await start()
-    await first.put("S", b"first")
-    async with nearby(first, tmp_path / "s") as near:
+async def test_a_service_started_anew_hands_over_anew(service: Any, tmp_path: Path) -> None:
+    await service.put("S", b"first")
+    async with nearby(service, tmp_path / "s") as near:
         window = near.client._local
         old = await near.entry("S")
         assert bytes(old.shared) == b"first"
@@ -133,25 +138,8 @@ async def test_a_service_started_anew_hands_over_anew(start: Any, tmp_path: Path
     assert await window.open(b"m" * 16) is None, "nobody hands anything over any more"
 
 
-async def test_nobody_can_write_through_what_is_handed_over(start: Any, tmp_path: Path) -> None:
-    service = await start()
-    async with nearby(service, tmp_path / "s"):
-        name, view = await asyncio.to_thread(receive, tmp_path / "s.arena")
-        assert name == service.store.residents.tiers[0].arena
-        assert view.readonly
-
-        with socket.socket(socket.AF_UNIX) as caller:
-            caller.connect(str(tmp_path / "s.arena"))
-            file = (await asyncio.to_thread(socket.recv_fds, caller, 100, 1))[1][0]
-        with pytest.raises(PermissionError):
-            mmap.mmap(file, 4096)
-        os.close(file)
-
-
 @pytest.mark.parametrize("door", ["memory", "files"])
-async def test_a_door_opens_again_after_a_shortage_of_descriptors(
-    door: str, start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_doors_open_again_after_emfile(door: str, start: Any, tmp_path: Path, monkeypatch: Any) -> None:
     service = await start(memory=1 * MIB, disk=64 * MIB)
     accept, refused = socket.socket.accept, []
 

@@ -29,11 +29,9 @@ def test_every_row_has_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     expected = [(name, "tcp") for name in operations]
     expected += [(name, "unix") for name in (*operations, "fetch shared", "fetch extent", "fetch cold")]
     assert [(row["operation"], row["transport"]) for row in rows] == expected
-    for row in rows:
+    for row, name in zip(rows, expected, strict=True):
         assert min(row["gb_per_s"], row["grpc_gb_per_s"], row["memcpy_gb_per_s"]) > 0
-        assert (row["redis_gb_per_s"] is not None) == (
-            (row["operation"], row["transport"]) == ("fetch memory", "tcp")
-        )
+        assert (row["redis_gb_per_s"] is not None) == (name == ("fetch memory", "tcp"))
 
 
 @pytest.mark.system
@@ -51,32 +49,28 @@ def test_every_system_is_measured(tmp_path: Path) -> None:
     assert all(row["gb_s"] > 0 and row["p99_ms"] > 0 and row["cpu_s_per_gb"] > 0 for row in rows)
 
 
-def test_a_small_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_small_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale, "LOOKUPS", 20)
     monkeypatch.setattr(scale, "ADDED", 100)
     # It asserts itself that every path is found as meant, and that as many entries come back.
-    row = asyncio.run(scale.measure(tmp_path, 3000))
+    row = await scale.measure(tmp_path, 3000)
     assert row.chunks == 3000
     assert 0 < row.bytes_per_chunk < 10_000
     assert set(row.lookup_us) == {"exact", "alternative", "miss"}
     assert all(0 < median <= high for median, high in row.lookup_us.values())
 
 
-def test_the_store_that_it_opens_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_store_that_it_opens_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale, "ADDED", 100)
-
-    async def check() -> None:
-        scale.write_files(tmp_path, 2000)
-        store = scale.make_store(tmp_path, 2000)
-        await store.open()
-        store.check_integrity()
-        assert len({entry.record.chunk for entry in store.residents}) == 2 * (scale.GROUP - 1)
-        scale.add(store, 2000)
-        store.check_integrity()
-        assert len(store.residents) == 2100
-        await store.close()
-
-    asyncio.run(check())
+    scale.write_files(tmp_path, 2000)
+    store = scale.make_store(tmp_path, 2000)
+    await store.open()
+    store.check_integrity()
+    assert len({entry.record.chunk for entry in store.residents}) == 2 * (scale.GROUP - 1)
+    scale.add(store, 2000)
+    store.check_integrity()
+    assert len(store.residents) == 2100
+    await store.close()
 
 
 SMALL = Workload(queries=200, chunks=4, knowledge=20, shared=16, zipf=0.8, topics=2)
@@ -121,9 +115,7 @@ def test_the_service_computes_each_chunk_once(workload: Workload, in_place: bool
     service = Service(2000, in_place=in_place)
     done = outcome(workload, service)
     service.store.check_integrity()
-    assert done.stored == len(asked | known)
-    assert done.missed == len(asked - known)
-    assert done.redundant == 0
+    assert (done.stored, done.missed, done.redundant) == (len(asked | known), len(asked - known), 0)
     assert done.exact + done.alternative + done.missed == workload.queries * workload.chunks
 
 
@@ -131,11 +123,8 @@ def test_a_prefix_cache_computes_each_path_once() -> None:
     paths = {tuple(query[:n]) for query in SMALL for n in range(2, SMALL.chunks + 2)}
     known = {(SYSTEM, chunk) for chunk in SMALL.corpus()}
     done = outcome(SMALL, Baseline(backtrack=False))
-    assert done.stored == len(paths | known)
-    assert done.missed == len(paths - known)
-    assert done.alternative == 0
-    chunks = {path[-1] for path in paths | known}
-    assert done.redundant == done.stored - len(chunks)
+    assert (done.stored, done.missed, done.alternative) == (len(paths | known), len(paths - known), 0)
+    assert done.redundant == done.stored - len({path[-1] for path in paths | known})
 
 
 def test_backtracking_finds_what_is_stored_behind_a_shorter_path() -> None:

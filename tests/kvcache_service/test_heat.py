@@ -16,7 +16,6 @@ from fusionkv.kvcache_service.index.heat import ColdQueue
 from fusionkv.kvcache_service.index.rows import Table
 from fusionkv.kvcache_service.store.entries import Leases
 from fusionkv.kvcache_service.tiers.extents import Extents, NoSpace, Place
-from fusionkv.protos.runtime.errors import ResourceExhausted
 from tests.examples import examples
 from tests.kvcache_service import tools
 
@@ -89,14 +88,10 @@ def test_a_queue_forgets_what_left() -> None:
 NO_HEATS = (None, b"", b"1234567", *(struct.pack("<d", number) for number in (-1.0, -0.0, math.nan, math.inf)))
 
 
-@pytest.mark.parametrize("kept", NO_HEATS)
-def test_what_is_no_heat_is_the_coldest(kept: bytes | None) -> None:
+@pytest.mark.parametrize(("kept", "expected"), [*((kept, 0.0) for kept in NO_HEATS), (struct.pack("<d", 2.5), 2.5)])
+def test_heat_is_kept_and_what_is_none_is_the_coldest(kept: bytes | None, expected: float) -> None:
+    assert heat.stored(kept) == expected
     assert math.copysign(1, heat.stored(kept)) == 1
-    assert heat.stored(kept) == 0
-
-
-def test_heat_is_kept() -> None:
-    assert heat.stored(struct.pack("<d", 2.5)) == 2.5
 
 
 BLOCK = 4096
@@ -143,17 +138,6 @@ def test_eviction_takes_only_what_lies_in_the_way() -> None:
     extents.check_integrity(dict.fromkeys([a, b, place]))
 
 
-def test_refusal_changes_nothing() -> None:
-    extents = Extents(4 * BLOCK)
-    held = [extents.reserve(BLOCK)[0] for _ in range(4)]
-    with pytest.raises(NoSpace):
-        extents.reserve(3 * BLOCK, [held[i] for i in (0, 2, 3)])
-    with pytest.raises(NoSpace):
-        extents.reserve(5 * BLOCK, held)
-    extents.check_integrity(dict.fromkeys(held))
-    assert extents.used_bytes == 4 * BLOCK
-
-
 def test_no_extent_crosses_a_boundary() -> None:
     extents = Extents(8 * BLOCK, 4 * BLOCK)
     first = extents.reserve(3 * BLOCK)[0]
@@ -165,18 +149,10 @@ def test_no_extent_crosses_a_boundary() -> None:
 
 def test_what_can_be_an_extent() -> None:
     extents = Extents(8 * BLOCK, 4 * BLOCK)
-    cases = {
-        (0, 2 * BLOCK): True,
-        (3 * BLOCK, BLOCK): True,
-        (7 * BLOCK, 1): True,
-        (BLOCK // 2, 1): False,
-        (3 * BLOCK, BLOCK + 1): False,
-        (8 * BLOCK, 1): False,
-        (-BLOCK, 1): False,
-        (0, 0): False,
-    }
-    starts, sizes = np.array(list(cases), np.int64).T
-    assert extents.fit(starts, sizes).tolist() == list(cases.values())
+    fit = [(0, 2 * BLOCK), (3 * BLOCK, BLOCK), (7 * BLOCK, 1)]
+    unfit = [(BLOCK // 2, 1), (3 * BLOCK, BLOCK + 1), (8 * BLOCK, 1), (-BLOCK, 1), (0, 0)]
+    starts, sizes = np.array([*fit, *unfit], np.int64).T
+    assert extents.fit(starts, sizes).tolist() == [True] * len(fit) + [False] * len(unfit)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 5 * BLOCK)), max_size=12), st.sampled_from([None, 8 * BLOCK]))
@@ -263,17 +239,6 @@ def test_the_last_lease_to_end_is_reported() -> None:
     clock.now += 0.002
     leases.expire()
     assert (ended, len(leases)) == ([other, thing], 0)
-
-
-def test_the_limit_counts_live_leases_only() -> None:
-    clock = tools.Clock()
-    leases = Leases(2, clock, lambda _: None)
-    leases.grant([Thing()], 1)
-    leases.grant([Thing()], 100)
-    with pytest.raises(ResourceExhausted, match="raise max_leases"):
-        leases.grant([Thing()], 1)
-    clock.now += 2
-    leases.grant([Thing()], 1)
 
 
 @given(st.lists(st.tuples(st.sampled_from(["grant", "release", "wait"]), st.integers(0, 300)), max_size=300))

@@ -10,19 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionkv.kvcache_service import keys
-from fusionkv.kvcache_service.index import record
 from fusionkv.kvcache_service.index.index import HitRanker, Index
-from fusionkv.kvcache_service.index.record import HitKind
+from fusionkv.kvcache_service.index.record import HitKind, Record
 from fusionkv.protos.runtime.errors import NotFound
 from tests.examples import examples
 from tests.kvcache_service import tools
-from tests.kvcache_service.tools import common, index_of, path
-
-NAMESPACE = b"n" * 32
+from tests.kvcache_service.tools import NAMESPACE, common, index_of, path, record
 
 
-def entry(names: str, variant: str = "", namespace: bytes = NAMESPACE) -> record.Record:
-    return record.make(namespace, path(names), variant.encode() * 32, 100, 5, 0, b"c" * 16)
+def entry(names: str, variant: str = "") -> Record:
+    return record(names, variant=variant.encode() * 32)
 
 
 def find(index: Index, names: str, variants: dict[int, str] | None = None) -> list[tuple[str, Any]]:
@@ -61,7 +58,7 @@ def test_what_is_found(stored: str, asked: str, variants: str, expected: str) ->
 
 
 def test_an_entry_of_another_namespace_is_not_found() -> None:
-    index = index_of(entry("SA", namespace=b"m" * 32), entry("S", namespace=b"m" * 32))
+    index = index_of(*(record(names, namespace=b"m" * 32) for names in ("SA", "S")))
     assert find(index, "SA") == [("miss", None), ("miss", None)]
 
 
@@ -106,18 +103,17 @@ def test_suffix_search_agrees_with_trying_every_entry(stored: set[str], asked: s
             assert (kind, found) == (HitKind.MISS, None)
 
 
-NAMESPACE = b"n" * 32
 THREE = keys.versions_variant(3)
 
 
-def version(names: str, variant: bytes = THREE) -> record.Record:
-    return record.make(NAMESPACE, path(names), variant, 100, 5, 0, b"c" * 16)
+def version(names: str) -> Record:
+    return record(names, variant=THREE)
 
 
 def alike(one: str, other: str) -> tuple[float, int]:
     """Of the chunks between first and last that one of them has, the share that both have; then the common suffix."""
     a, b = set(one[1:-1]), set(other[1:-1])
-    return len(a & b) / len(a | b) if a | b else 0.0, tools.common(one, other)
+    return len(a & b) / len(a | b) if a | b else 0.0, common(one, other)
 
 
 paths_to_x = st.lists(st.sampled_from("ABCDE"), max_size=5).map(lambda before: "S" + "".join(before) + "X")
@@ -127,8 +123,8 @@ paths_to_x = st.lists(st.sampled_from("ABCDE"), max_size=5).map(lambda before: "
 @given(st.sets(paths_to_x, max_size=8), paths_to_x, st.booleans())
 def test_the_version_that_is_most_alike_is_found(stored: set[str], asked: str, plain: bool) -> None:
     entries = {names: version(names) for names in stored}
-    fallback = version("SZZX", b"")
-    index = tools.index_of(*entries.values(), *([fallback] if plain else []))
+    fallback = record("SZZX")
+    index = index_of(*entries.values(), *([fallback] if plain else []))
     best = max((alike(names, asked) for names in stored), default=(0.0, 0))
     good = [entries[names].key for names in stored if alike(names, asked) == best and best[0] > 0]
     expected = good or ([fallback.key] if plain else [])
@@ -148,8 +144,8 @@ def test_the_version_that_is_most_alike_is_found(stored: set[str], asked: str, p
 
 
 def test_an_exact_entry_comes_before_every_version() -> None:
-    exact = version("SABX", b"")
-    index = tools.index_of(exact, version("SABX"), version("SAX"))
+    exact = record("SABX")
+    index = index_of(exact, version("SABX"), version("SAX"))
     kind, row, _ = index.find(NAMESPACE, path("SABX"), [(), (), (), (THREE,)])[-1]
     assert kind is HitKind.EXACT
     assert row == index.row(exact.key)
@@ -158,46 +154,38 @@ def test_an_exact_entry_comes_before_every_version() -> None:
 async def test_no_more_are_kept_than_their_variant_allows(tmp_path: Path) -> None:
     """Put at the same time, of several chunks and bounds; over a restart; and while one is leased."""
     bounds = {keys.versions_variant(most): most for most in (1, 3)}
+    only = keys.versions_variant(1)
 
-    def kept(service: Any) -> Counter[tuple[bytes, bytes]]:
+    def kept() -> Counter[tuple[bytes, bytes]]:
         return Counter((e.record.chunk, e.record.variant) for e in service.store.residents)
 
+    async def put(names: str, variant: bytes) -> bool:
+        more = {"variant": variant, "offered": bool(variant)}
+        return bool((await service.put(path(names), names.encode() * 1000, **more))[1])
+
     async with tools.serving(tmp_path) as service:
-        client = service.client
-
-        async def put(names: str, variant: bytes) -> bool:
-            digests, data = path(names), memoryview(names.encode() * 1000)
-            more: Any = {"namespace": NAMESPACE, "tokens": 1, "base": 0, "timeout": 30, "offered": bool(variant)}
-            return bool((await client.put(path=digests, variant=variant, data=data, **more))[1])
-
         puts = [put(f"S{before}{chunk}", v) for before in "ABCDEFGH" for chunk in "XY" for v in (b"", *bounds)]
         assert all(await asyncio.gather(*puts))
         expected = {(chunk * 32, v): most for chunk in (b"X", b"Y") for v, most in (bounds | {b"": 8}).items()}
-        assert kept(service) == expected
+        assert kept() == expected
 
-        (only,) = (v for v, most in bounds.items() if most == 1)
         assert await put("SHIX", only)
-        lookup = [(path("S")[0], []), (path("H")[0], []), (path("Z")[0], []), (path("X")[0], [only])]
-        found = await client.lookup(NAMESPACE, lookup, timeout=10)
+        found = await service.find(*path("SHZ"), (*path("X"), [only]))
         leased = found.hits[3].entry
         assert leased.variant == only
         assert await put("SNX", only)
-        assert kept(service) == expected
-        buffer = bytearray(leased.size)
-        await client.fetch(leased, memoryview(buffer), timeout=30)
-        assert buffer == b"SHIX" * 1000, "whoever has a lease fetches what was replaced"
-        await client.release(found.lease)
+        assert kept() == expected
+        assert await service.fetch(leased) == b"SHIX" * 1000, "whoever has a lease fetches what was replaced"
+        await service.client.release(found.lease)
         with pytest.raises(NotFound):
-            await client.fetch(leased, memoryview(buffer), timeout=30)
+            await service.fetch(leased)
     async with tools.serving(tmp_path) as service:
-        assert kept(service) == expected
-        client = service.client
+        assert kept() == expected
         assert await put("SPX", THREE)
-        assert kept(service) == expected
+        assert kept() == expected
 
 
-async def test_the_coldest_version_goes(start: Any) -> None:
-    service = await start()
+async def test_the_coldest_version_goes(service: Any) -> None:
 
     async def kept(*puts: str) -> set[str]:
         for names in puts:

@@ -8,12 +8,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import pytest
 
 from fusionkv.kvcache_service import keys
-from fusionkv.kvcache_service.index import record
+from fusionkv.kvcache_service.index.record import CHECKSUM_BYTES, Record, make
 from fusionkv.kvcache_service.tiers import index_file
 from fusionkv.kvcache_service.tiers.disk_index import DiskIndex
 
@@ -22,20 +23,18 @@ MAP_BYTES = 64 << 20
 PAGE = 4096
 
 
-def entry(number: int, chunks: int = 1) -> record.Record:
+def entry(number: int, chunks: int = 1) -> Record:
     path = [SYSTEM, *(keys.chunk_digest([number, i]) for i in range(chunks))]
-    return record.make(NAMESPACE, path, b"", 1000, 512, 0, number.to_bytes(record.CHECKSUM_BYTES))
+    return make(NAMESPACE, path, b"", 1000, 512, 0, number.to_bytes(CHECKSUM_BYTES))
 
 
 def opened(folder: Path) -> "contextlib.closing[DiskIndex]":
     return contextlib.closing(DiskIndex(folder, MAP_BYTES, sync=False))
 
 
-def churn(
-    ledger: DiskIndex, dice: random.Random, steps: int, first: int, longest: int = 1
-) -> dict[int, record.Record]:
+def churn(ledger: DiskIndex, dice: random.Random, steps: int, first: int, longest: int = 1) -> dict[int, Record]:
     """Puts, deletes and notes of heat; gives what is left of what it put."""
-    live: dict[int, record.Record] = {}
+    live: dict[int, Record] = {}
     for number in range(first, first + steps):
         for more in range(dice.choice((1, 1, 8))):
             live[number * 10 + more] = entry(number * 10 + more, dice.randint(1, longest))
@@ -73,8 +72,11 @@ def test_what_was_deleted_takes_no_room_after_a_start(tmp_path: Path) -> None:
     assert file.stat().st_size < large / 20
 
 
+Whole = tuple[Path, set[bytes]]
+
+
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[bytes]]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     """An index of about 30 pages, a third of them free, and its keys."""
     folder = tmp_path_factory.mktemp("whole") / "index"
     with opened(folder) as ledger:
@@ -82,7 +84,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[bytes]]:
     return folder, {known.key for known in live.values()}
 
 
-def flip(bits: int) -> Callable[[bytearray, random.Random], None]:
+@pytest.fixture
+def copied(whole: Whole, tmp_path: Path) -> Whole:
+    return Path(shutil.copytree(whole[0], tmp_path / "index")), whole[1]
+
+
+Damage = Callable[[bytearray, random.Random], None]
+
+
+def flip(bits: int) -> Damage:
     def damage(data: bytearray, dice: random.Random) -> None:
         for _ in range(bits):
             data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
@@ -98,9 +108,7 @@ def lose_pages(data: bytearray, dice: random.Random) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", [flip(1), flip(10), flip(30), lose_pages], ids=["1 bit", "10", "30", "pages"])
-def test_damage_is_noticed_or_harms_nothing(
-    whole: tuple[Path, set[bytes]], tmp_path: Path, damage: Callable[[bytearray, random.Random], None]
-) -> None:
+def test_damage_is_noticed_or_harms_nothing(whole: Whole, tmp_path: Path, damage: Damage) -> None:
     """Each is opened by a process that damage would end, goes on as a service does, and finds all of it again."""
     dice = random.Random(2)
     folders = []
@@ -133,35 +141,33 @@ for folder in map(Path, sys.argv[1:]):
 """
 
 
-def test_a_wrong_list_of_free_pages_harms_nothing(whole: tuple[Path, set[bytes]], tmp_path: Path) -> None:
+def test_a_wrong_list_of_free_pages_harms_nothing(copied: Whole) -> None:
     """One number in the list of free pages is wrong: all records can be read, and the next ones would lie on them."""
-    data = bytearray((whole[0] / "data.mdb").read_bytes())
+    folder, known = copied
+    data = bytearray((folder / "data.mdb").read_bytes())
     newest = max((0, PAGE), key=lambda at: struct.unpack_from("=Q", data, at + 16 + 24 + 2 * 48 + 8))
     free_root, main_root = (struct.unpack_from("=Q", data, newest + 16 + 24 + n * 48 + 40)[0] for n in (0, 1))
     (node,) = struct.unpack_from("=H", data, free_root * PAGE + 16)
     listed = free_root * PAGE + node + 8 + 8 + 8  # behind the node's head, its key and the count
     struct.pack_into("=Q", data, listed, main_root)
-    folder = tmp_path / "index"
-    shutil.copytree(whole[0], folder)
     (folder / "data.mdb").write_bytes(data)
     with opened(folder) as index:
-        assert {key for key, *_ in index.load()} == whole[1]
+        assert {key for key, *_ in index.load()} == known
         live = churn(index, random.Random(3), 60, 10_000)
     with opened(folder) as index:
-        assert {key for key, *_ in index.load()} == whole[1] | {known.key for known in live.values()}
+        assert {key for key, *_ in index.load()} == known | {record.key for record in live.values()}
 
 
-def test_keys_out_of_order_are_noticed(whole: tuple[Path, set[bytes]], tmp_path: Path) -> None:
+def test_keys_out_of_order_are_noticed(copied: Whole, tmp_path: Path) -> None:
     """A bit of a key: LMDB reads all of it, and would not find what is on the key's other side."""
-    folder = tmp_path / "index"
-    shutil.copytree(whole[0], folder)
-    data, key = (folder / "data.mdb").read_bytes(), min(whole[1])
+    folder, known = copied
+    data, key = (folder / "data.mdb").read_bytes(), min(known)
     (folder / "data.mdb").write_bytes(data.replace(key, bytes([key[0] ^ 0x80, *key[1:]])))
     with pytest.raises(lmdb.CorruptedError, match="entries are in order"):
         index_file.rewrite(str(folder), str(tmp_path / "new"), MAP_BYTES)
 
 
-def test_a_file_that_ends_too_early_starts_empty(whole: tuple[Path, set[bytes]], tmp_path: Path) -> None:
+def test_a_file_that_ends_too_early_starts_empty(whole: Whole, tmp_path: Path) -> None:
     data = (whole[0] / "data.mdb").read_bytes()
     for length in (1, 100, PAGE, PAGE + 100, 2 * PAGE, len(data) // 2):
         folder = tmp_path / f"{length}"
@@ -171,12 +177,8 @@ def test_a_file_that_ends_too_early_starts_empty(whole: tuple[Path, set[bytes]],
             assert [*index.load()] == []
 
 
-def test_without_room_for_another_one_it_is_used_as_it_is(
-    whole: tuple[Path, set[bytes]], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = tmp_path / "index"
-    shutil.copytree(whole[0], folder)
+def test_without_room_for_another_one_it_is_used_as_it_is(copied: Whole, tmp_path: Path, caplog: Any) -> None:
     (tmp_path / "index.new").write_bytes(b"in the way")
-    with opened(folder) as index:
-        assert {key for key, *_ in index.load()} == whole[1]
+    with opened(copied[0]) as index:
+        assert {key for key, *_ in index.load()} == copied[1]
     assert "was not checked" in caplog.text

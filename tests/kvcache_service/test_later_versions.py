@@ -2,9 +2,10 @@
 
 import hashlib
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import pytest
@@ -14,7 +15,7 @@ from fusionkv.kvcache_service.index import record
 from fusionkv.kvcache_service.tiers.disk import DiskTier
 from tests.conftest import Service
 from tests.kvcache_service.tools import MIB, payload, serving
-from tests.system.cache_process import flags
+from tests.system.cache_process import check_refused, flags
 
 LATER = bytes([record.NEWEST + 1])
 
@@ -58,9 +59,7 @@ def everything(data: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("change", [later_record, later_database, later_lmdb])
 @pytest.mark.parametrize("started_on_another_boot", [False, True])
-async def test_it_is_refused_and_stays(
-    tmp_path: Path, change: Callable[[Path], None], started_on_another_boot: bool
-) -> None:
+async def test_it_is_refused_and_stays(tmp_path: Path, change: Any, started_on_another_boot: bool) -> None:
     async with serving(tmp_path) as service:
         for n in range(20):
             await service.put(["S", str(n)], payload(n, 5000))
@@ -72,10 +71,7 @@ async def test_it_is_refused_and_stays(
     with pytest.raises(OSError, match="later version of FusionKV"):
         list(tier.recover())
     tier.close()
-    failed = Service(*flags(tmp_path))
-    assert failed.wait() == 1
-    assert "later version of FusionKV" in failed.log
-    assert "Traceback" not in failed.log
+    check_refused(Service(*flags(tmp_path)), "later version of FusionKV")
     assert everything(tmp_path) == before
 
 

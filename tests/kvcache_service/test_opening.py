@@ -45,7 +45,7 @@ class Held(DiskTier):
 
 @asynccontextmanager
 async def opening(directory: Path, first: int | None, monkeypatch: Any) -> AsyncIterator[tuple[tools.Service, Any]]:
-    """A service while it loads `first` entries (None: the check of the index has not ended), and what ends that."""
+    """A service that loads `first` entries (None: the check of the index goes on), and what lets it load all."""
     monkeypatch.setattr(store, "_LOAD_BATCH", 1)
     monkeypatch.setattr(Held, "go", threading.Event(), raising=False)
     monkeypatch.setattr(Held, "later", threading.Event(), raising=False)
@@ -54,18 +54,19 @@ async def opening(directory: Path, first: int | None, monkeypatch: Any) -> Async
     if first is not None:
         Held.go.set()
 
-    def release() -> None:
-        Held.go.set()
-        Held.later.set()
-
     async with tools.serving(directory, opened=False) as service:
+
+        async def release() -> None:
+            Held.go.set()
+            Held.later.set()
+            await service.store.ready.wait()
+
         try:
             await until(lambda: len(service.store.residents) == (first or 0))
             assert not service.store.ready.is_set()
             yield service, release
         finally:
-            release()
-            await service.store.ready.wait()
+            await release()
 
 
 async def filled(directory: Path) -> dict[str, bytes]:
@@ -95,8 +96,7 @@ async def test_lookups_and_fetches_are_answered(tmp_path: Path, first: int | Non
             assert await service.fetch(hits[2].entry) == DATA["A"]
             assert await kinds(service, "SZ") == [HitKind.MISS]
             if not loaded:
-                release()
-                await service.store.ready.wait()
+                await release()
         assert len(service.store.residents) == len(DATA) + 1
 
 
@@ -110,7 +110,7 @@ async def test_puts_and_deletes_wait(tmp_path: Path, monkeypatch: Any) -> None:
         await until(lambda: not put.done() and len(service.store.ready._waiters or ()) == 2)
         assert service.store.residents.home.used_bytes == used == 0
         assert await kinds(service, "SA") == [HitKind.EXACT]
-        release()
+        await release()
         assert (await put)[1]
         assert await deletion == 1
         assert await kinds(service, "SA") == [HitKind.MISS]
@@ -139,16 +139,13 @@ async def test_a_damaged_entry_is_deleted_once_that_can_be(tmp_path: Path, monke
         for _ in range(2):
             with pytest.raises(DataLoss):
                 await service.fetch(entry)
-        release()
-        await service.store.ready.wait()
+        await release()
         for error in (DataLoss, NotFound):
             with pytest.raises(error):
                 await service.fetch(entry)
 
 
-async def test_a_damaged_index_drops_what_was_found_and_frees_it_with_its_lease(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+async def test_a_damaged_index_frees_what_was_found_with_its_lease(tmp_path: Path, monkeypatch: Any) -> None:
     """All values can be read, but not all keys are found: the check starts it empty."""
     lowest, file = min((await filled(tmp_path)).values()), tmp_path / "index" / "data.mdb"
     file.write_bytes(file.read_bytes().replace(lowest, bytes([lowest[0] ^ 0x80, *lowest[1:]])))
@@ -158,8 +155,7 @@ async def test_a_damaged_index_drops_what_was_found_and_frees_it_with_its_lease(
         assert there
         for name, lookup in there.items():
             assert await service.fetch(lookup.hits[1].entry) == DATA[name]
-        release()
-        await service.store.ready.wait()
+        await release()
         residents = service.store.residents
         assert len(residents) == 0
         assert residents.home.used_bytes == len(there) * 8192, "what is leased is not free"
@@ -179,8 +175,7 @@ async def test_of_two_entries_that_claim_the_same_bytes_one_is_left(tmp_path: Pa
         txn.put(liar.record.key, encode(liar.record, owner.place.offset), db=env.open_db(RECORDS, txn))
     async with opening(tmp_path, None, monkeypatch) as (service, release):
         assert await kinds(service, "SA", "SB") == [HitKind.EXACT, HitKind.EXACT]
-        release()
-        await service.store.ready.wait()
+        await release()
         await until(lambda: len(service.store.residents) == len(DATA))
         assert await kinds(service, "SA", "SB") == [HitKind.EXACT, HitKind.MISS]
         assert await service.get(*"SA") == DATA["A"]
@@ -208,8 +203,11 @@ async def test_killed_and_stopped_while_it_loads(launch: Any, cache_client: Any,
     assert await integrity.check(tmp_path / "data", disk) == chunks
 
 
+Whole = tuple[Path, dict[bytes, dict[bytes, bytes]]]
+
+
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[bytes, dict[bytes, bytes]]]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     """An index with records within pages and on pages of their own, and what LMDB reads from it."""
     folder = tmp_path_factory.mktemp("whole") / "index"
     with opened(folder) as index:
@@ -218,7 +216,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[bytes, d
         return folder, {name: dict(txn.cursor(db=env.open_db(name, txn))) for name in (RECORDS, HEATS)}
 
 
-def test_a_reader_finds_what_lmdb_finds(whole: tuple[Path, dict[bytes, dict[bytes, bytes]]]) -> None:
+def test_a_reader_finds_what_lmdb_finds(whole: Whole) -> None:
     folder, there = whole
     reader, dice = IndexReader(folder / "data.mdb"), random.Random(1)
     for name, values in there.items():
@@ -229,9 +227,7 @@ def test_a_reader_finds_what_lmdb_finds(whole: tuple[Path, dict[bytes, dict[byte
     assert reader.get(b"another", min(there[RECORDS])) is None
 
 
-def test_a_reader_of_a_damaged_file_never_fails(
-    whole: tuple[Path, dict[bytes, dict[bytes, bytes]]], tmp_path: Path
-) -> None:
+def test_a_reader_of_a_damaged_file_never_fails(whole: Whole, tmp_path: Path) -> None:
     """Bits, pages, and the end of the file: each value is found or not."""
     folder, there = whole
     data, dice, found = (folder / "data.mdb").read_bytes(), random.Random(7), set[bool]()

@@ -5,8 +5,7 @@ import contextlib
 import os
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +18,19 @@ from fusionkv.kvcache_service.keys import VERSIONS, path_keys
 from fusionkv.kvcache_service.remote.redis_engine import RedisEngine
 from fusionkv.kvcache_service.remote.tier import BLOCK_BYTES, SLOTS, Engine, RemoteTier, _blocks, blocks_of
 from fusionkv.kvcache_service.tiers.base import Unreachable
-from fusionkv.kvcache_service.tiers.sealed_disk import DiskKeys
-from fusionkv.protos.runtime.checksum import checksum
+from tests.chaos.network import Relay
 from tests.conftest import Authority
-from tests.kvcache_service.tools import path
+from tests.kvcache_service.tools import NAMESPACE, disk_keys, path
+from tests.kvcache_service.tools import record as entry
+from tests.ports import free_port
 from tests.system.mooncake_process import MooncakeMaster
 from tests.system.redis_process import RedisServer
 from tests.system.shared_services import REMOTES, Remote, made
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system
-NAMESPACE, OTHER = b"n" * 32, b"m" * 32
+OTHER = b"m" * 32
 TTL = 600
-
-
-def entry(names: str, data: bytes = b"data", variant: bytes = b"", namespace: bytes = NAMESPACE) -> Record:
-    return records.make(namespace, path(names), variant, len(data), 5, 0, checksum(data))
 
 
 def connect(remote: Remote, timeout: float = 20) -> Engine:
@@ -206,27 +202,20 @@ def test_what_a_stranger_wrote_is_nobody_elses(tier: RemoteTier, engine: Engine)
         assert find(tier, "SA") is None
 
 
-@pytest.fixture
-def keys(tmp_path: Path) -> Callable[..., DiskKeys]:
-    def made(*lines: str) -> DiskKeys:
-        file = tmp_path / f"{len(list(tmp_path.iterdir()))}.keys"
-        file.write_text("\n".join(lines))
-        return DiskKeys(file)
-
-    return made
-
-
-def test_blocks_are_encrypted(tier: RemoteTier, engine: Engine, keys: Callable[..., DiskKeys]) -> None:
-    one, other = os.urandom(32).hex(), os.urandom(32).hex()
+def test_blocks_are_encrypted(tier: RemoteTier, engine: Engine, tmp_path: Path) -> None:
+    one, other = os.urandom(32), os.urandom(32)
     data = b"secret" * 1000
-    sealed = RemoteTier(engine, keys(one))
+    sealed, rotated, strange = (
+        RemoteTier(engine, disk_keys(tmp_path / f"{n}", *given))
+        for n, given in enumerate([(one,), (other, one), (other,)])
+    )
     made = store(sealed, "SA", data)
     (name,) = _blocks(made)
     (value,) = engine.get([name])
     assert b"secret" not in value
-    assert content(sealed, made) == content(RemoteTier(engine, keys(other, one)), made) == data
+    assert content(sealed, made) == content(rotated, made) == data
     with pytest.raises(FileNotFoundError):
-        content(RemoteTier(engine, keys(other)), made)
+        content(strange, made)
     engine.remove([name])
     engine.put([(name, value[:-1] + bytes([value[-1] ^ 1]))])
     with pytest.raises(FileNotFoundError, match="damaged"):
@@ -297,50 +286,25 @@ def test_a_redis_that_is_full_refuses(redis: RedisServer, expiring: RedisEngine)
     assert not isinstance(refused.value, Unreachable)
 
 
-@asynccontextmanager
-async def behind_tls(redis: RedisServer, certificate: tuple[Path, Path]) -> AsyncIterator[int]:
-    """The port of a TLS end in front of a Redis (the one that tests start speaks none itself)."""
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(*certificate)
-
-    async def copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError):
-            while data := await source.read(1 << 16):
-                sink.write(data)
-                await sink.drain()
-        sink.close()
-
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        inner, outer = await asyncio.open_connection("127.0.0.1", redis.port)
-        await asyncio.gather(copy(reader, outer), copy(inner, writer))
-
-    end = await asyncio.start_server(accept, "127.0.0.1", 0, ssl=context)
-    try:
-        yield end.sockets[0].getsockname()[1]
-    finally:
-        end.close()
-
-
-@pytest.fixture
-def ask(redis: RedisServer) -> Callable[..., Any]:
-    """`await ask(certificate, ca)` writes to a Redis with that certificate, and reads it."""
-
-    async def once(certificate: tuple[Path, Path], ca: Path) -> bool:
-        async with behind_tls(redis, certificate) as port:
-            url = f"rediss://127.0.0.1:{port}?ssl_ca_certs={ca}"
+async def test_tls_takes_only_the_named_ca_and_host(
+    redis: RedisServer, authority: Callable[[str], Authority]
+) -> None:
+    async def ask(certificate: tuple[Path, Path], ca: Path) -> bool:
+        """Writes and reads through a TLS end in front of a Redis (the one that tests start speaks none itself)."""
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(*certificate)
+        relay = Relay(f"127.0.0.1:{free_port()}", redis.address)
+        await relay.start(context)
+        url = f"rediss://{relay.address}?ssl_ca_certs={ca}"
+        try:
             with contextlib.closing(RedisEngine(url, ttl=60, timeout=20)) as engine:
                 await asyncio.to_thread(engine.put, [("a", b"1")])
                 return await asyncio.to_thread(engine.get, ["a"]) == [b"1"]
+        finally:
+            await relay.close()
 
-    return once
-
-
-async def test_a_certificate_of_the_named_ca_for_the_named_host_is_taken(
-    ask: Callable[..., Any], authority: Callable[[str], Authority]
-) -> None:
     own, other = authority("own"), authority("other")
     assert await ask(own.issue("redis"), own.ca)
-    with pytest.raises(Unreachable):
-        await ask(own.issue("redis"), other.ca)
-    with pytest.raises(Unreachable):
-        await ask(own.issue("elsewhere", ("10.9.8.7",)), own.ca)
+    for certificate, ca in ((own.issue("redis"), other.ca), (own.issue("elsewhere", ("10.9.8.7",)), own.ca)):
+        with pytest.raises(Unreachable):
+            await ask(certificate, ca)

@@ -11,17 +11,14 @@ from hypothesis import strategies as st
 
 from fusionkv.bench.cache.workload import SYSTEM, Workload
 from fusionkv.kvcache_service.config import Config
-from fusionkv.kvcache_service.index import record
 from fusionkv.kvcache_service.index.heat import FrequencySketch
-from fusionkv.kvcache_service.index.record import HitKind
+from fusionkv.kvcache_service.index.record import HitKind, Record
 from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.store.writing import reserve
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
-from fusionkv.protos.runtime.checksum import checksum as checksum_of
 from tests.examples import examples
-from tests.kvcache_service.tools import path, stored
+from tests.kvcache_service.tools import NAMESPACE, Clock, path, record, stored
 
-NAMESPACE = b"n" * 32
 BLOCK = 4096
 
 
@@ -29,11 +26,9 @@ class Replicas:
     """A store in memory, named by strings: the system prompt S, then chunks."""
 
     def __init__(self, blocks: int = 512, **more: Any) -> None:
-        self.now = 1000.0
+        self.clock = Clock()
         self.loop = asyncio.new_event_loop()
-        self.store = Store(
-            Config(**more), [MemoryTier(blocks * BLOCK)], clock=lambda: self.now, wall=lambda: self.now
-        )
+        self.store = Store(Config(**more), [MemoryTier(blocks * BLOCK)], clock=self.clock, wall=self.clock)
 
     def close(self) -> None:
         self.store.check_integrity()
@@ -41,14 +36,9 @@ class Replicas:
         self.loop.run_until_complete(self.store.close())
         self.loop.close()
 
-    @staticmethod
-    def entry(digests: list[bytes], offered: bool = False) -> record.Record:
-        """Of an entry whose bytes are its chunk's digest."""
-        return record.make(NAMESPACE, digests, b"", 32, 1, 0, checksum_of(digests[-1]), offered=offered)
-
     def put(self, digests: list[bytes], offered: bool = False) -> bool:
         async def send() -> bool:
-            writer = reserve(self.store, self.entry(digests, offered))
+            writer = reserve(self.store, record(digests, digests[-1], offered=offered))
             if writer is None:
                 return False
             await writer.write(memoryview(digests[-1]))
@@ -56,7 +46,7 @@ class Replicas:
 
         return self.loop.run_until_complete(send())
 
-    def find(self, digests: list[bytes]) -> list[tuple[HitKind, record.Record | None]]:
+    def find(self, digests: list[bytes]) -> list[tuple[HitKind, Record | None]]:
         found, lease = self.store.lookup(NAMESPACE, digests, [()] * len(digests), 30.0)
         self.store.leases.release(lease)
         return [(kind, entry and entry.record) for kind, entry in found]
@@ -106,7 +96,7 @@ def test_of_two_offered_at_the_same_time_one_stays(replicas: Replicas) -> None:
     async def both() -> list[bool]:
         writers = []
         for names in ("SABC", "SXYC"):
-            writer = reserve(replicas.store, replicas.entry(path(names), offered=True))
+            writer = reserve(replicas.store, record(names, path(names)[-1], offered=True))
             await writer.write(memoryview(path(names)[-1]))
             writers.append(writer)
         return await asyncio.gather(*(writer.commit() for writer in writers))
@@ -165,7 +155,7 @@ def test_demand_is_bounded_and_remembers_the_last() -> None:
 def test_between_the_watermarks_the_coldest_make_room_ahead_of_need() -> None:
     replicas = Replicas(blocks=100, high_watermark=0.9, low_watermark=0.5)
     for i in range(90):
-        replicas.now += 600
+        replicas.clock.now += 600
         replicas.put([SYSTEM, bytes([i]) * 32])
     replicas.loop.run_until_complete(replicas.store.make_room())
     home = replicas.store.residents.home
@@ -195,7 +185,7 @@ def test_under_pressure_uploads_of_one_query_go_first() -> None:
     for chunk in workload.corpus():
         replicas.put([SYSTEM, chunk])
     for query in workload:
-        replicas.now += 5
+        replicas.clock.now += 5
         before = {entry.record.chunk for entry in replicas.store.residents}
         for chunk, (kind, _) in zip(query, replicas.find(query), strict=True):
             if kind is HitKind.MISS:

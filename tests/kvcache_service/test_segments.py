@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.kvcache_service.tools import MIB, Near, digest, payload
+from tests.kvcache_service.tools import MIB, Caller, payload
+from tests.system.cache_process import flags
 from tests.waiting import until
 
 pytestmark = pytest.mark.system
@@ -17,26 +18,19 @@ pytestmark = pytest.mark.system
 def near(launch: Any, cache_client: Any, tmp_path: Path) -> Any:
     """`near(*flags)`: a client beside a service with 1 MiB of memory."""
 
-    def start(*flags: str) -> Near:
-        place = ("--listen", f"unix:{tmp_path}/s", "--data-dir", str(tmp_path / "data"))
-        service = launch(
-            "fusionkv.kvcache_service", *place, "--memory-bytes", "1MiB", "--disk-bytes", "64MiB", *flags
-        )
-        return Near(service, cache_client(f"unix:{tmp_path}/s"))
+    def start(*more: str) -> Caller:
+        address = f"unix:{tmp_path}/s"
+        launch(*flags(tmp_path / "data", "--listen", address, *more, memory="1MiB", disk="64MiB"))
+        return Caller(cache_client(address))
 
     return start
-
-
-async def put(there: Near, name: str, data: bytes) -> None:
-    names = {"namespace": digest("namespace"), "path": [digest(name)]}
-    await there.client.put(**names, tokens=1, base=0, data=memoryview(data), timeout=30)
 
 
 @pytest.mark.parametrize("size", [2 * MIB, 5 * MIB + 3])
 async def test_what_is_on_disk_is_read_there(near: Any, size: int) -> None:
     there = near()
     for name in "ST":
-        await put(there, name, payload(name, size))
+        await there.put(name, payload(name, size))
     for name in "STS":
         entry = await there.entry(name)
         assert (entry.tier, entry.shared) == ("disk", None)
@@ -45,7 +39,7 @@ async def test_what_is_on_disk_is_read_there(near: Any, size: int) -> None:
 
 async def test_without_a_lease_it_is_streamed(near: Any) -> None:
     there, data = near(), payload("x", 2 * MIB)
-    await put(there, "S", data)
+    await there.put("S", data)
     entry = await there.entry("S", lease_ms=1)
     await asyncio.sleep(0.01)
     assert await there.fetched(entry) == (data, len(data))
@@ -54,7 +48,7 @@ async def test_without_a_lease_it_is_streamed(near: Any) -> None:
 async def test_damaged_bytes_are_not_used(near: Any, tmp_path: Path) -> None:
     """What does not have its checksum comes by stream, and that finds it damaged."""
     there = near()
-    await put(there, "S", payload("x", 2 * MIB))
+    await there.put("S", payload("x", 2 * MIB))
     entry = await there.entry("S")
     (file,) = (tmp_path / "data/segments").glob("*.kv")
     with file.open("r+b") as segment:
@@ -69,7 +63,7 @@ async def test_what_is_hot_rises_while_nobody_waits(near: Any) -> None:
     there = near()
     # Memory has room for two: the third, which is new, takes the first one's place.
     for name in "STU":
-        await put(there, name, payload(name, MIB // 2))
+        await there.put(name, payload(name, MIB // 2))
     assert (await there.entry("S", lease_ms=1)).tier == "disk"
     assert await there.fetched(await there.entry("S")) == (payload("S", MIB // 2), 0)
 
@@ -83,7 +77,7 @@ async def test_what_is_hot_rises_while_nobody_waits(near: Any) -> None:
 async def test_encrypted_files_are_not_handed_over(near: Any, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(os.urandom(32).hex() + "\n")
     there, data = near("--disk-keys", str(tmp_path / "keys")), payload("x", 2 * MIB)
-    await put(there, "S", data)
+    await there.put("S", data)
     entry = await there.entry("S")
     assert entry.extent is None
     assert await there.fetched(entry) == (data, len(data))

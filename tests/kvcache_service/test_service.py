@@ -24,12 +24,13 @@ from tests.kvcache_service import tools
 from tests.kvcache_service.tools import MIB, digest, payload
 
 
-async def test_put_lookup_fetch(start: Any) -> None:
-    service = await start()
+async def test_put_of_what_is_new_and_of_what_exists_lookup_fetch(service: Any) -> None:
     data = payload("a", 2 * MIB + 12345)
     assert (await service.find(*"SA")).lease == 0
     key, stored = await service.put("SA", data, tokens=11, base=70_000)
     assert stored
+    assert await service.put("SA", b"other bytes") == (key, False)
+    assert (await service.client.stats()).puts_existing == 1
     found = await service.find(*"SA")
     assert [hit.kind for hit in found.hits] == [HitKind.MISS, HitKind.EXACT]
     assert found.hits[0].entry is None
@@ -41,8 +42,8 @@ async def test_put_lookup_fetch(start: Any) -> None:
     assert len(service.store.leases) == 0
 
 
-async def test_hits_by_kind_in_one_prompt(start: Any) -> None:
-    service, (v, w) = await start(), map(digest, "vw")
+async def test_hits_by_kind_in_one_prompt(service: Any) -> None:
+    v, w = map(digest, "vw")
     for path, variant in (("S", b""), ("SA", b""), ("SAB", b""), ("SB", b""), ("SB", v)):
         assert (await service.put(path, payload((path, variant), 5000), variant=variant))[1]
     found = await service.find(*"SABC", ("B", [w, v]), *"BA")
@@ -61,17 +62,8 @@ async def test_hits_by_kind_in_one_prompt(start: Any) -> None:
     assert {t.tier: t.entries for t in stats.tiers} == {pb.TIER_MEMORY: 5, pb.TIER_DISK: 5}
 
 
-async def test_put_of_what_exists_answers_without_the_bytes(start: Any) -> None:
-    service = await start()
-    key, stored = await service.put("S", b"first")
-    assert stored
-    assert await service.put("S", b"other bytes") == (key, False)
-    assert await service.get("S") == b"first"
-    assert (await service.client.stats()).puts_existing == 1
-
-
-async def test_delete_by_key_and_namespace(start: Any) -> None:
-    service, other = await start(), digest("another tenant")
+async def test_delete_by_key_and_namespace(service: Any) -> None:
+    other = digest("another tenant")
     key, _ = await service.put("S", b"x" * 5000)
     await service.put("SA", b"y" * 5000)
     await service.put("S", b"z", namespace=other)
@@ -149,27 +141,24 @@ async def test_prefetch_brings_up_what_there_is_room_for(start: Any) -> None:
         service.clock.now += 1000
     residents = service.store.residents
     assert {n for n, key in keys.items() if "memory" in residents.get(key).places} == {"B", "C"}
-    async with service.stub() as stub:
-        found = await stub.Prefetch(pb.PrefetchRequest(keys=[keys["S"], keys["C"], b"?" * 32]), timeout=20)
-        assert [entry.HasField("arena_offset") for entry in found.entries] == [False, True, False], "S is the coldest"
-        for _ in range(3):
-            lease = (await service.find("A")).lease
-        found = await stub.Prefetch(pb.PrefetchRequest(keys=[keys["A"]] * 3), timeout=20)
-        place = residents.get(keys["A"]).places["memory"]
-        assert {entry.arena_offset for entry in found.entries} == {place.offset}
-        assert found.arena == residents.tiers[0].arena
-        assert service.count("promotions") == 1
-        assert bytes(residents.tiers[0].read(place, 0, MIB)) == payload("A", MIB)
-        await service.client.release(lease)
-        for wrong in ([b"short"], [b"k" * 32] * 257):
-            with pytest.raises(grpc.aio.AioRpcError) as error:
-                await stub.Prefetch(pb.PrefetchRequest(keys=wrong), timeout=20)
-            assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    found = await service.stub.Prefetch(pb.PrefetchRequest(keys=[keys["S"], keys["C"], b"?" * 32]), timeout=20)
+    assert [entry.HasField("arena_offset") for entry in found.entries] == [False, True, False], "S is the coldest"
+    for _ in range(3):
+        lease = (await service.find("A")).lease
+    found = await service.stub.Prefetch(pb.PrefetchRequest(keys=[keys["A"]] * 3), timeout=20)
+    place = residents.get(keys["A"]).places["memory"]
+    assert {entry.arena_offset for entry in found.entries} == {place.offset}
+    assert found.arena == residents.tiers[0].arena
+    assert service.count("promotions") == 1
+    assert bytes(residents.tiers[0].read(place, 0, MIB)) == payload("A", MIB)
+    await service.client.release(lease)
+    for wrong in ([b"short"], [b"k" * 32] * 257):
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await service.stub.Prefetch(pb.PrefetchRequest(keys=wrong), timeout=20)
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_what_prefetch_finds_damaged_is_deleted(
-    start: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_prefetch_finds_damaged_is_deleted(start: Any, caplog: Any, monkeypatch: Any) -> None:
     # As if it were the first.
     monkeypatch.setattr(store, "_faults", logs.RateLimitedLog(logging.getLogger("fusionkv")))
     service = await start(memory=1 * MIB, disk=16 * MIB)
@@ -179,8 +168,7 @@ async def test_what_prefetch_finds_damaged_is_deleted(
     place = service.store.residents.get(key).places["disk"]
     service.store.residents.home.write(place, 5000, [memoryview(b"?" * 10)])
     await service.find("S")
-    async with service.stub() as stub:
-        found = await stub.Prefetch(pb.PrefetchRequest(keys=[key]), timeout=20)
+    found = await service.stub.Prefetch(pb.PrefetchRequest(keys=[key]), timeout=20)
     assert not found.entries[0].HasField("arena_offset")
     assert service.store.residents.get(key) is None
     assert (await service.client.stats()).checksum_failures == 1
@@ -197,8 +185,8 @@ async def test_without_a_disk_tier(start: Any) -> None:
         await service.put("Sd", payload("d", MIB))
 
 
-async def test_stock_protobuf_clients_read_and_write_the_same_bytes(start: Any) -> None:
-    service, data = await start(), payload("stock", 3 * MIB + 77)
+async def test_stock_protobuf_clients_read_and_write_the_same_bytes(service: Any) -> None:
+    data = payload("stock", 3 * MIB + 77)
     names = {"namespace": digest("namespace"), "path": [digest("S"), digest("A")]}
     head = pb.PutHeader(**names, size_bytes=len(data), tokens=1, checksum=checksum_of(data))
 
@@ -207,14 +195,13 @@ async def test_stock_protobuf_clients_read_and_write_the_same_bytes(start: Any) 
         for at in range(0, len(data), 700_001):
             yield pb.PutRequest(data=data[at : at + 700_001])
 
-    async with service.stub() as stub:
-        response = await stub.Put(messages(), timeout=20)
-        assert response.outcome == pb.PutResponse.OUTCOME_STORED
-        frames = [message.data async for message in stub.Fetch(pb.FetchRequest(key=response.key), timeout=20)]
-        assert b"".join(frames) == data
-        assert [len(frame) for frame in frames] == [MIB, MIB, MIB, 77]
-        again = await stub.Put(messages(), timeout=20)
-        assert again.outcome == pb.PutResponse.OUTCOME_EXISTS
+    response = await service.stub.Put(messages(), timeout=20)
+    assert response.outcome == pb.PutResponse.OUTCOME_STORED
+    frames = [message.data async for message in service.stub.Fetch(pb.FetchRequest(key=response.key), timeout=20)]
+    assert b"".join(frames) == data
+    assert [len(frame) for frame in frames] == [MIB, MIB, MIB, 77]
+    again = await service.stub.Put(messages(), timeout=20)
+    assert again.outcome == pb.PutResponse.OUTCOME_EXISTS
     assert await service.get(*"SA") == data
 
 
@@ -230,15 +217,13 @@ async def test_sixteen_clients_at_once(start: Any) -> None:
     await asyncio.gather(*(check(n) for n in sizes))
 
 
-def points(reader: InMemoryMetricReader) -> dict[tuple[str, str], int]:
-    """(metric, its attribute) -> value."""
-    data = reader.get_metrics_data()
+def points(reader: InMemoryMetricReader) -> dict[str, dict[str, int]]:
+    """metric -> its attribute -> value."""
+    (resource,) = reader.get_metrics_data().resource_metrics
     return {
-        (metric.name, next(iter(point.attributes.values()), "")): point.value
-        for resource in data.resource_metrics
+        metric.name: {next(iter(point.attributes.values()), ""): point.value for point in metric.data.data_points}
         for scope in resource.scope_metrics
         for metric in scope.metrics
-        for point in metric.data.data_points
     }
 
 
@@ -261,22 +246,18 @@ async def test_metrics_and_spans(start: Any, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(Exception, match="no room"):
         await service.put("Sc", tools.payload("c", 2 * MIB + 1))
     await service.put("Sc", tools.payload("c", MIB))
-    assert points(reader) == {
-        ("fusionkv.kvcache.lookups", "exact"): 1,
-        ("fusionkv.kvcache.lookups", "miss"): 1,
-        ("fusionkv.kvcache.puts", "stored"): 3,
-        ("fusionkv.kvcache.puts", "exists"): 1,
-        ("fusionkv.kvcache.puts", "refused"): 1,
-        ("fusionkv.kvcache.bytes.put", ""): 3 * MIB,
-        ("fusionkv.kvcache.bytes.fetched", "memory"): MIB,
-        ("fusionkv.kvcache.promotions", "memory"): 1,
-        ("fusionkv.kvcache.demotions", "memory"): 2,
-        ("fusionkv.kvcache.evictions", "disk"): 1,
-        ("fusionkv.kvcache.tier.used", "memory"): MIB,
-        ("fusionkv.kvcache.tier.used", "disk"): 2 * MIB,
-        ("fusionkv.kvcache.tier.capacity", "memory"): MIB,
-        ("fusionkv.kvcache.tier.capacity", "disk"): 2 * MIB,
+    expected: dict[str, dict[str, int]] = {
+        "lookups": {"exact": 1, "miss": 1},
+        "puts": {"stored": 3, "exists": 1, "refused": 1},
+        "bytes.put": {"": 3 * MIB},
+        "bytes.fetched": {"memory": MIB},
+        "promotions": {"memory": 1},
+        "demotions": {"memory": 2},
+        "evictions": {"disk": 1},
+        "tier.used": {"memory": MIB, "disk": 2 * MIB},
+        "tier.capacity": {"memory": MIB, "disk": 2 * MIB},
     }
+    assert points(reader) == {f"fusionkv.kvcache.{name}": found for name, found in expected.items()}
     (span,) = exporter.get_finished_spans()
     assert span.name == "kvcache.read"
     assert dict(span.attributes or {}) == {"fusionkv.tier": "disk", "fusionkv.bytes": MIB, "fusionkv.promoted": True}

@@ -7,12 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.kvcache_service.index import record
 from fusionkv.kvcache_service.index.record import Record
 from fusionkv.kvcache_service.index.rows import Rows
 from fusionkv.protos.runtime.errors import InvalidArgument
-from tests.kvcache_service import tools
+from tests.kvcache_service.tools import Caller, payload, serving
 from tests.system.redis_process import RedisServer
 from tests.system.shared_services import sharing
 
@@ -65,46 +64,38 @@ def test_rows_know_whose_signature_is_whose(changes: list[tuple[int, bytes]]) ->
         assert all(rows.record(row) == one for row, one in known.values())
 
 
-async def put(client: CacheClient, signature: bytes, name: str = "S") -> bool:
-    names: dict[str, Any] = {"namespace": NAMESPACE, "path": [tools.digest(name)], "tokens": 1, "base": 0}
-    data = memoryview(tools.payload(name, 5000))
-    return (await client.put(**names, data=data, signature=signature, timeout=30))[1]
-
-
-async def found(client: CacheClient, name: str = "S") -> Any:
-    lookup = await client.lookup(NAMESPACE, [(tools.digest(name), ())], lease_ms=1, timeout=30)
-    return lookup.hits[0].entry
+async def put(caller: Caller, signature: bytes, name: str = "S") -> bool:
+    return (await caller.put([name], payload(name, 5000), signature=signature))[1]
 
 
 async def test_signatures_outlive_a_restart(tmp_path: Path) -> None:
     for restarted in (False, True):
-        async with tools.serving(tmp_path) as service:
+        async with serving(tmp_path) as service:
             for signature in SIGNATURES:
-                if not restarted:
-                    assert await put(service.client, signature, signature.hex())
-                assert (await found(service.client, signature.hex())).signature == signature
+                name = signature.hex()
+                assert restarted or await put(service, signature, name)
+                assert (await service.entry(name)).signature == signature
 
 
-async def test_a_signature_is_of_bounded_size(start: Any) -> None:
-    service = await start()
+async def test_a_signature_is_of_bounded_size(service: Any) -> None:
     with pytest.raises(InvalidArgument, match="the signature has 64 bytes; at most 63 are allowed"):
-        await put(service.client, bytes(64))
-    assert await found(service.client) is None
+        await put(service, bytes(64))
+    assert await service.entry("S") is None
 
 
-async def test_what_was_not_signed_is_replaced_after_a_delete(start: Any) -> None:
-    client = (await start()).client
-    assert await put(client, b"")
-    assert not await put(client, b"signed"), "an entry that exists stays as it is"
-    assert await client.delete([(await found(client)).key]) == 1
-    assert await put(client, b"signed")
-    assert (await found(client)).signature == b"signed"
+async def test_what_was_not_signed_is_replaced_after_a_delete(service: Any) -> None:
+    assert await put(service, b"")
+    assert not await put(service, b"signed"), "an entry that exists stays as it is"
+    assert await service.client.delete([(await service.entry("S")).key]) == 1
+    assert await put(service, b"signed")
+    assert (await service.entry("S")).signature == b"signed"
 
 
 @pytest.mark.system
 async def test_the_remote_tier_keeps_signatures(launch: Any, redis: RedisServer, tmp_path: Path) -> None:
     async with sharing(launch, tmp_path, redis, "--disk-bytes", "0") as services:
-        assert await put(services.clients[0], b"signed")
+        one, other = map(Caller, services.clients)
+        assert await put(one, b"signed")
         await services.settled()
-        entry = await found(services.clients[1])
+        entry = await other.entry("S")
         assert (entry.tier, entry.signature) == ("remote", b"signed")

@@ -22,6 +22,20 @@ from tests.waiting import until
 NAMESPACE, S, A, V = (digest(name) for name in ("namespace", *"SAv"))
 
 
+def segment(service: Service) -> Path:
+    return Path(service.config.data_dir / "segments" / "000000.kv")
+
+
+@contextlib.contextmanager
+def read_only(service: Service) -> Iterator[None]:
+    """While its disk tier can't be written."""
+    files, name = service.store.residents.home._files, (0, "kv")
+    writable, files[name] = files[name], os.open(segment(service), os.O_RDONLY)
+    yield
+    os.close(files[name])
+    files[name] = writable
+
+
 async def test_the_answer_arrives_when_it_comes_before_the_bytes(start: Any) -> None:
     """An early answer to a large Put: grpc.aio turns it into INTERNAL if it meets a write of the client's."""
     service = await start(memory=1 * MIB, disk=64 * MIB, max_entry_bytes=40 * MIB)
@@ -33,14 +47,10 @@ async def test_the_answer_arrives_when_it_comes_before_the_bytes(start: Any) -> 
         with pytest.raises(errors.ResourceExhausted):
             await service.put("SA", bytes(41 * MIB))
     assert service.store.counters.get("bytes.put") == len(data)
-    disk = service.store.residents.home
-    writable = disk._files[0, "kv"]
-    disk._files[0, "kv"] = os.open(service.config.data_dir / "segments" / "000000.kv", os.O_RDONLY)
-    for _ in range(10):
-        with pytest.raises(errors.ResourceExhausted, match="can't write the entry"):
-            await service.put("SA", data[: 24 * MIB])
-    os.close(disk._files[0, "kv"])
-    disk._files[0, "kv"] = writable
+    with read_only(service):
+        for _ in range(10):
+            with pytest.raises(errors.ResourceExhausted, match="can't write the entry"):
+                await service.put("SA", data[: 24 * MIB])
 
 
 async def test_leased_entries_are_not_evicted_and_a_full_cache_refuses(start: Any) -> None:
@@ -100,16 +110,15 @@ async def test_every_bad_put_has_its_status(start: Any) -> None:
         ("DATA_LOSS", "checksum", [head(), part(b"abd")]),
         ("RESOURCE_EXHAUSTED", "raise max_entry_bytes", [head(size_bytes=MIB + 1)]),
     ]
-    async with service.stub() as stub:
-        for status, text, messages in cases:
-            got = await status_of(stub.Put(iter(messages), timeout=20))
-            assert got[0] == status, (text, got)
-            assert text in got[1]
-            await service.settled()
-        assert len(service.store.residents) == 0
-        assert (await service.client.stats()).checksum_failures == 1
-        response = await stub.Put(iter([head(), part(b""), part(b"abc")]), timeout=20)
-        assert response.outcome == pb.PutResponse.OUTCOME_STORED
+    for status, text, messages in cases:
+        got = await status_of(service.stub.Put(iter(messages), timeout=20))
+        assert got[0] == status, (text, got)
+        assert text in got[1]
+        await service.settled()
+    assert len(service.store.residents) == 0
+    assert (await service.client.stats()).checksum_failures == 1
+    response = await service.stub.Put(iter([head(), part(b""), part(b"abc")]), timeout=20)
+    assert response.outcome == pb.PutResponse.OUTCOME_STORED
 
 
 async def test_every_bad_request_has_its_status(start: Any) -> None:
@@ -129,45 +138,44 @@ async def test_every_bad_request_has_its_status(start: Any) -> None:
         ("Delete", "namespace has 31 bytes", pb.DeleteRequest(namespace=short)),
         ("Fetch", "key has 31 bytes", pb.FetchRequest(key=short)),
     ]
-    async with service.stub() as stub:
-        for method, text, request in cases:
-            call = getattr(stub, method)(request, timeout=20)
-            status, details = await status_of(call.read() if method == "Fetch" else call)
-            assert (status, text in details) == ("INVALID_ARGUMENT", True), (method, details)
-        status, details = await status_of(stub.Fetch(pb.FetchRequest(key=n), timeout=20).read())
-        assert (status, "never stored" in details) == ("NOT_FOUND", True)
+    for method, text, request in cases:
+        call = getattr(service.stub, method)(request, timeout=20)
+        status, details = await status_of(call.read() if method == "Fetch" else call)
+        assert (status, text in details) == ("INVALID_ARGUMENT", True), (method, details)
+    status, details = await status_of(service.stub.Fetch(pb.FetchRequest(key=n), timeout=20).read())
+    assert (status, "never stored" in details) == ("NOT_FOUND", True)
     await service.put("S", b"x")
     for _ in range(2):
         await service.find("S")
-    with pytest.raises(errors.ResourceExhausted, match="2 leases are active"):
+    with pytest.raises(errors.ResourceExhausted, match=r"2 leases are active.* raise max_leases"):
         await service.find("S")
+    service.clock.now += 3600
+    assert (await service.find("S")).lease, "those that are over do not count"
 
 
 async def test_limits_on_calls_at_once(start: Any) -> None:
     service = await start(max_puts=1, max_fetches=1, memory=32 * MIB, disk=64 * MIB)
     data = payload("big", 24 * MIB)
     key, _ = await service.put("S", data)
-    async with service.stub() as stub:
-        # 24 MiB don't fit the channel's flow control, so a fetch that nobody reads goes on.
-        fetch = stub.Fetch(pb.FetchRequest(key=key), timeout=60)
-        await fetch.read()
-        status, details = await status_of(stub.Fetch(pb.FetchRequest(key=key), timeout=20).read())
-        assert (status, "raise max_fetches" in details) == ("RESOURCE_EXHAUSTED", True)
-        fetch.cancel()
-        put = stub.Put(timeout=60)
-        await put.write(head(path=[S, A]))
-        await until(lambda: bool(service.store.residents._reserved))
-        with pytest.raises(errors.ResourceExhausted, match="raise max_puts"):
-            await service.put("SB", b"b")
-        await put.write(part(b"abc"))
-        await put.done_writing()
-        assert (await put).outcome == pb.PutResponse.OUTCOME_STORED
+    # 24 MiB don't fit the channel's flow control, so a fetch that nobody reads goes on.
+    fetch = service.stub.Fetch(pb.FetchRequest(key=key), timeout=60)
+    await fetch.read()
+    status, details = await status_of(service.stub.Fetch(pb.FetchRequest(key=key), timeout=20).read())
+    assert (status, "raise max_fetches" in details) == ("RESOURCE_EXHAUSTED", True)
+    fetch.cancel()
+    put = service.stub.Put(timeout=60)
+    await put.write(head(path=[S, A]))
+    await until(lambda: bool(service.store.residents._reserved))
+    with pytest.raises(errors.ResourceExhausted, match="raise max_puts"):
+        await service.put("SB", b"b")
+    await put.write(part(b"abc"))
+    await put.done_writing()
+    assert (await put).outcome == pb.PutResponse.OUTCOME_STORED
     await service.settled()
     assert await service.get("S") == data
 
 
-async def test_client_errors_are_ours(start: Any, cache_client: Any) -> None:
-    service = await start()
+async def test_client_errors_are_ours(service: Any, cache_client: Any) -> None:
     await service.put("S", b"abc")
     entry = await service.entry("S")
     with pytest.raises(errors.InvalidArgument, match="the buffer holds 2 bytes, the entry 3"):
@@ -183,8 +191,7 @@ async def test_client_errors_are_ours(start: Any, cache_client: Any) -> None:
         await service.fetch(Entry(b"?" * 32, 3, 1, 0, entry.checksum, "memory", b""))
 
 
-async def test_the_client_deletes_what_arrives_damaged(start: Any) -> None:
-    service = await start()
+async def test_the_client_deletes_what_arrives_damaged(service: Any) -> None:
     await service.put("S", b"abc")
     entry = await service.entry("S")
     place = next(iter(service.store.residents)).places["memory"]
@@ -194,26 +201,24 @@ async def test_the_client_deletes_what_arrives_damaged(start: Any) -> None:
     assert (await service.find("S")).hits[0].kind is HitKind.MISS
 
 
-async def test_of_two_writers_the_first_to_commit_wins(start: Any) -> None:
-    service = await start()
+async def test_of_two_writers_the_first_to_commit_wins(service: Any) -> None:
     data = [b"one" * 1000, b"two" * 1000]
-    async with service.stub() as stub:
-        puts = [stub.Put(timeout=20) for _ in data]
-        for put, content in zip(puts, data, strict=True):
-            await put.write(head(content))
-        # Both have reserved their space, in memory and on disk.
-        await until(lambda: len(service.store.residents._reserved) == 4)
-        for i in (1, 0):
-            await puts[i].write(pb.PutRequest(data=data[i]))
-            await puts[i].done_writing()
-            outcome = (await puts[i]).outcome
-            assert outcome == (pb.PutResponse.OUTCOME_STORED if i else pb.PutResponse.OUTCOME_EXISTS)
+    puts = [service.stub.Put(timeout=20) for _ in data]
+    for put, content in zip(puts, data, strict=True):
+        await put.write(head(content))
+    # Both have reserved their space, in memory and on disk.
+    await until(lambda: len(service.store.residents._reserved) == 4)
+    for i in (1, 0):
+        await puts[i].write(pb.PutRequest(data=data[i]))
+        await puts[i].done_writing()
+        outcome = (await puts[i]).outcome
+        assert outcome == (pb.PutResponse.OUTCOME_STORED if i else pb.PutResponse.OUTCOME_EXISTS)
     await service.settled()
     assert await service.get("S") == data[1]
 
 
-async def test_twenty_writers_at_once_store_one_entry(start: Any) -> None:
-    service, data = await start(), payload("same", 100_000)
+async def test_twenty_writers_at_once_store_one_entry(service: Any) -> None:
+    data = payload("same", 100_000)
     results = await asyncio.gather(*(service.put("S", data) for _ in range(20)))
     assert sum(stored for _, stored in results) == 1
     assert len({key for key, _ in results}) == 1
@@ -224,14 +229,13 @@ async def test_twenty_writers_at_once_store_one_entry(start: Any) -> None:
 @pytest.mark.parametrize("sent", [0, 100, 9 * MIB])
 async def test_a_caller_that_hangs_up_leaves_nothing(start: Any, sent: int) -> None:
     service, data = await start(memory=16 * MIB, disk=32 * MIB), payload("x", 10 * MIB)
-    async with service.stub() as stub:
-        put = stub.Put(timeout=20)
-        await put.write(head(data))
-        for at in range(0, sent, MIB):
-            await put.write(pb.PutRequest(data=data[at : min(at + MIB, sent)]))
-        await until(lambda: len(service.store.residents._reserved) == 2)
-        put.cancel()
-        await until(lambda: not service.store.residents._reserved)
+    put = service.stub.Put(timeout=20)
+    await put.write(head(data))
+    for at in range(0, sent, MIB):
+        await put.write(pb.PutRequest(data=data[at : min(at + MIB, sent)]))
+    await until(lambda: len(service.store.residents._reserved) == 2)
+    put.cancel()
+    await until(lambda: not service.store.residents._reserved)
     await service.settled()
     assert service.store.residents.home.used_bytes == 0
     assert (await service.put("S", data))[1]
@@ -258,16 +262,15 @@ async def test_fetches_that_hang_up_hold_nothing(start: Any, memory: int) -> Non
     service, data = await start(memory=memory, disk=32 * MIB), payload("x", 12 * MIB)
     await service.put("S", data)
     entry = await service.entry("S", lease_ms=1)
-    async with service.stub() as stub:
-        for frames in (0, 1, 3):
-            call = stub.Fetch(pb.FetchRequest(key=entry.key), timeout=20)
-            for _ in range(frames):
-                await call.read()
-            call.cancel()
-        late = stub.Fetch(pb.FetchRequest(key=entry.key), timeout=0.2)
-        with contextlib.suppress(grpc.aio.AioRpcError):  # its time may be over before the first bytes come
-            await late.read()
-        await until(lambda: all(e.pins == 0 for e in service.store.residents))
+    for count in (0, 1, 3):
+        call = service.stub.Fetch(pb.FetchRequest(key=entry.key), timeout=20)
+        for _ in range(count):
+            await call.read()
+        call.cancel()
+    late = service.stub.Fetch(pb.FetchRequest(key=entry.key), timeout=0.2)
+    with contextlib.suppress(grpc.aio.AioRpcError):  # its time may be over before the first bytes come
+        await late.read()
+    await until(lambda: all(e.pins == 0 for e in service.store.residents))
     await service.settled()
     assert await service.fetch(entry) == data
 
@@ -276,15 +279,14 @@ async def test_an_entry_that_is_read_is_not_overwritten(start: Any) -> None:
     service, data = await start(memory=20 * MIB, disk=20 * MIB), payload("read", 12 * MIB)
     await service.put("S", data)
     entry = await service.entry("S")
-    async with service.stub() as stub:
-        call = stub.Fetch(pb.FetchRequest(key=entry.key), timeout=60)
-        received = [(await call.read()).data]
-        assert await service.client.delete([entry.key]) == 1
-        with pytest.raises(errors.ResourceExhausted):
-            await service.put(["S", "big"], payload("big", 12 * MIB))
-        assert (await service.put("S", payload("again", 6 * MIB)))[1]
-        while (message := await call.read()) is not grpc.aio.EOF:
-            received.append(message.data)
+    call = service.stub.Fetch(pb.FetchRequest(key=entry.key), timeout=60)
+    received = [(await call.read()).data]
+    assert await service.client.delete([entry.key]) == 1
+    with pytest.raises(errors.ResourceExhausted):
+        await service.put(["S", "big"], payload("big", 12 * MIB))
+    assert (await service.put("S", payload("again", 6 * MIB)))[1]
+    while (message := await call.read()) is not grpc.aio.EOF:
+        received.append(message.data)
     assert b"".join(received) == data
 
 
@@ -297,10 +299,6 @@ async def test_many_fetches_of_one_cold_entry_read_it_once(start: Any) -> None:
     assert entry.tier == "disk"
     assert await asyncio.gather(*(service.fetch(entry) for _ in range(8))) == [payload("x", MIB)] * 8
     assert service.count("promotions") == 1
-
-
-def segment(service: Service) -> Path:
-    return Path(service.config.data_dir / "segments" / "000000.kv")
 
 
 async def on_disk_only(service: Service) -> Any:
@@ -341,25 +339,18 @@ async def test_damage_on_disk_is_data_loss_and_deleted(start: Any, at: int | Non
 async def test_a_disk_that_can_t_be_written_refuses_and_goes_on(start: Any) -> None:
     service = await start(memory=1 * MIB, disk=16 * MIB)
     entry = await on_disk_only(service)
-    disk = service.store.residents.home
-    writable = disk._files[0, "kv"]
-    disk._files[0, "kv"] = os.open(segment(service), os.O_RDONLY)
-    for size in (100, 9 * MIB):
-        with pytest.raises(errors.ResourceExhausted, match="can't write the entry"):
-            await service.put(["S", "new"], payload("new", size))
-    await service.settled()
-    assert await service.fetch(entry) == payload("bad", 600_000)
-    os.close(disk._files[0, "kv"])
-    disk._files[0, "kv"] = writable
+    with read_only(service):
+        for size in (100, 9 * MIB):
+            with pytest.raises(errors.ResourceExhausted, match="can't write the entry"):
+                await service.put(["S", "new"], payload("new", size))
+        await service.settled()
+        assert await service.fetch(entry) == payload("bad", 600_000)
     assert (await service.put(["S", "new"], payload("new", 9 * MIB)))[1]
     assert (await service.client.stats()).puts_refused == 2
 
 
-async def test_a_deadline_between_the_last_byte_and_the_half_close(
-    start: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_deadline_between_the_last_byte_and_the_half_close(service: Any, monkeypatch: Any) -> None:
     """gRPC's threads have ended the call, and the event loop has not heard of it yet."""
-    service = await start()
     whole = frames.split
 
     def split(data: memoryview) -> Iterator[memoryview]:

@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from fusionkv.kvcache_service.config import Config
-from fusionkv.kvcache_service.index import record
-from fusionkv.kvcache_service.index.record import HitKind
+from fusionkv.kvcache_service.index.record import HitKind, Record
 from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.store.writing import reserve
-from fusionkv.protos.runtime.checksum import checksum as checksum_of
 from fusionkv.protos.runtime.errors import NotFound, ResourceExhausted
 from tests.examples import examples
 from tests.kvcache_service import tools
@@ -40,7 +38,7 @@ def make_machine(memory: int, disk: int) -> type[RuleBasedStateMachine]:
             self.loop = asyncio.new_event_loop()
             self.directory = Path(tempfile.mkdtemp(prefix="fusionkv-model", dir=SCRATCH))
             self.clock = tools.Clock()
-            self.content: dict[bytes, tuple[record.Record, str, bytes]] = {}
+            self.content: dict[bytes, tuple[Record, str, bytes]] = {}
             self.leases: dict[int, tuple[set[bytes], float]] = {}
             self.count = 0
             self.open()
@@ -54,12 +52,10 @@ def make_machine(memory: int, disk: int) -> type[RuleBasedStateMachine]:
             self.leases = {i: (k, t) for i, (k, t) in self.leases.items() if t > self.clock.now}
             return {key for keys, _ in self.leases.values() for key in keys}
 
-        def record(self, text: str, variant: str, size: int, namespace: bytes) -> tuple[record.Record, bytes]:
+        def record(self, text: str, variant: str, size: int, namespace: bytes) -> tuple[Record, bytes]:
             self.count += 1
             data = tools.payload(self.count, size)
-            variant = variant if len(text) > 1 else ""
-            checksum = checksum_of(data)
-            return record.make(namespace, path(text), variant.encode() * 32, size, 1, 0, checksum), data
+            return tools.record(text, data, variant.encode() * 32 * (len(text) > 1), namespace), data
 
         @rule(text=names, variant=variants, size=sizes, namespace=namespaces, finish=st.booleans())
         def put(self, text: str, variant: str, size: int, namespace: bytes, finish: bool) -> None:
@@ -127,7 +123,6 @@ def make_machine(memory: int, disk: int) -> type[RuleBasedStateMachine]:
             plain = [(r, text) for r, text in same if not r.variant]
             if not plain:
                 return HitKind.MISS, set()
-
             best = max(tools.common(text, prefix) for _, text in plain)
             return HitKind.ALTERNATIVE, {r.key for r, text in plain if tools.common(text, prefix) == best}
 

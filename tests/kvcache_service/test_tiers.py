@@ -15,11 +15,12 @@ from fusionkv.kvcache_service.index.record import Record, encode
 from fusionkv.kvcache_service.tiers import disk
 from fusionkv.kvcache_service.tiers.base import Place, Tier
 from fusionkv.kvcache_service.tiers.disk import DiskTier
-from fusionkv.kvcache_service.tiers.disk_index import DiskIndex
 from fusionkv.kvcache_service.tiers.extents import NoSpace
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
-from fusionkv.kvcache_service.tiers.sealed_disk import DiskKeys, SealedDiskTier
+from fusionkv.kvcache_service.tiers.sealed_disk import SealedDiskTier
 from tests.kvcache_service import tools
+from tests.kvcache_service.test_index_rewrite import opened
+from tests.kvcache_service.tools import payload, write
 
 BLOCK = 4096
 CAPACITY = 16 * BLOCK
@@ -31,8 +32,7 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
     if request.param == "memory":
         made = MemoryTier(CAPACITY)
     elif "encrypted" in request.param:
-        (tmp_path / "keys").write_text(os.urandom(32).hex())
-        made = SealedDiskTier(tmp_path / "data", CAPACITY, DiskKeys(tmp_path / "keys"))
+        made = SealedDiskTier(tmp_path / "data", CAPACITY, tools.disk_keys(tmp_path / "keys", os.urandom(32)))
     else:
         made = DiskTier(tmp_path / "data", CAPACITY, sync="sync" in request.param)
     assert request.param.startswith(made.name)
@@ -41,19 +41,12 @@ def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
     made.close()
 
 
-def store(tier: Tier, data: bytes) -> Place:
-    place, freed = tier.reserve(len(data))
-    assert freed == []
-    tier.write(place, 0, [memoryview(data)])
-    return place
-
-
 def content(tier: Tier, place: Place) -> bytes:
     return bytes(tier.read(place, 0, place.size))
 
 
 def test_bytes_come_back_whatever_the_pieces(tier: Tier) -> None:
-    data = tools.payload("a", 3 * BLOCK + 17)
+    data = payload("a", 3 * BLOCK + 17)
     place, _ = tier.reserve(len(data))
     view = memoryview(data)
     tier.write(place, 0, [view[:1], view[1:1], view[1:5000]])
@@ -65,9 +58,9 @@ def test_bytes_come_back_whatever_the_pieces(tier: Tier) -> None:
 
 def test_neighbours_don_t_touch(tier: Tier) -> None:
     sizes = [1, BLOCK, BLOCK + 1, 2 * BLOCK - 1]
-    places = {store(tier, tools.payload(size, size)): size for size in sizes}
+    places = {write(tier, payload(size, size)): size for size in sizes}
     for place, size in places.items():
-        assert content(tier, place) == tools.payload(size, size)
+        assert content(tier, place) == payload(size, size)
         assert place.offset % BLOCK == 0
     assert tier.used_bytes == (1 + 1 + 2 + 2) * BLOCK
     assert tier.capacity_bytes == CAPACITY
@@ -86,29 +79,28 @@ def test_what_is_over_the_capacity_is_refused(tier: Tier) -> None:
 
 
 def test_victims_make_room_and_their_space_is_used_again(tier: Tier) -> None:
-    old = [store(tier, tools.payload(i, 4 * BLOCK)) for i in range(4)]
+    old = [write(tier, payload(i, 4 * BLOCK)) for i in range(4)]
     place, freed = tier.reserve(8 * BLOCK, [old[3], old[1], old[2]])
     assert sorted(freed) == [old[1].offset, old[2].offset] or sorted(freed) == [old[2].offset, old[3].offset]
-    data = tools.payload("new", 8 * BLOCK)
+    data = payload("new", 8 * BLOCK)
     tier.write(place, 0, [memoryview(data)])
     kept = [p for p in old if p.offset not in freed]
     assert content(tier, place) == data
-    assert [content(tier, p) for p in kept] == [tools.payload(old.index(p), 4 * BLOCK) for p in kept]
+    assert [content(tier, p) for p in kept] == [payload(old.index(p), 4 * BLOCK) for p in kept]
     tier.check_integrity(dict.fromkeys([place, *kept]))
 
 
 def test_refusal_frees_no_victim(tier: Tier) -> None:
-    old = [store(tier, tools.payload(i, 4 * BLOCK)) for i in range(4)]
+    old = [write(tier, payload(i, 4 * BLOCK)) for i in range(4)]
     with pytest.raises(NoSpace):
         tier.reserve(9 * BLOCK, [old[0], old[2], old[3]])
-    assert [content(tier, p) for p in old] == [tools.payload(i, 4 * BLOCK) for i in range(4)]
+    assert [content(tier, p) for p in old] == [payload(i, 4 * BLOCK) for i in range(4)]
     tier.check_integrity(dict.fromkeys(old))
 
 
 def test_commit_and_forget_of_entries(tier: Tier) -> None:
-    data = tools.payload("a", 5000)
-    record = tools.record([tools.digest("S")], data)
-    place = store(tier, data)
+    data = payload("a", 5000)
+    record, place = tools.record("S", data), write(tier, data)
     tier.commit(record, place, 1.5)
     tier.save_heat([(record.key, 2.5), (b"u" * 32, 1.0)])
     tier.check_integrity({place: record.key})
@@ -118,11 +110,10 @@ def test_commit_and_forget_of_entries(tier: Tier) -> None:
 
 
 def test_forget_leaves_a_key_that_is_at_another_place_now(tier: Tier) -> None:
-    data = tools.payload("a", 5000)
-    record = tools.record([tools.digest("S")], data)
-    first, second = store(tier, data), store(tier, data)
-    tier.commit(record, first, 0.0)
-    tier.commit(record, second, 0.0)
+    data = payload("a", 5000)
+    record, first, second = tools.record("S", data), write(tier, data), write(tier, data)
+    for place in (first, second):
+        tier.commit(record, place, 0.0)
     tier.forget([(record.key, first)])
     tier.check_integrity({first: None, second: record.key})
 
@@ -139,12 +130,8 @@ class Filled:
         tier = DiskTier(directory, LARGE)
         assert list(tier.recover()) == []
         for i in range(count):
-            data = tools.payload(i, 3 * BLOCK - 100 * i)
-            record = tools.record(
-                [tools.digest("S"), tools.digest(str(i))], data, variant=tools.digest("v") * (i % 2)
-            )
-            place, _ = tier.reserve(len(data))
-            tier.write(place, 0, [memoryview(data)])
+            data = payload(i, 3 * BLOCK - 100 * i)
+            record, place = tools.record(f"S{i}", data, variant=b"v" * 32 * (i % 2)), write(tier, data)
             tier.commit(record, place, float(i))
             self.entries[record.key] = (record, place, data)
         tier.close()
@@ -182,13 +169,13 @@ def filled(tmp_path: Path) -> Filled:
 
 
 def test_a_restart_keeps_everything(filled: Filled) -> None:
-    filled.reopened(filled.keys).close()
-    filled.reopened(filled.keys).close()
+    for _ in range(2):
+        filled.reopened(filled.keys).close()
 
 
 def test_bytes_behind_the_last_record_are_free_space(filled: Filled) -> None:
     with open(filled.segment, "ab") as file:
-        file.write(tools.payload("tail", 3 * BLOCK + 5))
+        file.write(payload("tail", 3 * BLOCK + 5))
     tier = filled.reopened(filled.keys)
     place, freed = tier.reserve(2 * BLOCK)
     assert freed == []
@@ -196,15 +183,14 @@ def test_bytes_behind_the_last_record_are_free_space(filled: Filled) -> None:
     tier.close()
 
 
-def test_entries_in_a_truncated_tail_are_dropped(filled: Filled) -> None:
-    os.truncate(filled.segment, filled.entries[filled.keys[3]][1].offset + 100)
-    filled.reopened(filled.keys[:3]).close()
-    filled.reopened(filled.keys[:3]).close()
-
-
-def test_a_missing_segment_drops_its_entries(filled: Filled) -> None:
-    filled.segment.unlink()
-    filled.reopened([]).close()
+@pytest.mark.parametrize("left", [0, 3])
+def test_entries_in_a_truncated_tail_or_a_missing_segment_are_dropped(filled: Filled, left: int) -> None:
+    if left:
+        os.truncate(filled.segment, filled.entries[filled.keys[left]][1].offset + 100)
+    else:
+        filled.segment.unlink()
+    for _ in range(2):
+        filled.reopened(filled.keys[:left]).close()
 
 
 def flipped(value: bytes, seed: int) -> bytes:
@@ -249,23 +235,20 @@ def test_an_index_that_is_no_database_starts_empty(filled: Filled, damage: bytes
 
 def test_a_lost_page_of_the_index_does_not_keep_it_from_opening(tmp_path: Path, caplog: Any) -> None:
     """Zeros where a page of LMDB was: some of them would end this very process with SIGABRT."""
-    whole = DiskIndex(tmp_path / "index", 1 << 26, False)
-    for i in range(300):
-        whole.put([(tools.record([tools.digest("S"), tools.digest(str(i))], b"data"), i * BLOCK, 1.0)])
-    whole.close()
+    with opened(tmp_path / "index") as index:
+        for i in range(300):
+            index.put([(tools.record([tools.digest("S"), tools.digest(str(i))]), i * BLOCK, 1.0)])
     path = tmp_path / "index" / "data.mdb"
     data = path.read_bytes()
     for page in range(2, len(data) // 4096, 5):
         path.write_bytes(data[: 4096 * page] + bytes(4096) + data[4096 * (page + 1) :])
-        opened = DiskIndex(tmp_path / "index", 1 << 26, False)
-        assert len(list(opened.load())) in (0, 300)
-        opened.put([(tools.record([tools.digest("S"), tools.digest("new")], b"data"), 0, 1.0)])
-        opened.close()
+        with opened(tmp_path / "index") as index:
+            assert len(list(index.load())) in (0, 300)
+            index.put([(tools.record("Sn"), 0, 1.0)])
     assert "reading it ends a process with SIGABRT" in caplog.text
     path.write_bytes(data)
-    opened = DiskIndex(tmp_path / "index", 1 << 26, False)
-    assert len(list(opened.load())) == 300
-    opened.close()
+    with opened(tmp_path / "index") as index:
+        assert len(list(index.load())) == 300
 
 
 def test_one_process_a_directory(filled: Filled) -> None:
@@ -277,9 +260,7 @@ def test_one_process_a_directory(filled: Filled) -> None:
 
 
 @pytest.mark.parametrize("sync", [False, True])
-def test_a_crash_of_the_machine_empties_the_tier_but_for_one_that_syncs(
-    filled: Filled, monkeypatch: pytest.MonkeyPatch, sync: bool
-) -> None:
+def test_a_crash_of_the_machine_empties_a_tier_without_sync(filled: Filled, monkeypatch: Any, sync: bool) -> None:
     tier = filled.reopened(filled.keys, sync=sync)
     # As a process that wrote through it leaves it when the machine stops.
     copy = filled.directory.with_name("copy")

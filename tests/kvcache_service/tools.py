@@ -3,14 +3,13 @@
 import asyncio
 import hashlib
 import itertools
-import random
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
+from grpc.aio import insecure_channel
 
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.kvcache_service.config import Config
@@ -21,15 +20,17 @@ from fusionkv.kvcache_service.remote.sharing import Sharing
 from fusionkv.kvcache_service.remote.tier import Engine, RemoteTier
 from fusionkv.kvcache_service.servicer import KVCacheServicer, handler
 from fusionkv.kvcache_service.store.store import Store
-from fusionkv.kvcache_service.tiers.base import Tier
+from fusionkv.kvcache_service.tiers.base import Place, Tier
 from fusionkv.kvcache_service.tiers.disk import DiskTier
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
+from fusionkv.kvcache_service.tiers.sealed_disk import DiskKeys
 from fusionkv.protos.kvcache.v1 import kvcache_pb2_grpc
 from fusionkv.protos.runtime.checksum import checksum
 from tests.services import listening
+from tests.system.cache_process import MIB as MIB
+from tests.system.cache_process import NAMESPACE as NAMESPACE
+from tests.system.cache_process import payload as payload
 from tests.waiting import until
-
-KIB, MIB = 1 << 10, 1 << 20
 
 
 def digest(name: str) -> bytes:
@@ -46,10 +47,6 @@ def path(names: str) -> list[bytes]:
     return [name.encode() * 32 for name in names]
 
 
-def payload(seed: object, size: int) -> bytes:
-    return random.Random(repr(seed)).randbytes(size)
-
-
 @dataclass
 class Clock:
     """A clock that stands still until it is told to move."""
@@ -61,24 +58,19 @@ class Clock:
 
 
 @dataclass
-class Service:
-    """A store and a server over it; the clocks are the test's. Elements of paths are names or digests."""
+class Caller:
+    """A caller of a cache service. Elements of paths are names or digests."""
 
-    config: Config
-    store: Store
-    address: str
     client: CacheClient
-    clock: Clock
-    sharing: Sharing | None
 
     async def put(self, path: Sequence[str | bytes], data: bytes, **more: Any) -> tuple[bytes, bool]:
-        fields = {"namespace": digest("namespace"), "tokens": 7, "base": 3, "timeout": 30.0, **more}
+        fields = {"namespace": NAMESPACE, "tokens": 7, "base": 3, "timeout": 30.0, **more}
         return await self.client.put(path=[named(part) for part in path], data=memoryview(data), **fields)
 
     async def find(self, *path: str | bytes | tuple[str | bytes, list[bytes]], **more: Any) -> Any:
         elements = [part if isinstance(part, tuple) else (part, []) for part in path]
         asked = [(named(part), variants) for part, variants in elements]
-        return await self.client.lookup(digest("namespace"), asked, **{"timeout": 10.0, **more})
+        return await self.client.lookup(NAMESPACE, asked, **{"timeout": 10.0, **more})
 
     async def entry(self, *path: str | bytes, **more: Any) -> Any:
         """What is found of the last element; None if nothing is."""
@@ -92,18 +84,28 @@ class Service:
     async def get(self, *path: str | bytes) -> bytes:
         return await self.fetch(await self.entry(*path))
 
+    async def fetched(self, entry: Any) -> tuple[bytes, int]:
+        """The bytes of an entry, and how many of them the service streamed."""
+        before = (await self.client.stats()).bytes_fetched
+        return await self.fetch(entry), (await self.client.stats()).bytes_fetched - before
+
+
+@dataclass
+class Service(Caller):
+    """A store and a server over it, with a caller and gRPC's own client; the clocks are the test's."""
+
+    stub: kvcache_pb2_grpc.KVCacheServiceStub
+    config: Config
+    store: Store
+    clock: Clock
+    sharing: Sharing | None
+
     def chunks(self, tier: str) -> set[bytes]:
         """The chunks of the entries that are in a tier."""
         return {entry.record.chunk for entry in self.store.residents if tier in entry.places}
 
     def count(self, name: str, tier: str = "memory") -> int:
         return self.store.counters.get(name, tier)
-
-    @asynccontextmanager
-    async def stub(self) -> AsyncIterator[kvcache_pb2_grpc.KVCacheServiceStub]:
-        """gRPC's own client."""
-        async with grpc.aio.insecure_channel(self.address) as channel:
-            yield kvcache_pb2_grpc.KVCacheServiceStub(channel)
 
     async def settled(self) -> None:
         """Waits until nothing is under way, then asserts that everything agrees."""
@@ -139,10 +141,10 @@ async def serving(
     sharing = Sharing(store, RemoteTier(engine)) if engine is not None else None
     writing = asyncio.create_task(sharing.run()) if sharing is not None else None
     try:
-        async with listening(handler(KVCacheServicer(store, config, sharing))) as address:
-            client = CacheClient(address)
+        async with listening(handler(KVCacheServicer(store, config, sharing))) as at, insecure_channel(at) as channel:
+            client, stub = CacheClient(at), kvcache_pb2_grpc.KVCacheServiceStub(channel)
             try:
-                yield (service := Service(config, store, address, client, clock, sharing))
+                yield (service := Service(client, stub, config, store, clock, sharing))
                 await service.settled()
             finally:
                 await client.close()
@@ -156,42 +158,38 @@ async def serving(
         await store.close()
 
 
-def record(path: list[bytes], data: bytes, variant: bytes = b"") -> Record:
-    """Of an entry of the tests' namespace."""
-    return make(digest("namespace"), path, variant, len(data), 7, 3, checksum(data))
+def write(tier: Tier, data: bytes) -> Place:
+    """Reserves room for bytes without taking any from others, and writes them."""
+    place, freed = tier.reserve(len(data))
+    assert freed == []
+    tier.write(place, 0, [memoryview(data)])
+    return place
 
 
-@dataclass
-class Near:
-    """A client on a service's machine."""
+def disk_keys(file: Path, *raw: bytes) -> DiskKeys:
+    """Keys that are written to a file."""
+    file.write_text("\n".join(key.hex() for key in raw) + "\n")
+    return DiskKeys(file)
 
-    service: Service
-    client: CacheClient
 
-    async def fetched(self, entry: Any) -> tuple[bytes, int]:
-        """The bytes of an entry, and how many of them the service streamed."""
-        before = (await self.client.stats()).bytes_fetched
-        buffer = bytearray(entry.size)
-        await self.client.fetch(entry, memoryview(buffer), timeout=30)
-        return bytes(buffer), (await self.client.stats()).bytes_fetched - before
-
-    async def find(self, name: str, **more: Any) -> Any:
-        return await self.client.lookup(digest("namespace"), [(digest(name), [])], **{"timeout": 10.0, **more})
-
-    async def entry(self, name: str, **more: Any) -> Any:
-        return (await self.find(name, **more)).hits[0].entry
+def record(
+    of: str | list[bytes], data: bytes = b"data", variant: bytes = b"", namespace: bytes = NAMESPACE, **more: Any
+) -> Record:
+    """Of an entry with these bytes; `of`: its path, or the path's names of one letter."""
+    elements = path(of) if isinstance(of, str) else of
+    return make(namespace, elements, variant, len(data), 7, 3, checksum(data), **more)
 
 
 @asynccontextmanager
-async def nearby(service: Service, socket: Path, *, hand_over: bool = True) -> AsyncIterator[Near]:
-    """Serves an open service on a unix socket too, with its memory handed over beside it."""
+async def nearby(service: Service, socket: Path, *, hand_over: bool = True) -> AsyncIterator[Caller]:
+    """Serves an open service on a unix socket too, with its memory handed over beside it; a caller there."""
     address, memory = f"unix:{socket}", service.store.residents.tiers[0]
     async with listening(handler(KVCacheServicer(service.store, service.config)), address):
         place = path_of(address)
         doorway = share_memory(place, memory.arena, memory.capacity_bytes, memory.file) if hand_over else None
         client = CacheClient(address)
         try:
-            yield Near(service, client)
+            yield Caller(client)
         finally:
             await client.close()
             if doorway is not None:

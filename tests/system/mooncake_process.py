@@ -1,7 +1,6 @@
 """A real Mooncake master for tests; without the package, or a library that it needs, the test is skipped."""
 
 import socket
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import pytest
 
 from tests.ports import free_port
 from tests.system.redis_process import Killable
-from tests.waiting import wait_until
 
 # Of one service: the tests' entries are small, and memory is allocated as a whole.
 SEGMENT = "64MiB"
@@ -40,16 +38,7 @@ class MooncakeMaster(Killable):
         ports = ("--rpc_port", str(self.port), "--metrics_port", str(self._metrics))
         # Of a client that was killed its memory is given up soon.
         where = ("--rpc_address", self._host, "--metrics_host", self._host, "--client_ttl", "3")
-        with self._log.open("w") as out:
-            self.process = subprocess.Popen(
-                [*self._before, str(self._program), *ports, *where], stdin=subprocess.DEVNULL, stdout=out, stderr=out
-            )
-        try:
-            wait_until(lambda: self._listens() or self.process.poll() is not None)
-            assert self.process.poll() is None, self._log.read_text()
-        except BaseException:
-            self.kill9()
-            raise
+        self._begin([*self._before, str(self._program), *ports, *where], self._log, self._listens)
 
     def _listens(self) -> bool:
         with socket.socket() as probe:

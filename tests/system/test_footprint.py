@@ -12,6 +12,7 @@ import pytest
 
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.gateway.client.client import Client
+from tests.services import HERE
 from tests.stopwatch import SLOWER
 from tests.system.cache_process import flags, get, payload, put
 
@@ -39,20 +40,11 @@ def test_services_start_soon_and_stay_small(launch: Any, tmp_path: Path) -> None
 
     The first start after an installation compiles what it imports: the second one counts.
     """
-    given = (
-        "serve",
-        "--model",
-        str(MODEL),
-        "--data-dir",
-        str(tmp_path / "data"),
-        "--listen",
-        "127.0.0.1:0",
-        "--json",
-    )
+    own = ("--model", str(MODEL), "--data-dir", str(tmp_path / "data"), *HERE, "--json")
     took = []
     for _ in range(2):
         pool = {"FUSIONKV_WORKER_POOL_BYTES": str(POOL)}
-        service = launch("fusionkv.gateway.cli.main", *given, services=0, env=pool)
+        service = launch("fusionkv.gateway.cli.main", "serve", *own, services=0, env=pool)
         service.wait_for_line('"event": "ready"', timeout=120)
         told = [json.loads(line) for line in service.log.splitlines() if line.startswith("{")]
         address = next(event["addresses"][0] for event in told if event.get("service") == "gateway")
@@ -77,16 +69,14 @@ def test_services_start_soon_and_stay_small(launch: Any, tmp_path: Path) -> None
 @pytest.mark.slow
 async def test_ranks_start_where_no_compiler_is_loaded(launch: Any) -> None:
     """torch.distributed wants more of the compiler than marks. Not a fork, which has it."""
-    own = ("--model", str(MODEL), "--cache", "none", "--listen", "127.0.0.1:0", "--tensor-parallel", "2")
+    own = ("--model", str(MODEL), "--cache", "none", *HERE, "--tensor-parallel", "2")
     worker = launch("fusionkv.fusion_worker", *own, "--pool-bytes", str(POOL), env={"OMP_NUM_THREADS": "1"})
     client = WorkerClient(worker.address)
     assert (await client.model()).name == MODEL.name
     await client.close()
 
 
-async def test_a_cache_service_stays_small_whatever_goes_through_it(
-    launch: Any, cache_client: Any, tmp_path: Path
-) -> None:
+async def test_a_cache_service_stays_small(launch: Any, cache_client: Any, tmp_path: Path) -> None:
     service = launch(*flags(tmp_path / "data", memory="32MiB"))
     client = cache_client(service)
     for i in range(64):
@@ -110,7 +100,6 @@ def test_the_help_is_there_at_once() -> None:
     assert min(seconds) <= 0.3
 
 
-@pytest.mark.system
 def test_a_worker_and_an_embedder_load_no_compiler() -> None:
     """torch's, which a model is loaded without; whoever wants it afterwards has it, and the model is the same."""
     code = """

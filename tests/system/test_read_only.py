@@ -15,7 +15,7 @@ from tests.conftest import Service
 from tests.gateway.test_retrieval import put as ingest
 from tests.gateway.test_retrieval import texts
 from tests.small_disk import SmallDisk, mounted
-from tests.system.cache_process import MIB, flags, get, payload, put
+from tests.system.cache_process import MIB, check_refused, flags, get, payload, put
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]
 GATEWAY = ("fusionkv.gateway", "--listen", "127.0.0.1:0", "--data-dir")
@@ -25,15 +25,6 @@ GATEWAY = ("fusionkv.gateway", "--listen", "127.0.0.1:0", "--data-dir")
 def disk(tmp_path: Path) -> Iterator[SmallDisk]:
     with mounted(tmp_path, "8m") as made:
         yield made
-
-
-def check_refused(service: Service, reason: str) -> None:
-    try:
-        assert service.wait() == 1, service.log
-        assert "Traceback" not in service.log
-        assert reason in service.log.splitlines()[-1]
-    finally:
-        service.kill9()
 
 
 async def test_no_service_starts_on_a_read_only_disk(disk: SmallDisk) -> None:
@@ -72,9 +63,7 @@ def test_no_service_starts_without_permission(tmp_path: Path, used: bool) -> Non
             path.chmod(0o700)
 
 
-async def test_a_cache_whose_segments_become_read_only_keeps_its_entries(
-    launch: Any, cache_client: Any, disk: SmallDisk
-) -> None:
+async def test_a_cache_with_read_only_segments_keeps_entries(launch: Any, cache_client: Any, disk: SmallDisk) -> None:
     for name in "ab":
         service = launch(*flags(disk.inside / "data", disk="3MiB"), before=disk.before)
         client = cache_client(service)

@@ -4,7 +4,6 @@ import hashlib
 import json
 import re
 import secrets
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,19 +20,16 @@ from fusionkv.protos.runtime.errors import NotFound, ResourceExhausted, Unauthen
 from tests.gateway import sentence_models
 from tests.services import start_cache, start_gateway, start_worker, token_entry, token_flags
 from tests.system.otlp import Receiver, attributes, points, receiving
+from tests.system.redis_process import still
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]
 SERVICES = {"fusionkv-gateway", "fusionkv-worker", "fusionkv-kvcache"}
 RPC = re.compile(r"/(gateway|fusion|kvcache)\.v1\.\w+/\w+")
 # What the GenAI conventions ask of a span, by its operation.
-REQUIRED = {
-    "chat": "gen_ai.request.model",
-    "embeddings": "gen_ai.request.model",
-    "retrieval": "gen_ai.data_source.id",
-}
+REQUIRED = {**dict.fromkeys(("chat", "embeddings"), "gen_ai.request.model"), "retrieval": "gen_ai.data_source.id"}
 QUESTION = "Report Velkorda: code of Bervek?"
 # As a caller's own trace comes in over HTTP.
-CALLERS_TRACE = "0af7651916cd43dd8448eb211c80319c"
+CALLERS_TRACE, CALLERS_SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 @dataclass
@@ -61,13 +57,8 @@ def registry(root: Path) -> dict[str, Any]:
 def run(launch_module: Any, reference_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder, token = tmp_path_factory.mktemp("telemetry"), secrets.token_urlsafe(32)
     with receiving() as received:
-        env = {
-            "OTEL_EXPORTER_OTLP_ENDPOINT": received.endpoint,
-            "OTEL_BSP_SCHEDULE_DELAY": "100",
-            "OTEL_METRIC_EXPORT_INTERVAL": "200",
-            "FUSIONKV_LOG_FORMAT": "json",
-        }
-
+        env = {"OTEL_EXPORTER_OTLP_ENDPOINT": received.endpoint, "FUSIONKV_LOG_FORMAT": "json"}
+        env |= {"OTEL_BSP_SCHEDULE_DELAY": "100", "OTEL_METRIC_EXPORT_INTERVAL": "200"}
         scraped_at = ("--metrics-listen", "127.0.0.1:0")
         cache = start_cache(launch_module, folder, *scraped_at, env=env)
         flags = (*scraped_at, "--shadow-share", "1", "--pool-bytes", "1MiB")
@@ -96,20 +87,14 @@ def run(launch_module: Any, reference_model: Path, tmp_path_factory: pytest.Temp
             next(left)
             next(left)
             # Still until the gateway knows that its caller left: it might be done before.
-            worker.process.send_signal(signal.SIGSTOP)
-            try:
+            with still(worker.process):
                 left.close()
                 gateway.wait_for_line('"status": "CANCELLED"')
-            finally:
-                worker.process.send_signal(signal.SIGCONT)
             http = gateway.addresses["fusionkv-gateway-http"][0]
             over_http = httpx2.post(
                 f"http://{http}/v1/chat/completions",
                 json={"model": "c:full_reuse", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 2},
-                headers={
-                    "Authorization": f"Bearer {token}",
-                    "traceparent": f"00-{CALLERS_TRACE}-b7ad6b7169203331-01",
-                },
+                headers={"Authorization": f"Bearer {token}", "traceparent": f"00-{CALLERS_TRACE}-{CALLERS_SPAN}-01"},
                 timeout=60,
             )
             assert over_http.status_code == 200
@@ -175,17 +160,16 @@ def test_one_request_is_one_trace(run: Run) -> None:
 def test_a_request_over_http_goes_on_with_its_callers_trace(run: Run) -> None:
     found = [(n, s) for n, s in run.received.spans if s.trace_id.hex() == CALLERS_TRACE]
     assert {service for service, _ in found} == SERVICES
-    (first,) = (s for _, s in found if s.parent_span_id.hex() == "b7ad6b7169203331")
+    (first,) = (s for _, s in found if s.parent_span_id.hex() == CALLERS_SPAN)
     assert first.name == "POST /v1/chat/completions"
     assert attributes(first)["http.response.status_code"] == 200
 
 
 def test_errors_and_degraded_answers_are_marked(run: Run) -> None:
     assert run.summaries["degraded"].degraded
-    marked = [
-        attributes(s)["fusionkv.degraded"] for _, s in run.trace("degraded") if "fusionkv.degraded" in attributes(s)
-    ]
-    assert marked == [run.summaries["degraded"].degraded_reason] * 2  # the worker's RPC, and the gateway's chat
+    marked = [attributes(span).get("fusionkv.degraded") for _, span in run.trace("degraded")]
+    # The worker's RPC, and the gateway's chat.
+    assert [*filter(None, marked)] == [run.summaries["degraded"].degraded_reason] * 2
     assert run.received.total("fusionkv-worker", "fusionkv.worker.degraded") >= 1
     failed = {span.name for _, span in run.trace("degraded") if span.status.code == 2}
     assert "fusionkv.lookup" in failed

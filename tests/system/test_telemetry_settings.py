@@ -58,9 +58,7 @@ def test_nothing_is_sent_without_an_endpoint(launch: Any, tmp_path: Path) -> Non
         ({"EXPORTER_OTLP_ENDPOINT": "{}", "SDK_DISABLED": "true"}, False, False),
     ],
 )
-def test_each_signal_is_switched_by_itself(
-    told: Callable[..., Receiver], env: dict[str, str], spans: bool, metrics: bool
-) -> None:
+def test_each_signal_is_switched_by_itself(told: Any, env: dict[str, str], spans: bool, metrics: bool) -> None:
     received = told(**env)
     assert (bool(received.spans), bool(received.metrics)) == (spans, metrics)
 
@@ -105,7 +103,6 @@ def test_headers_are_sent(told: Callable[..., Receiver]) -> None:
 
 @pytest.mark.parametrize(("sampler", "count"), [("always_off", 0), ("always_on", 1)])
 def test_sampling_is_set_by_the_environment(told: Callable[..., Receiver], sampler: str, count: int) -> None:
-    """A sampler that takes nothing: the calls are answered, and nothing of them is sent."""
     assert len(told(EXPORTER_OTLP_ENDPOINT="{}", TRACES_SAMPLER=sampler).spans) == count
 
 

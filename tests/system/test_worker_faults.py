@@ -20,10 +20,11 @@ from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime import errors
-from tests.fusion_worker.oracle import byte_tokenizer
+from tests.fusion_worker.oracle import BASE, byte_tokenizer
 from tests.services import HERE, pool_bytes, start_worker
-from tests.system.redis_process import RedisServer
-from tests.system.shared_services import Services, sharing
+from tests.system import prompts
+from tests.system.redis_process import RedisServer, still
+from tests.system.shared_services import sharing
 from tests.waiting import until
 
 pytestmark = pytest.mark.system
@@ -46,11 +47,7 @@ A, B, C = (ids(n, n) for n in (60, 45, 50))
 @functools.cache
 def network() -> Any:
     torch.manual_seed(1)
-    config = transformers.Qwen3Config(
-        vocab_size=260, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, tie_word_embeddings=False,
-        initializer_range=0.2, bos_token_id=256, eos_token_id=257,
-    )  # fmt: skip
+    config = transformers.Qwen3Config(**BASE | {"head_dim": 32, "max_position_embeddings": 4096})
     made = transformers.Qwen3ForCausalLM(config).eval()
     made.lm_head.weight.data[94:] = 0  # answers are printable ASCII and never end by themselves
     return made
@@ -78,9 +75,6 @@ class Cache:
         limits = ("--memory-bytes", "64MiB", "--disk-bytes", "64MiB")
         self.process = self._launch("fusionkv.kvcache_service", *files, *limits)
 
-    def signal(self, number: int) -> None:
-        self.process.process.send_signal(number)
-
 
 @pytest.fixture(scope="module")
 def cache(launch_module: Any, tmp_path_factory: pytest.TempPathFactory) -> Cache:
@@ -107,13 +101,7 @@ async def worker(service: Any) -> AsyncIterator[WorkerClient]:
 
 
 def request(chunks: list[list[int]], max_tokens: int = TOKENS, **more: Any) -> pb.GenerateRequest:
-    return pb.GenerateRequest(
-        system=pb.Tokens(ids=SYSTEM),
-        chunks=[pb.Chunk(ids=c) for c in chunks],
-        question=pb.Tokens(ids=QUESTION),
-        sampling=pb.Sampling(max_tokens=max_tokens),
-        **{"recipe": "prophetkv", "ratio": 1.0, **more},
-    )
+    return prompts.request(SYSTEM, chunks, QUESTION, max_tokens, **{"recipe": "prophetkv", "ratio": 1.0, **more})
 
 
 async def ask(worker: WorkerClient, chunks: list[list[int]], **more: Any) -> tuple[list[int], Summary]:
@@ -211,23 +199,24 @@ async def test_a_chunk_outlives_worker_and_cache(launch: Any, tmp_path: Path, di
     await worker.close()
 
 
-@pytest.mark.parametrize("how", ["killed", "still"])
-async def test_the_cache_is_killed_or_stands_still(how: str, cache: Cache, worker: WorkerClient) -> None:
-    await recovered(worker, [A, B], tenant=how)
-    if how == "killed":
-        cache.process.kill9()
-    else:
-        cache.signal(signal.SIGSTOP)
+async def test_the_cache_is_killed(cache: Cache, worker: WorkerClient) -> None:
+    await recovered(worker, [A, B], tenant="killed")
+    cache.process.kill9()
     try:
-        await check_degraded(worker, [A, B], "lookup failed", LOOKUP, tenant=how)
-        if how == "killed":
-            exact = pb.EncodeRequest(chunk=pb.Tokens(ids=C), mode=pb.EncodeRequest.MODE_EXACT)
-            with pytest.raises(errors.Unavailable):
-                await worker.encode(exact, timeout=30)
+        await check_degraded(worker, [A, B], "lookup failed", LOOKUP, tenant="killed")
+        exact = pb.EncodeRequest(chunk=pb.Tokens(ids=C), mode=pb.EncodeRequest.MODE_EXACT)
+        with pytest.raises(errors.Unavailable):
+            await worker.encode(exact, timeout=30)
     finally:
-        cache.start() if how == "killed" else cache.signal(signal.SIGCONT)
-    summary = await recovered(worker, [A, B], tenant=how)
-    assert how == "killed" or summary.chunks_missed == 0
+        cache.start()
+    await recovered(worker, [A, B], tenant="killed")
+
+
+async def test_the_cache_stands_still(cache: Cache, worker: WorkerClient) -> None:
+    await recovered(worker, [A, B], tenant="still")
+    with still(cache.process.process):
+        await check_degraded(worker, [A, B], "lookup failed", LOOKUP, tenant="still")
+    assert (await recovered(worker, [A, B], tenant="still")).chunks_missed == 0
 
 
 async def test_bytes_on_disk_are_flipped(launch: Any, directory: Path, cache: Cache) -> None:
@@ -254,10 +243,7 @@ async def test_bytes_on_disk_are_flipped(launch: Any, directory: Path, cache: Ca
     await worker.close()
 
 
-async def test_a_killed_worker_leaks_no_lease(
-    launch: Any, cache_client: Any, tmp_path: Path, directory: Path
-) -> None:
-    """Killed while it holds a lease, which then expires."""
+async def test_killed_workers_leak_no_lease(launch: Any, cache_client: Any, tmp_path: Path, directory: Path) -> None:
     cache = Cache(launch, tmp_path)
     service = launch(*worker_flags(directory, cache.address, *PATIENT, pool_tokens=3936))
     worker, client = WorkerClient(service.address), cache_client(cache)
@@ -267,20 +253,17 @@ async def test_a_killed_worker_leaks_no_lease(
     long = worker.generate(request([ids(120, 4)], recipe="full_attention", max_tokens=3800))
     await anext(long)
 
-    async def leased() -> int:
-        return int((await client.stats()).active_leases)
+    async def leased(wanted: bool = True) -> bool:
+        return bool((await client.stats()).active_leases) == wanted
 
-    async def none() -> bool:
-        return not await leased()
-
-    await until(none)  # what looked for the stored ones
+    await until(lambda: leased(False))  # what looked for the stored ones
     waiting = asyncio.create_task(ask(worker, [A, B, C]))
     await until(leased)
     assert not waiting.done(), "answered before it was seen to hold a lease"
     service.kill9()
     with pytest.raises(errors.ServiceError):
         await waiting
-    await until(none)
+    await until(lambda: leased(False))
     await long.aclose()
     await worker.close()
 
@@ -307,48 +290,43 @@ POOL_TOKENS = 768
 CHUNKS = [ids(10 + n % 6, 10 + n) for n in range(20)]
 
 
-@pytest.fixture
-async def cluster(launch: Any, redis: RedisServer, tmp_path: Path) -> AsyncIterator[Services]:
-    async with sharing(launch, tmp_path, redis) as services:
-        yield services
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("signed", [False, True], ids=["plain", "signed"])
 async def test_workers_at_two_nodes(
-    launch: Any, cluster: Services, redis: RedisServer, reference_model: Path, key_file: Path, signed: bool
+    launch: Any, redis: RedisServer, reference_model: Path, key_file: Path, tmp_path: Path, signed: bool
 ) -> None:
     """What one encoded the other finds; with its own cache service or without the remote tier each answers right."""
     keys = ("--signing-keys", str(key_file)) if signed else ()
     flags = ("--device", "cpu", "--dtype", "float32", "--pool-bytes", pool_bytes(reference_model, POOL_TOKENS), *keys)
-    first, second = [
-        WorkerClient(start_worker(launch, reference_model, *flags, cache=service).address)
-        for service in cluster.services
-    ]
-    right, _ = await ask(first, CHUNKS, recipe="full_attention")
+    async with sharing(launch, tmp_path, redis) as cluster:
+        first, second = [
+            WorkerClient(start_worker(launch, reference_model, *flags, cache=service).address)
+            for service in cluster.services
+        ]
+        right, _ = await ask(first, CHUNKS, recipe="full_attention")
 
-    async def missed(worker: WorkerClient, degraded: bool = False) -> int:
-        found, summary = await ask(worker, CHUNKS)
-        assert found == right
-        assert summary.degraded == degraded
-        return summary.chunks_missed
+        async def missed(worker: WorkerClient, degraded: bool = False) -> int:
+            found, summary = await ask(worker, CHUNKS)
+            assert found == right
+            assert summary.degraded == degraded
+            return summary.chunks_missed
 
-    async def stored() -> bool:
-        return (await cluster.entries())[0] == len(CHUNKS) + 1
+        async def stored() -> bool:
+            return (await cluster.entries())[0] == len(CHUNKS) + 1
 
-    assert await missed(first) == len(CHUNKS)
-    await until(stored)
-    await cluster.settled()
-    found, summary = await ask(second, CHUNKS)
-    assert (found, summary.degraded, summary.chunks_missed) == (right, False, 0)
-    assert {hit.tier for hit in summary.hits if hit.chunks} == {"remote"}
+        assert await missed(first) == len(CHUNKS)
+        await until(stored)
+        await cluster.settled()
+        found, summary = await ask(second, CHUNKS)
+        assert (found, summary.degraded, summary.chunks_missed) == (right, False, 0)
+        assert {hit.tier for hit in summary.hits if hit.chunks} == {"remote"}
 
-    # Their own node's copies, without the remote tier; then nothing at all.
-    redis.kill9()
-    await ask(second, [ids(740, 3)], recipe="full_attention")  # empties its pool
-    assert await missed(second) == 0
-    cluster.services[1].kill9()
-    await ask(second, [ids(740, 3)], recipe="full_attention")
-    await missed(second, degraded=True)
-    for worker in (first, second):
-        await worker.close()
+        # Their own node's copies, without the remote tier; then nothing at all.
+        redis.kill9()
+        await ask(second, [ids(740, 3)], recipe="full_attention")  # empties its pool
+        assert await missed(second) == 0
+        cluster.services[1].kill9()
+        await ask(second, [ids(740, 3)], recipe="full_attention")
+        await missed(second, degraded=True)
+        for worker in (first, second):
+            await worker.close()

@@ -12,9 +12,9 @@ from tokenizers.models import WordLevel
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.servicer import FusionServicer
-from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from tests.commands import run_python
 from tests.services import HERE
+from tests.system.prompts import request
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = sorted(p.parent for p in (ROOT / "models").glob("*/config.json"))
@@ -46,8 +46,7 @@ def test_weights_that_are_damaged(directory: Path, tmp_path: Path) -> None:
     weights = damaged / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     status, lines = start("--model", str(damaged), "--cache", "none")
-    assert status == 1
-    assert len(lines) == 1
+    assert (status, len(lines)) == (1, 1)
     assert lines[0].startswith(f"fusionkv-worker: can't load the model in {damaged}: ")
 
 
@@ -87,15 +86,8 @@ async def test_reference_models_answer_as_transformers_does(directory: Path) -> 
     servicer = FusionServicer(WorkerConfig(pool_bytes=64 << 20), model)
     try:
         for recipe in ("full_attention", "prophetkv"):
-            request = pb.GenerateRequest(
-                recipe=recipe,
-                ratio=1.0,
-                system=pb.Tokens(ids=system),
-                chunks=[pb.Chunk(ids=chunk) for chunk in chunks],
-                question=pb.Tokens(ids=question),
-                sampling=pb.Sampling(max_tokens=20),
-            )
-            found = [r.token.id async for r in servicer.Generate(request, None) if r.HasField("token")]
+            prompt = request(system, chunks, question, 20, recipe=recipe, ratio=1.0)
+            found = [r.token.id async for r in servicer.Generate(prompt, None) if r.HasField("token")]
             assert found == expected, recipe
     finally:
         await servicer.close()

@@ -18,6 +18,7 @@ from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.gateway.client.results import Passage
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
+from tests.system.prompts import request
 
 pytestmark = [
     pytest.mark.slow,
@@ -82,15 +83,9 @@ class Handed:
 async def prefilled(stack: Stack, *chunks: list[int], recipe: str = "full_attention") -> AsyncIterator[Handed]:
     client = WorkerClient(stack.worker)
     ids = [*SYSTEM, *(i for c in chunks for i in c), *QUESTION]
-    request = pb.GenerateRequest(
-        recipe=recipe,
-        system=pb.Tokens(ids=SYSTEM),
-        chunks=[pb.Chunk(ids=c) for c in chunks],
-        question=pb.Tokens(ids=QUESTION),
-        sampling=pb.Sampling(max_tokens=8),
-    )
+    prompt = request(SYSTEM, chunks, QUESTION, 8, recipe=recipe)
     try:
-        async with aclosing(client.prefill(pb.PrefillRequest(prompt=request))) as events:
+        async with aclosing(client.prefill(pb.PrefillRequest(prompt=prompt))) as events:
             first, kv = (await anext(events)).first, (await anext(events)).kv
             names = ("handle", "prompt_digest", "model_fingerprint", "checksum")
             params = {name: getattr(kv, name).hex() for name in names}
