@@ -6,15 +6,13 @@ from typing import Any
 import pytest
 
 from fusionkv.gateway.auth.bearer import Bearer
-from fusionkv.gateway.auth.jwt_tokens import KeyFile
 from fusionkv.gateway.auth.static_tokens import StaticTokens
 from tests.fuzz import effort
-from tests.gateway.test_jwt import Signer, jwks, tokens
+from tests.gateway.test_jwt import Signer, key_file, tokens
 from tests.services import token_entry
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Where somebody asked for many, all of them may take long."""
     if effort.SECONDS:
         for item in items:
             item.add_marker("slow")
@@ -36,6 +34,5 @@ def signer() -> Signer:
 @pytest.fixture
 def bearer(signer: Signer, tmp_path: Path) -> Bearer:
     """Both kinds of verifier: of a file with one token, and of what `signer` signs."""
-    (tmp_path / "jwks").write_bytes(jwks(signer))
     (tmp_path / "tokens").write_text(token_entry("nobody has it", "app"))
-    return Bearer([StaticTokens(tmp_path / "tokens"), tokens(KeyFile(tmp_path / "jwks"))])
+    return Bearer([StaticTokens(tmp_path / "tokens"), tokens(key_file(tmp_path, signer))])

@@ -79,7 +79,6 @@ def peak(pid: int | str = "self") -> int:
 
 def _kilobytes(pid: int | str, pattern: re.Pattern[str]) -> int:
     match = pattern.search(Path(f"/proc/{pid}/status").read_text())
-    assert match is not None
     return int(match[1])
 
 

@@ -1,7 +1,6 @@
 """Files of a configuration: taken, or refused by the one error that says so, whatever they hold."""
 
 import asyncio
-import base64
 import contextlib
 import json
 from pathlib import Path
@@ -27,7 +26,8 @@ from fusionkv.protos.runtime.errors import FailedPrecondition, PermissionDenied,
 from fusionkv.protos.runtime.settings import SettingsError
 from fusionkv.protos.runtime.watched import BadFile
 from tests.fuzz.effort import fuzz
-from tests.gateway.test_jwt import CLAIMS, Signer
+from tests.fuzz.wire import JSON
+from tests.gateway.test_jwt import CLAIMS, Signer, coded, part
 
 pytestmark = pytest.mark.hypothesis
 
@@ -107,28 +107,17 @@ def test_files(name: str, tmp_path: Path) -> None:
     fuzz(configured_file, CONTENTS, 100)
 
 
-def _part(value: Any) -> bytes:
-    return base64.urlsafe_b64encode(json.dumps(value).encode()).rstrip(b"=")
-
-
 def _signed(signer: Signer, claims: Any, headers: Any) -> str:
     """The issuer itself may sign nonsense."""
-    said = _part({"alg": "ES256", "kid": signer.id, **headers}) + b"." + _part({**CLAIMS, "exp": 1 << 40, **claims})
-    signature = jwt.get_algorithm_by_name("ES256").sign(said, signer.key)
-    return (said + b"." + base64.urlsafe_b64encode(signature).rstrip(b"=")).decode()
+    said = f"{part({'alg': 'ES256', 'kid': signer.id, **headers})}.{part({**CLAIMS, 'exp': 1 << 40, **claims})}"
+    return f"{said}.{coded(jwt.get_algorithm_by_name('ES256').sign(said.encode(), signer.key))}"
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=8,
-)
 SIGNED_CLAIMS = st.fixed_dictionaries({}, optional=dict.fromkeys([*CLAIMS, "exp", "nbf", "iat", "jti"], JSON))
 SIGNED_HEADERS = st.fixed_dictionaries({}, optional=dict.fromkeys(["alg", "kid", "typ", "crit", "b64", "cty"], JSON))
 
 
 def test_bearer_tokens(bearer: Bearer, signer: Signer) -> None:
-    """Of any form, by both kinds of verifier: who it is, or a refusal."""
     good = signer.token()
 
     def bearer_token(given: list[str]) -> None:

@@ -1,7 +1,6 @@
 """What callers send beside documents: time and memory grow with its length, or a limit cuts it."""
 
 import asyncio
-import base64
 import contextlib
 import json
 import time
@@ -28,6 +27,7 @@ from tests.fuzz import decoders, growth, shapes
 from tests.fuzz.effort import SECONDS
 from tests.fuzz.growth import Cost
 from tests.gateway.test_http_limits import Served, ended, sent
+from tests.gateway.test_jwt import coded
 
 # Characters or bytes of the smallest input; the largest has four times as many.
 SMALL = 160_000 if SECONDS else 8_000
@@ -61,7 +61,7 @@ def test_bodies_of_chat_requests() -> None:
 
 
 def _part(text: str) -> str:
-    return base64.urlsafe_b64encode(text.encode(errors="replace")).decode().rstrip("=")
+    return coded(text.encode(errors="replace"))
 
 
 _HEAD = _part('{"alg":"ES256","kid":"k"}')
@@ -176,7 +176,6 @@ def test_searches(tmp_path: Path) -> None:
 
 
 def test_http() -> None:
-    """Heads and bodies, as a connection of the gateway takes them."""
     limits: dict[str, float] = {f"http_{what}_seconds": 2.0 for what in ("head", "body", "send")}
 
     async def exchanged(data: bytes) -> None:

@@ -10,7 +10,6 @@ from tests.fuzz import effort
 from tests.fuzz.decoders import GUIDED
 
 pytest.importorskip("atheris", reason="pip install -e '.[fuzz]'")
-# Of `make test`.
 _RUNS = 5000
 
 

@@ -3,7 +3,6 @@
 A service answers, or refuses with the status of a caller's mistake, in time; it logs no traceback, and lives.
 """
 
-import http.client
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -22,9 +21,10 @@ from fusionkv.protos.gateway.v1 import gateway_pb2
 from fusionkv.protos.kvcache.v1 import kvcache_pb2
 from fusionkv.protos.runtime import rpc
 from fusionkv.protos.runtime.checksum import checksum as checksum_of
-from tests.fuzz.effort import SECONDS as SECONDS_EACH
+from tests.fuzz import effort
 from tests.fuzz.effort import fuzz
-from tests.fuzz.wire import DIGESTS, TEXTS, messages
+from tests.fuzz.wire import DIGESTS, JSON, messages
+from tests.gateway.strangers import send
 from tests.services import Launch, start_cache, start_gateway, start_worker
 
 pytestmark = [pytest.mark.system, pytest.mark.hypothesis]
@@ -35,7 +35,7 @@ SECONDS = 60.0
 _READ = 3
 # Of each message; as many calls at once as a service with its usual limits takes, and as often as that.
 _CHANGED = 16
-_TIMES = 8 if SECONDS_EACH else 1
+_TIMES = 8 if effort.SECONDS else 1
 SERVICES = {
     "kvcache": kvcache_pb2.DESCRIPTOR.services_by_name["KVCacheService"],
     "fusion": fusion_pb2.DESCRIPTOR.services_by_name["FusionService"],
@@ -162,11 +162,6 @@ def test_messages(running: Running, service: str, name: str) -> None:
     fuzz(bytes_for_a_message, st.lists(st.binary(min_size=1, max_size=60), min_size=1, max_size=3), 4)
 
 
-JSON = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.sampled_from(TEXTS), st.text()),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=8), inner, max_size=3)),
-    max_leaves=6,
-)
 FIELDS = [
     "model", "messages", "stream", "max_tokens", "temperature", "top_p", "seed", "stop", "n", "fusionkv", "user",
 ]  # fmt: skip
@@ -192,21 +187,10 @@ def bodies(draw: st.DrawFn) -> bytes:
 
 def request(running: Running, method: str, path: bytes, body: bytes, headers: dict[str, bytes]) -> int:
     """The status of a request whose bytes are sent as they are."""
-    host, _, port = running.http.rpartition(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=SECONDS)
-    try:
-        connection.putrequest(method, "/", skip_accept_encoding=True)
-        head = connection._buffer  # type: ignore[attr-defined]  # http.client itself refuses such paths
-        head[0] = b" ".join((method.encode(), path, b"HTTP/1.1"))
-        for name, value in headers.items():
-            head.append(name.encode() + b": " + value)
-        connection.putheader("Content-Length", str(len(body)))
-        connection.endheaders(body)
-        reply = connection.getresponse()
-        reply.read()
-        return reply.status
-    finally:
-        connection.close()
+    lines = [b"%s %s HTTP/1.1" % (method.encode(), path), b"Host: gateway", b"Connection: close"]
+    lines += [name.encode() + b": " + value for name, value in headers.items()]
+    lines.append(b"Content-Length: %d" % len(body))
+    return int(send(running.http, b"\r\n".join((*lines, b"", body)), SECONDS).split()[1])
 
 
 def test_bodies_of_the_http_endpoint(running: Running) -> None:

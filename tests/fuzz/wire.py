@@ -12,6 +12,11 @@ TEXTS = [
     *("c", "a.txt", "d.html", "text/plain", "application/pdf", "text/html", "a question?", "full_reuse", "prophetkv"),
     *("fusionrag", "a3+adaptive", "full_reuse+window(8,5)", "prefix_cache", "../x", "x" * 300, "\0", "é\u2028"),
 ]  # fmt: skip
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.sampled_from(TEXTS), st.text()),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=8), inner, max_size=3)),
+    max_leaves=8,
+)
 _WHOLE = {
     F.TYPE_UINT32: (0, 2**32 - 1),
     F.TYPE_UINT64: (0, 2**64 - 1),

@@ -3,16 +3,42 @@
 import contextlib
 import functools
 import os
+import subprocess
+import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from fusionkv.gateway.client.client import Client
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
-from tests.gateway import milvus_process
+from tests.ports import free_port
 from tests.services import Launch, start_cache, start_gateway, start_worker
+
+
+@contextlib.contextmanager
+def running_milvus(folder: Path) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
+    """Milvus Lite as a server, by its URL and its process."""
+    port = free_port()
+    command = [Path(sys.executable).parent / "milvus-lite", "server", "--data-dir", folder]
+    log = folder.parent / f"{folder.name}.log"
+    with log.open("w") as out:
+        process = subprocess.Popen([*command, "--host", "127.0.0.1", "--port", str(port)], stdout=out, stderr=out)
+    try:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            ready, end = grpc.channel_ready_future(channel), time.monotonic() + 180
+            while not ready.done() and process.poll() is None and time.monotonic() < end:
+                time.sleep(0.05)
+            assert ready.done(), log.read_text()
+        yield f"http://127.0.0.1:{port}", process
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.fixture(scope="session")
@@ -21,22 +47,25 @@ def milvus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     if url := os.environ.get("FUSIONKV_TEST_MILVUS"):
         yield url
         return
-    with milvus_process.running(tmp_path_factory.mktemp("milvus") / "data") as (url, _):
+    with running_milvus(tmp_path_factory.mktemp("milvus") / "data") as (url, _):
         yield url
+
+
+def byte_level() -> Tokenizer:
+    """One token for each byte."""
+    made = Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return made
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen2 model directory: two layers, random weights, one token for each byte."""
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-    alphabet = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    raw = Tokenizer(models.BPE(alphabet, []))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    raw.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<bos>", eos_token="<eos>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level(), bos_token="<bos>", eos_token="<eos>")
     # The end is never drawn, so that an answer has as many tokens as were asked for.
     config = Qwen2Config(
         vocab_size=260, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -52,23 +81,27 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@dataclass(frozen=True)
 class Stack:
-    """The addresses of a cache service, a worker and a gateway, each a process, and a client of the gateway."""
+    """A cache service, a worker and a gateway, each a process, and a client of the gateway."""
 
-    def __init__(self, launch: Launch, folder: Path, model: Path, *flags: str, workers: int = 1) -> None:
-        self.folder = folder
-        self.cache = start_cache(launch, folder)
-        self._launch = launch
-        self.workers = [self.worker(model) for _ in range(workers)]
-        self._flags = flags
-        self.gateway = self.start_gateway()
-        self.client = Client(self.gateway.address, timeout=60)
+    cache: Any
+    worker: Any
+    gateway: Any
+    client: Client
 
-    def worker(self, model: Path, *flags: str) -> Any:
-        return start_worker(self._launch, model, *flags, cache=self.cache)
 
-    def start_gateway(self, *flags: str) -> Any:
-        return start_gateway(self._launch, self.folder, self.workers, *self._flags, *flags)
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def succeeds(call: Callable[[], Any], *errors: type[Exception]) -> bool:
+    """Whether the call returns, and raises none of these errors."""
+    try:
+        call()
+    except errors:
+        return False
+    return True
 
 
 Reopen = Callable[[Path], Awaitable[EmbeddedRetrieval]]
@@ -112,7 +145,7 @@ def serve(launch: Launch, tmp_path: Path) -> Iterator[Serve]:
     """Starts a gateway over workers, with these flags; returns a client of it, and its process."""
     with contextlib.ExitStack() as stack:
 
-        def start(workers: Any, *flags: str, token: str | None = None, **more: Any) -> tuple[Client, Any]:
+        def start(workers: Any, *flags: str, token: Any = None, **more: Any) -> tuple[Client, Any]:
             gateway = start_gateway(launch, tmp_path, workers, *flags, **more)
             return stack.enter_context(Client(gateway.address, token=token, timeout=60)), gateway
 
@@ -134,9 +167,12 @@ def notes(launch_module: Launch, reference_model: Path, tmp_path_factory: pytest
 def stack(launch_module: Launch, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """One of each service for all tests of a module; small limits, so that they can be hit."""
     flags = ("--max-document-bytes", "64KiB", "--max-document-chunks", "200", "--chunk-tokens", "64")
-    made = Stack(launch_module, tmp_path_factory.mktemp("stack"), tiny_model, *flags)
-    yield made
-    made.client.close()
+    folder = tmp_path_factory.mktemp("stack")
+    cache = start_cache(launch_module, folder)
+    worker = start_worker(launch_module, tiny_model, cache=cache)
+    gateway = start_gateway(launch_module, folder, worker, *flags)
+    with Client(gateway.address, timeout=60) as client:
+        yield Stack(cache, worker, gateway, client)
 
 
 @pytest.fixture(scope="module")

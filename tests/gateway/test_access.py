@@ -22,6 +22,7 @@ from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime import rpc
 from fusionkv.protos.runtime.errors import NotFound, PermissionDenied, Unauthenticated
 from fusionkv.protos.runtime.watched import BadFile
+from tests.gateway.conftest import Serve, succeeds
 from tests.gateway.strangers import call
 from tests.services import Launch, start_gateway, token_entry, token_flags
 from tests.waiting import wait_until
@@ -51,7 +52,6 @@ def bearer(token: str) -> tuple[str, str]:
 
 
 def test_every_method_of_the_gateway_has_its_roles() -> None:
-    """A new RPC belongs to nobody until somebody says whose it is."""
     served = {f"/{SERVICE.full_name}/{method.name}" for method in SERVICE.methods}
     for name in ("grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"):
         service = descriptor_pool.Default().FindServiceByName(name)
@@ -120,12 +120,10 @@ async def test_both_clients_carry_a_token(gateway: Any, tmp_path: Path) -> None:
     file.write_text(TOKENS[Role.OPERATOR] + "\n")
     for token in (TOKENS[Role.OPERATOR], file):
         with Client(gateway.address, token=token) as client:
-            assert client.list() == []
-            assert client.stats().documents == 0
-            with pytest.raises(NotFound):
-                client.delete("none")
-            with pytest.raises(NotFound):
-                list(client.precompute("none"))
+            assert (client.list(), client.stats().documents) == ([], 0)
+            for missing in (lambda: client.delete("none"), lambda: list(client.precompute("none"))):
+                with pytest.raises(NotFound):
+                    missing()
         async with AsyncClient(gateway.address, token=token) as asynchronous:
             assert await asynchronous.list() == []
             with pytest.raises(NotFound):
@@ -139,30 +137,21 @@ async def test_both_clients_carry_a_token(gateway: Any, tmp_path: Path) -> None:
             Client(gateway.address, token=bad)
 
 
-def test_a_token_that_is_added_works_and_one_that_is_removed_does_not(launch: Launch, tmp_path: Path) -> None:
+def test_a_token_that_is_added_works_and_one_that_is_removed_does_not(serve: Serve, tmp_path: Path) -> None:
     old, new = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
-    gateway = start_gateway(launch, tmp_path, None, *token_flags(tmp_path, token_entry(old, "app")))
     held = tmp_path / "token"
     held.write_text(old)
-    with Client(gateway.address, token=held) as client:
-        assert client.list() == []
-        token_flags(tmp_path, token_entry(new, "app"))
-        # Both sides look at their files once a second.
-        wait_until(lambda: not admitted(client))
-        held.write_text(new)
-        wait_until(lambda: admitted(client))
-        token_flags(tmp_path, "broken [")
-        while "keeping the last valid state" not in gateway.log:
-            client.list()
-        assert new not in gateway.log
-
-
-def admitted(client: Client) -> bool:
-    try:
+    client, gateway = serve(None, *token_flags(tmp_path, token_entry(old, "app")), token=held)
+    assert client.list() == []
+    token_flags(tmp_path, token_entry(new, "app"))
+    # Both sides look at their files once a second.
+    wait_until(lambda: not succeeds(client.list, Unauthenticated))
+    held.write_text(new)
+    wait_until(lambda: succeeds(client.list, Unauthenticated))
+    token_flags(tmp_path, "broken [")
+    while "keeping the last valid state" not in gateway.log:
         client.list()
-    except Unauthenticated:
-        return False
-    return True
+    assert new not in gateway.log
 
 
 @pytest.mark.parametrize(
@@ -187,8 +176,6 @@ def test_a_bad_file_of_tokens_is_refused_and_not_quoted(tmp_path: Path, text: st
 
 
 async def test_the_caller_of_one_call_is_not_that_of_another() -> None:
-    """The caller is the task's: two calls at once, each its own."""
-
     async def one(name: str) -> bool:
         made = access.Caller(name, Role.APP, name)
         access.CALLER.set(made)

@@ -42,14 +42,16 @@ def get(gateway: Any, path: str, who: str = "operator-acme", **options: Any) -> 
     return httpx2.request(options.pop("method", "GET"), url, auth=("any", TOKENS[who]), timeout=60, **options)
 
 
+def home(gateway: Any, who: str = "operator-acme") -> BeautifulSoup:
+    return BeautifulSoup(get(gateway, "/", who).text, "html.parser")
+
+
 def listed(gateway: Any, who: str = "operator-acme") -> list[str]:
-    page = BeautifulSoup(get(gateway, "/", who).text, "html.parser")
-    return [f"/{link['href']}" for link in page.select("li a")]
+    return [f"/{link['href']}" for link in home(gateway, who).select("li a")]
 
 
 def test_operators_see_the_last_answers_of_their_tenant(gateway: Any) -> None:
-    page = BeautifulSoup(get(gateway, "/").text, "html.parser")
-    assert [q.text for q in page.select(".q")] == [QUESTION, "three?", "two?"]
+    assert [q.text for q in home(gateway).select(".q")] == [QUESTION, "three?", "two?"]
     assert listed(gateway, "operator-other") == []
     for path in listed(gateway):
         assert get(gateway, path).status_code == 200
@@ -66,7 +68,6 @@ def test_nobody_else_sees_anything(gateway: Any) -> None:
             assert refused.status_code == 401
             assert refused.headers["WWW-Authenticate"].startswith("Basic ")
             assert "lake" not in refused.text
-        # The page runs and loads nothing, and is kept nowhere.
         page = httpx2.get(address + path, headers={"Authorization": f"Bearer {TOKENS['operator-acme']}"})
         assert page.status_code == 200
         assert page.headers["Content-Security-Policy"].startswith("default-src 'none'; style-src 'unsafe-inline'")
@@ -77,42 +78,27 @@ def test_nobody_else_sees_anything(gateway: Any) -> None:
     assert get(gateway, "/explain/none").status_code == 404
 
 
-HERE, SECURE = "http://{}", "https://{}"
-FROM_HERE: list[dict[str, str]] = [
-    {},  # a program
-    {"Origin": HERE},
-    {"Origin": SECURE},  # behind a proxy that ends TLS
-    {"Sec-Fetch-Site": "same-origin"},
-    {"Sec-Fetch-Site": "none"},
-    {"Origin": HERE, "Sec-Fetch-Site": "same-origin"},
-]
-FROM_ELSEWHERE: list[dict[str, str]] = [
-    {"Sec-Fetch-Site": "cross-site"},
-    {"Sec-Fetch-Site": "same-site"},
-    {"Sec-Fetch-Site": "anything"},
-    {"Sec-Fetch-Site": "cross-site", "Origin": HERE},
-    {"Sec-Fetch-Site": "same-origin", "Origin": "https://evil.example"},
-    {"Origin": "https://evil.example"},
-    {"Origin": HERE + ".evil.example"},
-    {"Origin": "http://user@{}"},
-    {"Origin": "ftp://{}"},
-    {"Origin": "{}"},
-    {"Origin": "http://127.0.0.1:1"},
-    {"Origin": "http://[evil"},
-    {"Origin": "null"},
-    {"Origin": ""},
-    {"Origin": "http://", "Host": ""},
-]
+HERE, EVIL = "http://{}", "https://evil.example"
+# Values of Origin (https is behind a proxy that ends TLS) and of Sec-Fetch-Site; a program sends neither.
+FROM_HERE = [(None, None), (HERE, None), ("https://{}", None), (None, "same-origin"), (None, "none")]
+FROM_ELSEWHERE = [
+    *((None, site) for site in ("cross-site", "same-site", "anything")), (HERE, "cross-site"), (EVIL, "same-origin"),
+    *((origin, None) for origin in (EVIL, HERE + ".evil.example", "http://user@{}", "ftp://{}", "{}", "", "null")),
+    *((origin, None) for origin in ("http://127.0.0.1:1", "http://[evil", "http://")),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("headers", "status"),
-    [*((given, 303) for given in FROM_HERE), *((given, 403) for given in FROM_ELSEWHERE)],
-    ids=str,
+    ("origin", "site", "status"),
+    [*((*given, 303) for given in (*FROM_HERE, (HERE, "same-origin"))), *((*given, 403) for given in FROM_ELSEWHERE)],
 )
-def test_a_question_is_asked_from_the_page_itself_or_by_a_program(gateway: Any, headers: Any, status: int) -> None:
+def test_a_question_is_asked_from_the_page_itself_or_by_a_program(
+    gateway: Any, origin: str | None, site: str | None, status: int
+) -> None:
     address = gateway.addresses[ADMIN][0]
-    given, path = {name: value.format(address) for name, value in headers.items()}, f"{listed(gateway)[1]}/full"
+    headers = {"Origin": origin, "Sec-Fetch-Site": site, "Host": "" if origin == "http://" else None}
+    given = {name: value.format(address) for name, value in headers.items() if value is not None}
+    path = f"{listed(gateway)[1]}/full"
     assert get(gateway, path, method="POST", headers=given).status_code == status
     if status == 303:
         refused = httpx2.post(f"http://{address}{path}", headers=given)
@@ -148,12 +134,11 @@ async def test_the_pages_in_a_browser(gateway: Any, chromium: str) -> None:
     assert len(found["phone"]["answers"]) == 2
     assert len(set(found["phone"]["answers"])) == 1
     assert len(set(found["desk"]["answers"])) == 2
-    assert QUESTION in text
-    assert "full_attention, ratio 1" in text
-    assert "Full attention answered afterwards, over the same chunks." in text
+    for said in (QUESTION, "full_attention, ratio 1", "Full attention answered afterwards, over the same chunks."):
+        assert said in text
     assert ground == "rgb(16, 21, 27)"
     assert len(listed(gateway)) == 3, "the comparison is no answer of its own"
-    assert BeautifulSoup(get(gateway, "/").text, "html.parser").select(".q")[0].text == QUESTION
+    assert home(gateway).select(".q")[0].text == QUESTION
 
 
 def test_pages_need_an_address_alone(launch: Launch, tmp_path: Path) -> None:
@@ -166,7 +151,7 @@ def test_pages_need_an_address_alone(launch: Launch, tmp_path: Path) -> None:
     assert ADMIN not in start_gateway(launch, tmp_path, None).addresses
 
 
-def kept(tenant: str, size: int) -> Record:
+def kept(tenant: str, size: int = 100) -> Record:
     made = Record(tenant, pb.GenerateRequest(question="x" * size))
     made.add(pb.GenerateResponse(summary=Summary(recipe="prophetkv")))
     return made
@@ -174,13 +159,11 @@ def kept(tenant: str, size: int) -> Record:
 
 def test_a_history_is_bounded_by_tenant_and_in_bytes() -> None:
     history = History(limit=2, max_bytes=10_000)
-    first, second, third, other = kept("a", 100), kept("a", 100), kept("a", 100), kept("b", 100)
+    first, second, third, other = kept("a"), kept("a"), kept("a"), kept("b")
     for each in (first, second, other, third):
         history.keep(each)
-    assert history.of("a") == [third, second]
-    assert history.of("b") == [other]
-    assert history.get("a", first.id) is None
-    assert history.get("b", second.id) is None
+    assert (history.of("a"), history.of("b")) == ([third, second], [other])
+    assert history.get("a", first.id) is history.get("b", second.id) is None
     assert history.get("a", second.id) is second
     large = kept("a", 9_800)
     history.keep(large)
@@ -192,10 +175,10 @@ def test_a_history_is_bounded_by_tenant_and_in_bytes() -> None:
 
 def test_answers_by_full_attention_count() -> None:
     history = History(limit=2, max_bytes=10_000)
-    gone, first, second = kept("a", 100), kept("b", 100), kept("a", 100)
+    gone, first, second = kept("a"), kept("b"), kept("a")
     for each in (first, second):
         history.keep(each)
-    history.compare(gone, kept("a", 100))
+    history.compare(gone, kept("a"))
     history.compare(second, kept("a", 300))
     history.compare(second, kept("a", 200))
     assert gone.full is None

@@ -11,6 +11,7 @@ from fusionkv.gateway.client.client import Client
 from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
 from tests.fusion_worker.compressed import SEGMENT, anchored, cut
 from tests.fusion_worker.oracle import Oracle
+from tests.gateway.conftest import Stack
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system
@@ -37,11 +38,10 @@ def tiny_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.fixture(scope="module")
-def client(stack: Any) -> Client:
-    made: Client = stack.client
+def client(stack: Stack) -> Client:
     for i, page in enumerate(PAGES):
-        made.ingest("anchored", f"page-{i}.txt", page)
-    return made
+        stack.client.ingest("anchored", f"page-{i}.txt", page)
+    return stack.client
 
 
 def test_an_answer_from_anchors_alone(client: Client, tiny_model: Path) -> None:
@@ -74,8 +74,8 @@ def test_an_answer_from_anchors_alone(client: Client, tiny_model: Path) -> None:
 
 def test_what_anchors_have_no_text_for(client: Client) -> None:
     full, whole = (
-        client.ask("anchored", QUESTION, max_tokens=ANSWER, **how)
-        for how in ({"recipe": "full_attention"}, {"recipe": "full_reuse+anchored(50)", "ratio": 1.0})
+        client.ask("anchored", QUESTION, max_tokens=ANSWER, recipe=recipe, ratio=1.0)
+        for recipe in ("full_attention", "full_reuse+anchored(50)")
     )
     assert (whole.text, whole.summary.tokens_recomputed) == (full.text, full.summary.context_tokens)
     with pytest.raises(InvalidArgument, match="keeps no KV of a chunk's text"):

@@ -36,19 +36,14 @@ async def tables(folder: Path) -> AsyncIterator[AsyncConnection]:
 async def make(folder: Path) -> None:
     """A table with one chunk, whose columns and metadata are written out here."""
     columns = {
-        "document": (pa.string(), ONE.document),
-        "position": (pa.uint32(), ONE.position),
-        "text": (pa.string(), ONE.text),
-        "ids": (pa.list_(pa.uint32()), [*ONE.ids]),
-        "tokens": (pa.uint32(), len(ONE.ids)),
-        "digest": (pa.binary(), ONE.digest),
-        "variant": (pa.binary(), ONE.variant),
-        "neighbours": (pa.binary(), SET),
-        "vector": (pa.list_(pa.float32(), DIM), vector("one")),
-    }
+        "document": pa.string(), "position": pa.uint32(), "text": pa.string(), "ids": pa.list_(pa.uint32()),
+        "tokens": pa.uint32(), "digest": pa.binary(), "variant": pa.binary(), "neighbours": pa.binary(),
+        "vector": pa.list_(pa.float32(), DIM),
+    }  # fmt: skip
     metadata = {"fusionkv.fingerprint": MODEL.fingerprint.hex(), "fusionkv.tokenizer": MODEL.tokenizer.hex()}
-    schema = pa.schema([(name, kind) for name, (kind, _) in columns.items()], metadata=metadata)
-    rows = pa.Table.from_pylist([{name: value for name, (_, value) in columns.items()}], schema=schema)
+    row = {name: getattr(ONE, name, None) for name in columns}
+    row |= {"ids": [*ONE.ids], "tokens": len(ONE.ids), "neighbours": SET, "vector": vector("one")}
+    rows = pa.Table.from_pylist([row], schema=pa.schema(columns, metadata=metadata))
     async with tables(folder) as connection:
         await connection.create_table("corpus-c", rows)
 

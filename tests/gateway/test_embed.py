@@ -57,9 +57,9 @@ def test_vectors_are_those_of_the_directory(directory: Path, tmp_path: Path, poo
 
 
 def test_a_name_changes_with_the_weights_and_the_pooling(directory: Path, tmp_path: Path) -> None:
-    made = [sentence_models.write(tmp_path / "0/tiny"), sentence_models.write(tmp_path / "1/tiny", seed=1)]
-    made.append(sentence_models.write(tmp_path / "2/tiny", pooling="cls"))
-    names = [SentenceModel(other).name for other in (directory, *made)]
+    others: list[dict[str, Any]] = [{}, {"seed": 1}, {"pooling": "cls"}]
+    made = [sentence_models.write(tmp_path / f"{i}/tiny", **other) for i, other in enumerate(others)]
+    names = [SentenceModel(each).name for each in (directory, *made)]
     assert all(name.startswith("tiny@") for name in names)
     assert (names[0] == names[1], len(set(names))) == (True, 3)
 
@@ -88,18 +88,14 @@ def test_a_cross_encoder_scores_pairs(directory: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     pairs = sentence_models.write_reranker(tmp_path / "pairs")
-    tokenizer: Any = AutoTokenizer.from_pretrained(pairs)
-    model: Any = AutoModelForSequenceClassification.from_pretrained(pairs).eval()
+    tokenizer = AutoTokenizer.from_pretrained(pairs)
+    model = AutoModelForSequenceClassification.from_pretrained(pairs).eval()
     for text, score in zip(TEXTS, CrossEncoder(pairs).score("which horse?", TEXTS), strict=True):
         batch = tokenizer("which horse?", text, truncation="longest_first", max_length=40, return_tensors="pt")
         with torch.inference_mode():
             assert score == pytest.approx(model(**batch).logits[0, 0].item(), abs=1e-5)
     with pytest.raises(Unsupported, match="outputs 2 scores; a reranker outputs one"):
         CrossEncoder(sentence_models.write_reranker(tmp_path / "two", labels=2))
-
-
-def environment(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/environ").read_bytes()
 
 
 @pytest.mark.system
@@ -112,8 +108,7 @@ async def test_a_process_takes_questions_first(directory: Path, monkeypatch: pyt
     np.testing.assert_allclose(found, SentenceModel(directory).embed(TEXTS, False), atol=1e-5)
     assert (await embedder.embed([])).shape == (0, embedder.dim)
     process = embedder._process
-    assert process is not None
-    assert b"s3cr3t" not in environment(process.pid)
+    assert b"s3cr3t" not in await asyncio.to_thread(Path(f"/proc/{process.pid}/environ").read_bytes)
 
     documents = asyncio.create_task(embedder.embed(["a horse " * 20] * 400))
     await asyncio.sleep(0.01)
@@ -180,9 +175,8 @@ async def test_an_embedder_behind_a_url(endpoint: Endpoint) -> None:
     endpoint.width = 5
     with pytest.raises(FailedPrecondition, match="returned vectors of 5 dimensions instead of 4"):
         await embedder.embed(["x"])
-    for status, error in ((500, Unavailable), (429, ResourceExhausted), (404, FailedPrecondition)):
-        endpoint.status = status
-        with pytest.raises(error, match=f"status {status}"):
+    for endpoint.status, error in ((500, Unavailable), (429, ResourceExhausted), (404, FailedPrecondition)):
+        with pytest.raises(error, match=f"status {endpoint.status}"):
             await embedder.embed(["x"])
     await embedder.close()
     with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1"):

@@ -22,9 +22,9 @@ from fusionkv.gateway.client import llama_index
 from fusionkv.gateway.client.langchain import ChatFusionKV, FusionKVRetriever
 from fusionkv.protos.runtime.errors import InvalidArgument, NotFound
 from tests.commands import run_python
+from tests.conftest import ROOT
 
 pytestmark = pytest.mark.system
-ROOT = Path(__file__).parent.parent.parent
 QUESTION = "Report Velkorda: code of Bervek?"
 SHELL = "".join(re.findall(r"^```sh\n(.*?)^```", (ROOT / "docs/clients.md").read_text(), re.DOTALL | re.MULTILINE))
 GRPCURL = [line for line in SHELL.splitlines() if line.startswith("grpcurl ")]
@@ -105,10 +105,8 @@ async def test_langchain(notes: str) -> None:
     answer = chat.invoke(QUESTION)
     assert answer.text.strip() == "535"
     assert [s["document"] for s in answer.response_metadata["sources"]] == ["a.md", "b.md"]
-    summary = answer.response_metadata["summary"]
-    assert answer.usage_metadata is not None
-    assert answer.usage_metadata["input_tokens"] == summary["prompt_tokens"]
-    assert summary["recipe"] == "full_attention"
+    summary, usage = answer.response_metadata["summary"], answer.usage_metadata
+    assert (usage["input_tokens"], summary["recipe"]) == (summary["prompt_tokens"], "full_attention")
     again = await chat.ainvoke(QUESTION, recipe="full_reuse")
     assert again.response_metadata["summary"]["recipe"] == "full_reuse"
     streamed = [chunk async for chunk in chat.astream(QUESTION)]
@@ -143,8 +141,7 @@ async def test_llama_index(notes: str) -> None:
 
     llm = llama_index.FusionKV(corpus="notes", address=notes, options={"recipe": "full_attention", "max_tokens": 16})
     answer = llm.complete(QUESTION)
-    assert answer.text.strip() == "535"
-    assert answer.additional_kwargs["summary"]["recipe"] == "full_attention"
+    assert (answer.text.strip(), answer.additional_kwargs["summary"]["recipe"]) == ("535", "full_attention")
     assert [s.document for s in answer.additional_kwargs["sources"]] == ["a.md", "b.md"]
     assert (await llm.acomplete(QUESTION, recipe="full_reuse")).additional_kwargs["summary"]["recipe"] == "full_reuse"
     turns = [ChatMessage(role="system", content="Be brief."), ChatMessage(role="user", content=QUESTION)]
@@ -164,7 +161,6 @@ async def test_llama_index(notes: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("streaming", [False, True])
 async def test_llama_index_retrieves_and_the_nodes_are_passages(notes: str, streaming: bool) -> None:
-    """The second question, over the same nodes, finds their KV."""
     corpus = llama_index.FusionKVRetriever("notes", address=notes)
     llm = llama_index.FusionKV(address=notes, options={"recipe": "prophetkv", "max_tokens": 16})
     engine = RetrieverQueryEngine(corpus, llama_index.FusionKVSynthesizer(llm, streaming=streaming))

@@ -58,21 +58,21 @@ def test_the_page_is_whole_and_runs_nothing(page: str) -> None:
     assert not tags & {"script", "link", "img", "iframe", "object", "embed", "base"}
     assert not [a for _, attributes in parser.seen for a in attributes if a in ("src", "href") or a.startswith("on")]
     (style,) = re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
-    assert "url(" not in style
-    assert "@import" not in style
+    assert not re.search(r"url\(|@import", style)
     soup = BeautifulSoup(page, "html.parser")
-    assert soup.h1
-    assert soup.h1.text == f"Which code? {EVIL}"
+    assert [each.text for each in soup.select("h1")] == [f"Which code? {EVIL}"]
 
 
 def test_the_page_says_what_happened(page: str) -> None:
     soup = BeautifulSoup(page, "html.parser")
     saved = "100 of 120 context tokens were not recomputed; the first token came 2.5 times sooner than with full"
-    assert soup.select(".saved")[0].text == f"{saved} attention."
-    texts = [each.text for each in soup.select(".answers .text")]
-    assert texts == [f"The code is 535. {EVIL}", "The code is 535."]
-    assert [each.text for each in soup.select(".answers h3 .badge")] == ["this answer", "different answer"]
-    assert [each.text for each in soup.select(".notice")] == [f"Answered by full attention instead: it strays {EVIL}"]
+    for selector, texts in (
+        (".saved", [f"{saved} attention."]),
+        (".answers .text", [f"The code is 535. {EVIL}", "The code is 535."]),
+        (".answers h3 .badge", ["this answer", "different answer"]),
+        (".notice", [f"Answered by full attention instead: it strays {EVIL}"]),
+    ):
+        assert [each.text for each in soup.select(selector)] == texts
     verdicts = [[cell.text for cell in row.select("td")] for row in soup.select(".verdicts tr")[1:]]
     assert verdicts == [["fusionrag", "0.15", "safe", f"it holds {EVIL}"], ["ape", "0", "unsafe", "it strays"]]
     before, first, second, behind = soup.select("details")
@@ -88,8 +88,7 @@ def test_the_page_says_what_happened(page: str) -> None:
     ):
         assert [each.text for each in piece.select("summary b, summary .badge")] == [name]
         assert "".join(token.text for token in piece.select(".tokens i")) == text
-        assert {token["title"] for token in piece.select(".tokens i")} == {state}
-        assert {token["class"][0] for token in piece.select(".tokens i")} == {state}
+        assert {(token["title"], *token["class"]) for token in piece.select(".tokens i")} == {(state, state)}
     # The whole prompt is in the ribbon, in its order.
     assert [len(part.select("u")) for part in soup.select(".ribbon div")] == [1, 1, 2, 1]
     for bar, share in zip(soup.select(".bar"), (40.0, 100.0), strict=True):

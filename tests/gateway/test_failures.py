@@ -3,8 +3,6 @@
 import contextlib
 import json
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,22 +13,11 @@ from fusionkv.gateway.client.client import Client
 from fusionkv.gateway.client.results import Token
 from fusionkv.protos.runtime.errors import ResourceExhausted, ServiceError, Unavailable
 from tests.commands import fusionkv, run_python
-from tests.gateway.conftest import Serve, Start
+from tests.gateway.conftest import Serve, Start, succeeds
 from tests.ports import free_port
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system
-
-
-def retry(call: Callable[[], bool], seconds: float = 60) -> bool:
-    """The result of `call` once it stops failing with a status that says to try again."""
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            return call()
-        except (Unavailable, ResourceExhausted):
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.05)
 
 
 def streaming(client: Client, tokens: int) -> Any:
@@ -40,8 +27,14 @@ def streaming(client: Client, tokens: int) -> Any:
     return events
 
 
-def answered(client: Client, question: str) -> bool:
+def answered(client: Client, question: str = "a question?") -> bool:
     return client.ask("c", question, max_tokens=1).summary.tokens_generated == 1
+
+
+def answered_soon(client: Client) -> None:
+    """Tries again for as long as the status says to."""
+    wait_until(lambda: succeeds(lambda: answered(client), Unavailable, ResourceExhausted))
+    assert answered(client)
 
 
 def test_a_killed_worker_is_replaced_before_the_first_token(start: Start, serve: Serve) -> None:
@@ -50,7 +43,6 @@ def test_a_killed_worker_is_replaced_before_the_first_token(start: Start, serve:
     client, _ = serve([first, second])
     client.ingest("c", "d.txt", "some text")
     first.kill9()
-    # Every one of them is answered, whichever worker its turn was at.
     assert all(answered(client, f"question {i}?") for i in range(8))
     events = streaming(client, 1500)
     second.kill9()
@@ -60,7 +52,7 @@ def test_a_killed_worker_is_replaced_before_the_first_token(start: Start, serve:
         client.ask("c", "nobody there?")
     assert [i.name for i in client.list()] == ["c"]
     start("--listen", first.address)
-    assert retry(lambda: answered(client, "back again?"))
+    answered_soon(client)
 
 
 @pytest.mark.parametrize(
@@ -79,8 +71,7 @@ def test_too_many_are_refused_until_one_leaves(
     with pytest.raises(ResourceExhausted, match=error):
         client.ask("c", "busy?", max_tokens=1)
     events.close()
-    # Well before the 1900 tokens would have been made.
-    assert retry(lambda: answered(client, "free?"))
+    answered_soon(client)
 
 
 def test_without_the_cache_answers_are_the_same_and_marked(cache: Any, start: Start, serve: Serve) -> None:
@@ -90,9 +81,8 @@ def test_without_the_cache_answers_are_the_same_and_marked(cache: Any, start: St
     before = client.ask("c", "page?", recipe="full_attention", max_tokens=6)
     cache.kill9()
     after = client.ask("c", "page?", recipe="prophetkv", max_tokens=6)
-    assert after.summary.degraded
+    assert (after.text, after.summary.degraded) == (before.text, True)
     assert after.summary.degraded_reason
-    assert after.text == before.text
     assert client.stats().requests_degraded == 1
 
 

@@ -142,13 +142,12 @@ async def test_one_line_for_all_workers(caplog: pytest.LogCaptureFixture, monkey
     assert "trace_id" not in line
 
 
-TOPICS, PAGES, LENGTH = 4, 6, 256
-ROUNDS = 15
+TOPICS, PAGES, ROUNDS = 4, 6, 15
 
 
 def prompt(topic: int, pages: Sequence[int], max_tokens: int = 2) -> pb.GenerateRequest:
     """A question for some pages of a topic."""
-    chunks = [pb.Chunk(ids=[40 + topic, 50 + page] * (LENGTH // 2)) for page in sorted(pages)]
+    chunks = [pb.Chunk(ids=[40 + topic, 50 + page] * 128) for page in sorted(pages)]
     sampling = pb.Sampling(max_tokens=max_tokens)
     return pb.GenerateRequest(recipe="full_reuse", chunks=chunks, question=pb.Tokens(ids=[1]), sampling=sampling)
 
@@ -184,13 +183,11 @@ async def test_prompts_go_where_their_chunks_are(pair: list[str]) -> None:
     """Beside the same prompts given to both workers in turn. The load is the same: one at a time."""
     clients = [WorkerClient(address) for address in pair]
     in_turn = await from_pool(lambda number, request: clients[number % 2].generate(request))
-    for client in clients:
-        await client.close()
     pool = WorkerPool(pair)
     routed = await from_pool(lambda _, request: pool.generate(request, 60))
-    await pool.close()
-    most = 4 * ROUNDS * TOPICS // 2
-    print(f"chunks from the pool: {routed} of {most}, in turn {in_turn}")
+    for each in (*clients, pool):
+        await each.close()
+    print(f"chunks from the pool: {routed} of {4 * ROUNDS * TOPICS // 2}, in turn {in_turn}")
     assert routed > 1.2 * in_turn
 
 
@@ -215,14 +212,13 @@ def test_holdings_are_bounded_by_the_pool() -> None:
     holdings = PrefixAffinity()
     holdings.resize(100)
     for number in range(10):
-        holdings.use({bytes([number]): 30})
-    assert holdings.share({bytes([9]): 30, bytes([8]): 30, bytes([7]): 30}) == 1
-    assert holdings.share({bytes([6]): 30}) == 0
-    holdings.use({bytes([7]): 30})
+        holdings.use({b"%d" % number: 30})
+    assert holdings.share({b"9": 30, b"8": 30, b"7": 30}) == 1
+    assert holdings.share({b"6": 30}) == 0
+    holdings.use({b"7": 30})
     holdings.use({b"new": 30})
-    assert holdings.share({bytes([7]): 30, bytes([8]): 10}) == 0.75
+    assert holdings.share({b"7": 30, b"8": 10}) == 0.75
     holdings.resize(30)
-    assert holdings.share({b"new": 1, bytes([7]): 1}) == 0.5
+    assert holdings.share({b"new": 1, b"7": 1}) == 0.5
     holdings.clear()
-    assert holdings.share({b"new": 1}) == 0
-    assert holdings.share({}) == 0
+    assert holdings.share({b"new": 1}) == holdings.share({}) == 0

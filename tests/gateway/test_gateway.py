@@ -1,6 +1,7 @@
-"""A real gateway with a real worker and cache: documents in, answers out, and every kind of bad input."""
+"""A real gateway with a real worker and cache: documents in, answers out, bad input, and chunks encoded ahead."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,43 +13,37 @@ from fusionkv.gateway.client.results import Sources, Summary, Token
 from fusionkv.gateway.http import replies
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import DeadlineExceeded, InvalidArgument, NotFound
-from tests.gateway.conftest import Stack
+from tests.gateway import sentence_models
+from tests.gateway.conftest import Serve, Stack, Start
 from tests.gateway.test_parse import pdf
+from tests.services import Launch, start_cache
 
 pytestmark = pytest.mark.system
 
 
 def test_an_answer_streams_sources_tokens_and_one_summary(client: Client) -> None:
     events = list(client.stream("base", "code of Name3?", top_k=3, max_tokens=7, recipe="prophetkv"))
-    assert isinstance(events[0], Sources)
-    assert all(isinstance(e, Token) for e in events[1:-1])
-    summary = events[-1]
-    assert isinstance(summary, Summary)
-    assert (len(events) - 2, summary.tokens_generated, summary.finish_reason) == (7, 7, "max_tokens")
-    assert "page-3.txt" in [p.document for p in events[0].passages]
-    assert summary.chunks_retrieved == len(events[0].passages) == 3
-    assert summary.context_tokens == sum(p.tokens for p in events[0].passages)
-    accounted = summary.tokens_lossless + summary.tokens_reused + summary.tokens_recomputed
-    assert accounted == summary.context_tokens
-    assert (summary.recipe, summary.degraded) == ("prophetkv", False)
-    seconds = summary.seconds
-    assert 0 < seconds.retrieve + seconds.plan < seconds.ttft <= seconds.total
+    assert [type(event) for event in events] == [Sources, *[Token] * 7, Summary]
+    passages, s = events[0].passages, events[-1]  # type: ignore[union-attr]
+    assert "page-3.txt" in [p.document for p in passages]
+    assert s.chunks_retrieved == len(passages) == 3
+    accounted = s.tokens_lossless + s.tokens_reused + s.tokens_recomputed
+    assert accounted == s.context_tokens == sum(p.tokens for p in passages)
+    assert (s.recipe, s.degraded, s.tokens_generated, s.finish_reason) == ("prophetkv", False, 7, "max_tokens")
+    assert 0 < s.seconds.retrieve + s.seconds.plan < s.seconds.ttft <= s.seconds.total
 
 
 def test_the_same_question_is_served_from_the_cache_and_answers_the_same(client: Client) -> None:
-    first = client.ask("base", "code of Name1?", recipe="full_reuse", max_tokens=8)
-    again = client.ask("base", "code of Name1?", recipe="full_reuse", max_tokens=8)
+    first, again = (client.ask("base", "code of Name1?", recipe="full_reuse", max_tokens=8) for _ in range(2))
     assert again.text == first.text
-    assert again.summary.chunks_missed == 0
-    assert again.summary.tokens_encoded == 0
+    assert again.summary.chunks_missed == again.summary.tokens_encoded == 0
     assert sum(h.chunks for h in again.summary.hits) == again.summary.chunks_retrieved == 6
 
 
 def test_ratio_1_answers_as_full_attention(client: Client) -> None:
     full = client.ask("base", "code of Name2?", recipe="full_attention", max_tokens=8)
     same = client.ask("base", "code of Name2?", recipe="prophetkv", ratio=1.0, max_tokens=8)
-    assert same.text == full.text
-    assert same.summary.ratio == 1
+    assert (same.text, same.summary.ratio) == (full.text, 1)
 
 
 def test_sources_come_in_the_order_asked_for(client: Client) -> None:
@@ -73,26 +68,24 @@ def test_stop_strings_and_seeds_reach_the_worker(client: Client) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "passages"),
+    ("name", "content", "text"),
     [
-        ("a.txt", b"plain words", ["plain words"]),
-        ("b.md", b"# Head\n\nsome *words*", ["# Head\n\nsome *words*"]),
-        ("c.html", b"<h1>Head</h1><p>some <b>words</b></p>", ["# Head\n\nsome **words**"]),
-        ("d.pdf", pdf("words in a file", "and more"), ["words in a file\n\nand more"]),
+        ("a.txt", b"plain words", "plain words"),
+        ("b.md", b"# Head\n\nsome *words*", "# Head\n\nsome *words*"),
+        ("c.html", b"<h1>Head</h1><p>some <b>words</b></p>", "# Head\n\nsome **words**"),
+        ("d.pdf", pdf("words in a file", "and more"), "words in a file\n\nand more"),
     ],
 )
-def test_every_media_type_becomes_passages(client: Client, name: str, content: bytes, passages: list[str]) -> None:
+def test_every_media_type_becomes_passages(client: Client, name: str, content: bytes, text: str) -> None:
     done = client.ingest("types", name, content)
-    assert (done.chunks, done.replaced) == (len(passages), False)
-    found = {(p.document, p.position): p.text for p in client.retrieve("types", "words", top_k=20)}
-    assert [found[name, i] for i in range(len(passages))] == passages
+    assert (done.chunks, done.replaced) == (1, False)
+    assert [p.text for p in client.retrieve("types", "words", top_k=20) if p.document == name] == [text]
     assert client.ingest("types", name, content).replaced
 
 
 def test_a_long_document_is_split_and_a_shorter_one_replaces_it(client: Client) -> None:
     text = "\n\n".join(f"Paragraph {i} says nothing of note." for i in range(20))
-    long = client.ingest("split", "d.txt", text)
-    assert long.chunks > 5
+    assert client.ingest("split", "d.txt", text).chunks > 5
     assert client.ingest("split", "d.txt", "Only this.").chunks == 1
     assert [p.text for p in client.retrieve("split", "paragraph of only that", top_k=50)] == ["Only this."]
 
@@ -101,9 +94,8 @@ def test_a_question_without_passages_is_answered_without_context(client: Client)
     client.ingest("empty", "d.txt", "text")
     client.delete("empty", "d.txt")
     answer = client.ask("empty", "anything?", max_tokens=3)
-    assert answer.sources == ()
-    assert answer.summary.chunks_retrieved == answer.summary.context_tokens == 0
-    assert answer.summary.tokens_generated == 3
+    s = answer.summary
+    assert (answer.sources, s.chunks_retrieved, s.context_tokens, s.tokens_generated) == ((), 0, 0, 3)
 
 
 def test_stats_count(client: Client, stack: Any) -> None:
@@ -112,47 +104,46 @@ def test_stats_count(client: Client, stack: Any) -> None:
     with pytest.raises(InvalidArgument):
         client.ask("base", "")
     after = client.stats()
-    assert after.requests == before.requests + 2
-    assert after.requests_failed == before.requests_failed + 1
-    assert after.worker == stack.workers[0].address
+    assert (after.requests - before.requests, after.requests_failed - before.requests_failed) == (2, 1)
+    assert after.worker == stack.worker.address
     assert re.fullmatch("[0-9a-f]{64}", after.model_fingerprint)
 
 
-QUESTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"corpus": "nowhere"}, NotFound, "no corpus 'nowhere'"),
-    ({"corpus": "../x"}, InvalidArgument, "invalid corpus name"),
-    ({"recipe": "magic"}, InvalidArgument, "unknown recipe 'magic'; known: .*prophetkv"),
-    ({"question": "x" * 70_000}, InvalidArgument, "the question has 70000 characters; the maximum is 65536"),
-    ({"question": "long " * 500}, InvalidArgument, r"the prompt has \d+ tokens .* the model's maximum is 2048"),
-    ({"max_tokens": 5000}, InvalidArgument, "and 5000 more are requested; the model's maximum is 2048"),
-    ({"top_k": 129}, InvalidArgument, "top_k is 129: the maximum is 128"),
-]
-
-
-@pytest.mark.parametrize(("wrong", "error", "message"), QUESTIONS)
-def test_a_bad_question_is_refused(client: Client, wrong: dict[str, Any], error: Any, message: str) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"corpus": "nowhere"}, "no corpus 'nowhere'"),
+        ({"corpus": "../x"}, "invalid corpus name"),
+        ({"recipe": "magic"}, "unknown recipe 'magic'; known: .*prophetkv"),
+        ({"question": "x" * 70_000}, "the question has 70000 characters; the maximum is 65536"),
+        ({"question": "long " * 500}, r"the prompt has \d+ tokens .* the model's maximum is 2048"),
+        ({"max_tokens": 5000}, "and 5000 more are requested; the model's maximum is 2048"),
+        ({"top_k": 129}, "top_k is 129: the maximum is 128"),
+    ],
+)
+def test_a_bad_question_is_refused(client: Client, wrong: dict[str, Any], message: str) -> None:
     asked = {"corpus": "base", "question": "code of Name0?", "max_tokens": 1, **wrong}
-    with pytest.raises(error, match=message):
+    with pytest.raises(NotFound if wrong == {"corpus": "nowhere"} else InvalidArgument, match=message):
         client.ask(**asked)
     assert client.ask("base", "code of Name0?", max_tokens=1).summary.tokens_generated == 1
 
 
-DOCUMENTS: list[tuple[dict[str, Any], str]] = [
-    ({"corpus": ""}, "invalid corpus name"),
-    ({"corpus": "bad name"}, "invalid corpus name 'bad name'"),
-    ({"corpus": "x" * 65}, "invalid corpus name"),
-    ({"name": ""}, "invalid document name"),
-    ({"name": "a\nb.txt"}, "invalid document name"),
-    ({"name": "x" * 513}, "1 to 512 printable characters"),
-    ({"name": "a.exe"}, "the media type is unknown"),
-    ({"media_type": "video/mp4"}, "unknown media type 'video/mp4'"),
-    ({"content": b"x" * (65 << 10)}, "66560 bytes; the maximum is 65536"),
-    ({"content": b"long words " * 5000}, "chunks; the maximum is 200"),
-    ({"content": b"\xff\xfe"}, "not UTF-8"),
-]
-
-
-@pytest.mark.parametrize(("wrong", "message"), DOCUMENTS, ids=[d[1][:30] for d in DOCUMENTS])
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"corpus": ""}, "invalid corpus name"),
+        ({"corpus": "bad name"}, "invalid corpus name 'bad name'"),
+        ({"corpus": "x" * 65}, "invalid corpus name"),
+        ({"name": ""}, "invalid document name"),
+        ({"name": "a\nb.txt"}, "invalid document name"),
+        ({"name": "x" * 513}, "1 to 512 printable characters"),
+        ({"name": "a.exe"}, "the media type is unknown"),
+        ({"media_type": "video/mp4"}, "unknown media type 'video/mp4'"),
+        ({"content": b"x" * (65 << 10)}, "66560 bytes; the maximum is 65536"),
+        ({"content": b"long words " * 5000}, "chunks; the maximum is 200"),
+        ({"content": b"\xff\xfe"}, "not UTF-8"),
+    ],
+)
 def test_a_bad_document_is_refused_and_leaves_nothing(client: Client, wrong: dict[str, Any], message: str) -> None:
     client.ingest("docs", "a.txt", "as it stood")
     with pytest.raises(InvalidArgument, match=message):
@@ -171,7 +162,6 @@ def cached(response: pb.GenerateResponse) -> set[int]:
     summary = results.event(response)
     assert isinstance(summary, Summary)
     chunk = langchain._chunk(summary)
-    assert chunk is not None
     return {
         replies._usage(summary)["prompt_tokens_details"]["cached_tokens"],
         chunk.message.usage_metadata["input_token_details"]["cache_read"],  # type: ignore[attr-defined]
@@ -188,3 +178,59 @@ def test_cached_tokens_are_those_that_were_found_and_none_that_was_encoded(stack
     assert cold.summary.chunks_missed == 2
     assert cached(cold) == {0}
     assert cached(warm) == {warm.summary.context_tokens}
+
+
+def test_the_default_recipe_reuses_chunks_as_they_were_encoded(client: Client) -> None:
+    """With neighbours where a corpus was encoded so, alone where it was not; by both names that the default has."""
+    for i in range(4):
+        client.ingest("near", f"{i}.txt", f"The colour of Name{i} is {i}.")
+        client.ingest("alone", f"{i}.txt", f"The taste of Name{i} is {i}.")
+    [*client.precompute("near", "default", neighbours=2)]
+
+    def asked(corpus: str, recipe: str = "", **more: Any) -> Summary:
+        return client.ask(corpus, "Colour or taste of Name1?", recipe=recipe, max_tokens=1, **more).summary
+
+    for name in ("", "default"):
+        summary = asked("near", name)
+        assert (summary.recipe, summary.ratio) == ("midlayer+corrected+similarity_guided(2)", 0.12)
+        found = {hit.kind: hit.chunks for hit in summary.hits}
+        # The first one stands where it was encoded as the others' neighbour: lossless, which is better still.
+        assert (summary.chunks_missed, found) == (0, {"exact": 1, "alternative": 3})
+        summary = asked("alone", name)
+        assert (summary.recipe, summary.ratio) == ("midlayer+corrected", 0.12)
+    assert asked("near", "prophetkv").recipe == "prophetkv"
+    assert asked("near", ratio=1.0).tokens_reused == 0
+
+
+def test_the_default_recipe_needs_nothing_but_chunks_encoded_alone(client: Client) -> None:
+    for i in range(9):
+        client.ingest("ahead", f"{i}.txt", f"Of Name{i}: " + f"a{i} b{i} c{i} " * 20)
+    assert [[*client.precompute("ahead")][-1].skipped for _ in range(2)] == [0, 27]
+    summary = client.ask("ahead", "Name1, a2, b3 and c4?", max_tokens=1).summary
+    assert (summary.recipe, summary.chunks_missed, summary.tokens_encoded) == ("midlayer+corrected", 0, 0)
+    assert summary.chunks_corrected > 0
+    with pytest.raises(InvalidArgument, match="recipe 'prefix_cache' reuses no chunks"):
+        [*client.precompute("ahead", "prefix_cache")]
+
+
+def test_a_correction_is_learned_with_embeddings(cache: Any, start: Start, serve: Serve, tmp_path: Path) -> None:
+    worker = start(cache=cache)
+    embedder = str(sentence_models.write(tmp_path / "embedder"))
+    client, _ = serve(worker, "--embedder", embedder, "--embedder-threads", "1")
+    for i in range(9):
+        client.ingest("embedded", f"{i}.txt", f"Of Name{i}: " + f"a{i} b{i} c{i} " * 20)
+    assert [[*client.precompute("embedded")][-1].skipped for _ in range(2)] == [0, 9]
+    assert client.ask("embedded", "Name1, a2, b3 and c4?", max_tokens=1).summary.chunks_corrected > 0
+
+
+def test_what_the_cache_lost_is_encoded_again(start: Start, launch: Launch, serve: Serve, tmp_path: Path) -> None:
+    """Two caches, one after the other, below one gateway's corpora."""
+    for name in ("first", "second"):
+        client, gateway = serve(start(cache=start_cache(launch, tmp_path / name)))
+        if name == "first":
+            for i in range(3):
+                client.ingest("c", f"{i}.txt", f"page {i} is about subject{i}")
+        assert [[*client.precompute("c", "fusionrag")][-1].skipped for _ in range(2)] == [0, 3]
+        summary = client.ask("c", "subject1?", recipe="fusionrag", max_tokens=1).summary
+        assert (summary.degraded, summary.chunks_missed, summary.tokens_encoded) == (False, 0, 0)
+        assert gateway.stop() == 0

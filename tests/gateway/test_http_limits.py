@@ -121,7 +121,6 @@ async def status(address: str, data: bytes = WHOLE) -> int:
 
 
 async def test_heads_that_never_end(serve: Serve) -> None:
-    """A hundred of them, as many that say nothing, and some that send a byte now and then."""
     # What comes behind a request in one piece is not known to be a head: it ends as an idle connection does.
     _, address = await serve(http_head_seconds=0.8, http_idle_seconds=1.2)
     began = asyncio.get_running_loop().time()
@@ -194,8 +193,7 @@ async def test_only_so_many_connections(serve: Serve) -> None:
     await until(lambda: _is(status(address), 503))
     # More that do not go away are not even told.
     refused = [await sent(address, HALF) for _ in range(100)]
-    waiting = [asyncio.create_task(ended(reader)) for reader, _ in refused]
-    said = await asyncio.gather(*waiting)
+    said = await asyncio.gather(*(ended(reader) for reader, _ in refused))
     assert {one.split()[1] for one in said if one} == {b"503"}
     for _, writer in open_ones:
         writer.close()
@@ -239,7 +237,6 @@ async def test_tls_handshakes_that_never_end(serve: Serve, authority: Callable[[
 
 
 async def test_heads_that_are_too_large(serve: Serve) -> None:
-    """Before they end, whatever they are made of."""
     _, address = await serve()
     for piece in (b"X: " + b"x" * 8000 + b"\r\n", b"\r\n", b"X: y\r\n", b"x", b"X:" + b" " * 8000 + b"\r\n"):
         reader, writer = await sent(address, WHOLE[:-2] if len(piece) > 2 or piece == b"x" else b"")

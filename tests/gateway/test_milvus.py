@@ -7,22 +7,18 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import Mock
 
 import pytest
 
-from fusionkv.gateway.client.client import Client
-from fusionkv.gateway.config import GatewayConfig
-from fusionkv.gateway.pipeline import Pipeline
 from fusionkv.gateway.retrieval import milvus_rows as rows
 from fusionkv.gateway.retrieval.base import Chunk, within
-from fusionkv.gateway.retrieval.hybrid import HybridSearch
 from fusionkv.gateway.retrieval.milvus import Gate, MilvusRetrieval
 from fusionkv.gateway.retrieval.milvus_connection import MIN_SECONDS, REST_SECONDS
 from fusionkv.protos.runtime.errors import InvalidArgument, Unavailable
 from tests.commands import run_python
-from tests.gateway import milvus_process
-from tests.gateway.conftest import Launch, Stack
+from tests.gateway.conftest import Serve, Start, running_milvus
+from tests.gateway.test_ingest import Rig, Topics
 from tests.gateway.test_retrieval import DIM, MODEL, put, texts, vector
 
 Two = tuple[MilvusRetrieval, MilvusRetrieval]
@@ -30,7 +26,6 @@ Two = tuple[MilvusRetrieval, MilvusRetrieval]
 
 @pytest.fixture
 async def two(milvus: str, tmp_path: Path) -> AsyncIterator[Two]:
-    """Two gateways' engines over the same corpora."""
     made = await MilvusRetrieval.open(milvus, str(tmp_path)), await MilvusRetrieval.open(milvus, str(tmp_path))
     yield made
     for engine in made:
@@ -92,14 +87,14 @@ async def test_long_documents_come_back_whole_and_a_chunk_that_milvus_cannot_hol
 @pytest.mark.slow
 async def test_milvus_ends_and_starts_again(tmp_path: Path) -> None:
     """kill -9: what was acknowledged is there; calls meanwhile end as UNAVAILABLE."""
-    with milvus_process.running(tmp_path / "data") as (url, _):
+    with running_milvus(tmp_path / "data") as (url, _):
         engine = await MilvusRetrieval.open(url)
         for number in range(10):
             await put(engine, "c", f"d{number}", f"text {number}")
     with pytest.raises(Unavailable, match="Milvus"):
         await engine.candidates("c", "text", vector("text"), 5, MODEL)
     await engine.close()
-    with milvus_process.running(tmp_path / "data") as (url, _):
+    with running_milvus(tmp_path / "data") as (url, _):
         engine = await MilvusRetrieval.open(url)
         assert [item.name for item in await engine.documents("c")] == [f"d{number}" for number in range(10)]
         assert await texts(engine, "c", "7") == ["text 7"]
@@ -116,7 +111,7 @@ async def test_nobody_waits_for_a_milvus_that_stands_still(tmp_path: Path) -> No
             await engine.corpora()
         return time.monotonic() - began
 
-    with milvus_process.running(tmp_path / "data") as (url, process):
+    with running_milvus(tmp_path / "data") as (url, process):
         engine = await MilvusRetrieval.open(url)
         await put(engine, "c", "d", "text")
         process.send_signal(signal.SIGSTOP)
@@ -156,7 +151,6 @@ async def test_a_call_takes_no_longer_than_its_caller_waits(two: Two, monkeypatc
     told.clear()
     with within(20):
         assert await texts(engine, "c", "text") == ["text"]
-    # Each has what those before it left.
     assert told[0] < 20
     assert told[-1] < told[0]
     told.clear()
@@ -182,21 +176,14 @@ async def test_a_list_ends_with_its_time_whatever_is_left(two: Two, monkeypatch:
     assert 0 < len(read) < 400
 
 
+@pytest.mark.system  # a parser is a process
 async def test_a_question_reads_no_list_of_documents(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    def walked(*_: Any, **__: Any) -> None:
-        raise AssertionError("all documents are read")
-
-    engine = two[0]
-    await put(engine, "c", "d", "text")
-    monkeypatch.setattr(engine._milvus._client, "query_iterator", walked)
-    known = SimpleNamespace(identity=MODEL, model=SimpleNamespace(name="tiny"))
-    workers = SimpleNamespace(model=AsyncMock(return_value=known))
-    embedder = SimpleNamespace(name=MODEL.embedder, embed=AsyncMock(return_value=[vector("text")]))
-    tenant = SimpleNamespace(retrieval=engine)
-    search = HybridSearch(GatewayConfig(), embedder)  # type: ignore[arg-type]
-    pipeline = Pipeline(GatewayConfig(), workers, search)  # type: ignore[arg-type]
-    found = await pipeline.retrieve(tenant, "c", "text", 1, 60.0)  # type: ignore[arg-type]
-    assert [chunk.text for chunk, _ in found] == ["text"]
+    rig = Rig(two[0], Topics())
+    await rig.ingest("d.txt", "a horse")
+    all_read = Mock(side_effect=AssertionError("all documents are read"))
+    monkeypatch.setattr(two[0]._milvus._client, "query_iterator", all_read)
+    assert [passage.text for passage in await rig.retrieve("horse?")] == ["a horse"]
+    await rig.ingesting.close()
 
 
 async def test_a_gate_lets_the_lone_one_in_before_later_ones() -> None:
@@ -224,30 +211,22 @@ async def test_a_gate_lets_the_lone_one_in_before_later_ones() -> None:
 
 
 @pytest.mark.slow
-def test_two_gateways_share_one(launch_module: Launch, tiny_model: Path, tmp_path: Path, milvus: str) -> None:
-    stack = Stack(launch_module, tmp_path, tiny_model, "--milvus-url", milvus)
-    second = stack.start_gateway("--data-dir", str(tmp_path / "nothing"))
-    stack.client.ingest("shared-by-two", "a.md", "The code of Bervek is 535.")
-    with Client(second.address, timeout=60) as other:
-        answer = other.ask("shared-by-two", "code of Bervek?", max_tokens=1)
-        assert [source.document for source in answer.sources] == ["a.md"]
-        other.delete("shared-by-two")
-    assert not [corpus for corpus in stack.client.list() if corpus.name == "shared-by-two"]
-    stack.client.close()
+def test_two_gateways_share_one(start: Start, serve: Serve, tmp_path: Path, milvus: str) -> None:
+    worker = start()
+    client, _ = serve(worker, "--milvus-url", milvus)
+    other, _ = serve(worker, "--milvus-url", milvus, "--data-dir", str(tmp_path / "nothing"))
+    client.ingest("shared-by-two", "a.md", "The code of Bervek is 535.")
+    answer = other.ask("shared-by-two", "code of Bervek?", max_tokens=1)
+    assert [source.document for source in answer.sources] == ["a.md"]
+    other.delete("shared-by-two")
+    assert "shared-by-two" not in [corpus.name for corpus in client.list()]
     assert not (tmp_path / "nothing").exists()
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--milvus-url", "http://127.0.0.1:1"), "can't connect to Milvus: "),
-        (("--milvus-url", "there:19530"), "milvus_url must begin with http:// or https://"),
-        (("--milvus-token", "file"), "milvus_token needs milvus_url"),
-    ],
-)
-def test_a_gateway_that_cannot_use_it_says_so(flags: tuple[str, ...], message: str) -> None:
-    done = run_python("-m", "fusionkv.gateway", "--listen", "127.0.0.1:0", *flags, status=1)
-    assert message in done.stderr
+def test_a_gateway_that_cannot_connect_says_so() -> None:
+    flags = ("--listen", "127.0.0.1:0", "--milvus-url", "http://127.0.0.1:1")
+    done = run_python("-m", "fusionkv.gateway", *flags, status=1)
+    assert "can't connect to Milvus: " in done.stderr
     assert "Traceback" not in done.stderr
 
 

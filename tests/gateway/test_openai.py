@@ -1,5 +1,6 @@
 """The OpenAI-compatible endpoint, by OpenAI's own client and by plain HTTP, over real services."""
 
+import functools
 import json
 import secrets
 import ssl
@@ -14,6 +15,7 @@ import pytest
 from fusionkv.gateway.client.client import Client
 from fusionkv.protos.runtime.tls import ClientTLS
 from tests.gateway import sentence_models
+from tests.gateway.conftest import Serve, children, succeeds
 from tests.services import Launch, start_cache, start_gateway, start_worker, token_entry, token_flags
 from tests.waiting import wait_until
 
@@ -42,7 +44,6 @@ def worker(launch_module: Launch, tiny_model: Path, tmp_path_factory: pytest.Tem
 
 @pytest.fixture(scope="module")
 def gateway(worker: Any, launch_module: Launch, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """With one corpus of two documents."""
     flags = (*BOTH, "--chunk-tokens", "64")
     started = start_gateway(launch_module, tmp_path_factory.mktemp("gateway"), worker, *flags, services=2)
     with Client(started.address, timeout=60) as client:
@@ -58,15 +59,13 @@ def client(gateway: Any) -> Iterator[openai.OpenAI]:
 
 
 def test_an_answer_is_that_of_grpc(gateway: Any, client: openai.OpenAI) -> None:
-    chat = client.chat.completions.create(
-        model="notes", messages=ASKED, max_tokens=8, extra_body={"fusionkv": {"recipe": "full_attention"}}
-    )
+    own = {"fusionkv": {"recipe": "full_attention"}}
+    chat = client.chat.completions.create(model="notes", messages=ASKED, max_tokens=8, extra_body=own)
     with Client(gateway.address, timeout=60) as grpc:
         answer = grpc.ask("notes", ASKED[0]["content"], max_tokens=8, recipe="full_attention")
     (choice,) = chat.choices
     assert (choice.message.content, choice.message.role) == (answer.text, "assistant")
     assert (choice.finish_reason, chat.object, chat.model) == ("length", "chat.completion", "notes")
-    assert chat.usage is not None
     usage, prompt = chat.usage, answer.summary.prompt_tokens
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (prompt, 8, prompt + 8)
     own = chat.fusionkv  # type: ignore[attr-defined]  # the client keeps what it does not know
@@ -80,8 +79,7 @@ def test_a_stream_holds_the_same(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(**asked)
     stream = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
     first, *middle, last, usage = list(stream)
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in middle)
-    assert text == whole.choices[0].message.content
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in middle) == whole.choices[0].message.content
     assert first.choices[0].delta.role == "assistant"
     assert len(first.fusionkv["sources"]) > 0
     assert last.choices[0].finish_reason == "length"
@@ -122,7 +120,7 @@ def test_passages_of_the_request_take_the_corpus_place(client: openai.OpenAI) ->
     own = chat.fusionkv  # type: ignore[attr-defined]
     assert (own["summary"]["recipe"], own["summary"]["chunks_retrieved"]) == ("full_reuse", 2)
     first, second = own["sources"]
-    assert (first["id"], first["title"], first["metadata"]) == ("a-1", "Lakes", {"url": "https://lakes"})
+    assert {"id": "a-1", "title": "Lakes", "metadata": {"url": "https://lakes"}}.items() <= first.items()
     assert (second["text"], second["position"]) == ("The hill is green.", 1)
     # Sources are passages, and the same ones are in the cache.
     again = client.chat.completions.create(extra_body={"passages": own["sources"]}, **asked)
@@ -146,9 +144,6 @@ def test_corpora_are_models(client: openai.OpenAI) -> None:
     assert missing.value.code == "model_not_found"
 
 
-GOOD = {"model": "notes", "messages": ASKED, "max_tokens": 1}
-
-
 @pytest.mark.parametrize(
     ("body", "param", "said"),
     [
@@ -162,12 +157,13 @@ GOOD = {"model": "notes", "messages": ASKED, "max_tokens": 1}
     ids=str,
 )
 def test_what_cannot_be_followed_is_refused(gateway: Any, body: Any, param: str | None, said: str) -> None:
-    content = body if isinstance(body, bytes) else json.dumps({**GOOD, **body} if isinstance(body, dict) else body)
+    good = {"model": "notes", "messages": ASKED, "max_tokens": 1}
+    content = body if isinstance(body, bytes) else json.dumps({**good, **body})
     reply = httpx2.post(f"{url(gateway)}/chat/completions", content=content, timeout=60)
     assert reply.status_code == 400
     error = reply.json()["error"]
-    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, None)
-    assert said in error["message"]
+    assert said in error.pop("message")
+    assert error == {"type": "invalid_request_error", "param": param, "code": None}
 
 
 def test_other_errors_of_http_are_json_too(gateway: Any) -> None:
@@ -178,14 +174,13 @@ def test_other_errors_of_http_are_json_too(gateway: Any) -> None:
     assert (long.status_code, long.json()["error"]["code"]) == (413, None)
 
 
-def test_tokens_tenants_and_quotas(worker: Any, launch: Launch, tmp_path: Path) -> None:
+def test_tokens_tenants_and_quotas(worker: Any, serve: Serve, tmp_path: Path) -> None:
     one, other, job = tokens = [secrets.token_urlsafe(32) for _ in range(3)]
     entries = map(token_entry, tokens, ("app", "app", "worker"), ("one", "other", "one"))
     (tmp_path / "quotas").write_text("[tenants.other]\nrequests_per_minute = 1\n")
     files = (*token_flags(tmp_path, *entries), "--quotas", str(tmp_path / "quotas"))
-    gateway = start_gateway(launch, tmp_path, worker, *BOTH, *files, services=2)
-    with Client(gateway.address, token=one, timeout=60) as grpc:
-        grpc.ingest("mine", "a.txt", "A text of the first tenant.")
+    grpc, gateway = serve(worker, *BOTH, *files, token=one, services=2)
+    grpc.ingest("mine", "a.txt", "A text of the first tenant.")
     assert [m.id for m in client_of(gateway, one).models.list()] == ["fusionkv", "mine"]
     assert client_of(gateway, one).chat.completions.create(model="mine", messages=ASKED, max_tokens=1).choices
     with pytest.raises(openai.AuthenticationError, match="the token is not valid"):
@@ -205,11 +200,11 @@ def test_tokens_tenants_and_quotas(worker: Any, launch: Launch, tmp_path: Path) 
     assert int(headers["Retry-After"]) - 1 <= int(headers["Retry-After-Ms"]) / 1000 <= int(headers["Retry-After"])
 
 
-def test_tls_takes_new_certificates(worker: Any, launch: Launch, authority: Any, tmp_path: Path) -> None:
+def test_tls_takes_new_certificates(worker: Any, serve: Serve, authority: Any, tmp_path: Path) -> None:
     inner, outer = authority("inner"), authority("outer")
     cert, key = outer.issue("gateway")
     tls = ("--tls-cert", str(cert), "--tls-key", str(key), "--tls-client-ca", str(inner.ca))
-    gateway = start_gateway(launch, tmp_path, worker, *BOTH, *tls, services=2)
+    _, gateway = serve(worker, *BOTH, *tls, services=2)
 
     def trusting(known: Any) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=str(known.ca))
@@ -229,41 +224,29 @@ def test_tls_takes_new_certificates(worker: Any, launch: Launch, authority: Any,
         old.write_bytes(new.read_bytes())
     again, own = trusting(renewed), (tmp_path / "app.pem", tmp_path / "app.key")
     again.load_cert_chain(*own)
-
-    def taken() -> bool:
-        try:
-            return httpx2.get(models, verify=again, timeout=60).status_code == 200
-        except httpx2.TransportError:
-            return False
-
-    wait_until(taken)
+    call = functools.partial(httpx2.get, models, verify=again, timeout=60)
+    wait_until(lambda: succeeds(call, httpx2.TransportError))
+    assert call().status_code == 200
     with Client(gateway.address, tls=ClientTLS(renewed.ca, *own), timeout=20) as grpc:
         assert grpc.list() == []
 
 
-def test_a_caller_that_leaves_frees_the_worker(worker: Any, launch: Launch, tmp_path: Path) -> None:
-    gateway = start_gateway(launch, tmp_path, worker, *BOTH, services=2)
-    with Client(gateway.address, timeout=60) as grpc:
-        grpc.ingest("c", "a.txt", "Some text.")
+def test_a_caller_that_leaves_frees_the_worker(worker: Any, serve: Serve) -> None:
+    grpc, gateway = serve(worker, *BOTH, services=2)
+    grpc.ingest("c", "a.txt", "Some text.")
     long: dict[str, Any] = {"model": "c", "messages": ASKED, "max_tokens": 1500}
     with client_of(gateway) as client:
         streams = [client.chat.completions.create(**long, stream=True) for _ in range(AT_ONCE)]
         for stream in streams:
             next(iter(stream))
+        call = functools.partial(client.chat.completions.create, model="c", messages=ASKED, max_tokens=1)
         with pytest.raises(openai.RateLimitError) as busy:
-            client.chat.completions.create(model="c", messages=ASKED, max_tokens=1)
+            call()
         assert busy.value.code == "rate_limit_exceeded"
         assert float(busy.value.response.headers["Retry-After"]) > 0
         for stream in streams:
             stream.response.close()
-
-        def taken() -> bool:
-            try:
-                return bool(client.chat.completions.create(model="c", messages=ASKED, max_tokens=1).choices)
-            except openai.RateLimitError:
-                return False
-
-        wait_until(taken)
+        wait_until(lambda: succeeds(call, openai.RateLimitError))
         # The same without a stream: the caller gives up while it waits for the whole.
         with pytest.raises(openai.APITimeoutError):
             client.with_options(timeout=0.3).chat.completions.create(**long)
@@ -277,7 +260,6 @@ def test_a_caller_that_leaves_frees_the_worker(worker: Any, launch: Launch, tmp_
 
 @pytest.fixture(scope="module")
 def embedding(worker: Any, launch_module: Launch, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A gateway whose embedder is a Sentence-Transformers directory."""
     folder = tmp_path_factory.mktemp("embedding")
     directory = sentence_models.write(folder / "tiny")
     flags = (*BOTH, "--embedder", str(directory), "--embedder-threads", "1")
@@ -297,15 +279,14 @@ def test_embeddings_are_those_of_retrieval(embedding: Any) -> None:
         assert plain.data[0].embedding == pytest.approx(found.data[0].embedding)
         assert sum(x * x for x in plain.data[0].embedding) == pytest.approx(1, abs=1e-5)
         assert (found.model.partition("@")[0], found.usage.prompt_tokens) == ("tiny", 8)
-        wrong: list[tuple[dict[str, Any], str]] = [
+        for change, message in (
             ({"model": "ada"}, "unknown embedding model 'ada'; known: tiny@"),
             ({"input": []}, "input must be a string"),
             ({"input": [[1, 2]]}, "input must be a string"),
             ({"dimensions": 3}, "supports only 16 dimensions"),
             ({"encoding_format": "x"}, "encoding_format must be"),
             ({"extra_body": {"more": 1}}, "unknown field 'more'"),
-        ]
-        for change, message in wrong:
+        ):
             with pytest.raises((openai.BadRequestError, openai.NotFoundError), match=message):
                 client.embeddings.create(**{"model": "tiny", "input": "x", **change})
     with Client(embedding.address, timeout=60) as own:
@@ -321,7 +302,6 @@ def test_without_an_embedder_there_are_no_embeddings(client: openai.OpenAI) -> N
 
 def test_the_gateway_itself_loads_no_model(embedding: Any) -> None:
     pid = embedding.process.pid
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    commands = [Path(f"/proc/{child}/cmdline").read_bytes() for child in children]
+    commands = [Path(f"/proc/{child}/cmdline").read_bytes() for child in children(pid)]
     assert any(b"fusionkv.gateway.embed.child" in command for command in commands)
     assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()

@@ -1,5 +1,6 @@
 """Page tokens of List: good for the tenant and the listing that they were given for, and for nothing else."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -36,29 +37,27 @@ def test_a_token_is_good_unchanged_alone(name: str, place: int, change: int) -> 
 
 
 @pytest.fixture
-async def filled(tmp_path: Path) -> Path:
-    """What a gateway keeps for two tenants: the same corpora, with documents of other names."""
+async def gateway(launch: Launch, tmp_path: Path) -> str:
+    """The address of one for two tenants, of the same corpora with documents of other names."""
     for tenant in TENANTS:
         engine = await EmbeddedRetrieval.open(tmp_path / "gateway" / "tenants" / tenant)
         for corpus in "cd":
             for n in range(4):
                 await put(engine, corpus, f"{tenant} {corpus}{n}", "text")
         await engine.close()
-    return tmp_path
+    tokens = token_flags(tmp_path, *(token_entry(tenant, tenant=tenant) for tenant in TENANTS))
+    return str((await asyncio.to_thread(start_gateway, launch, tmp_path, None, *tokens)).address)
 
 
 @pytest.fixture
-def listing(launch: Launch, filled: Path) -> Iterator[List]:
-    tokens = token_flags(filled, *(token_entry(tenant, tenant=tenant) for tenant in TENANTS))
-    gateway = start_gateway(launch, filled, None, *tokens)
-    with rpc.dial_sync(gateway.address) as channel:
+def listing(gateway: str) -> Iterator[List]:
+    with rpc.dial_sync(gateway) as channel:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
 
         def ask(tenant: str, corpus: str, token: str = "", size: int = 2) -> pb.ListResponse:
             request = pb.ListRequest(corpus=corpus, page_size=size, page_token=token)
             return stub.List(request, metadata=[("authorization", f"Bearer {tenant}")], timeout=20)
 
-        ask.address = gateway.address  # type: ignore[attr-defined]
         yield ask
 
 
@@ -85,9 +84,9 @@ def test_a_token_of_another_tenant_or_listing_is_refused(listing: List) -> None:
 
 
 @pytest.mark.system
-def test_a_listing_goes_on_behind_what_was_deleted(listing: List) -> None:
+def test_a_listing_goes_on_behind_what_was_deleted(listing: List, gateway: str) -> None:
     token = listing("acme", "c").next_page_token
-    with Client(listing.address, token="acme") as client:  # type: ignore[attr-defined]
+    with Client(gateway, token="acme") as client:
         client.delete("c", "acme c1")
         client.delete("c", "acme c2")
         assert names(listing("acme", "c", token)) == ["acme c3"]

@@ -34,13 +34,8 @@ def encrypted_pdf(password: str) -> bytes:
     return out.getvalue()
 
 
-def texts(content: bytes, kind: str) -> list[str]:
-    return [s.text for s in parse.parse(content, kind)]
-
-
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [("a.txt", PLAIN), ("b/c.MD", MARKDOWN), ("x.htm", HTML), ("y.pdf", PDF), ("z.jsonl", JSONL)],
+    ("name", "kind"), [("a.txt", PLAIN), ("b/c.MD", MARKDOWN), ("x.htm", HTML), ("y.pdf", PDF), ("z.jsonl", JSONL)]
 )
 def test_the_ending_tells_the_media_type(name: str, kind: str) -> None:
     assert parse.media_type(name) == kind
@@ -53,9 +48,18 @@ def test_an_unknown_media_type_is_refused_with_the_known_ones(name: str, given: 
         parse.media_type(name, given)
 
 
-def test_text_and_markdown_stay_as_they_are() -> None:
-    assert parse.parse("ein Satz\r\n— ä".encode(), PLAIN) == [Document("ein Satz\r\n— ä")]
-    assert parse.parse(b"\xef\xbb\xbf# Head\n\n* x", MARKDOWN) == [Document("# Head\n\n* x", markdown=True)]
+@pytest.mark.parametrize(
+    ("content", "kind", "document"),
+    [
+        ("ein Satz\r\n— ä".encode(), PLAIN, Document("ein Satz\r\n— ä")),
+        (b"\xef\xbb\xbf# Head\n\n* x", MARKDOWN, Document("# Head\n\n* x", markdown=True)),
+        (pdf("first page", "second page"), PDF, Document("first page\n\nsecond page")),
+        (encrypted_pdf(""), PDF, Document("secret")),  # an empty user password opens it
+        ('<meta charset="latin-1"><p>Größe</p>'.encode("latin-1"), HTML, Document("Größe", markdown=True)),
+    ],
+)
+def test_the_text_of_a_document(content: bytes, kind: str, document: Document) -> None:
+    assert parse.parse(content, kind) == [document]
 
 
 def test_html_becomes_markdown_without_scripts() -> None:
@@ -64,17 +68,6 @@ def test_html_becomes_markdown_without_scripts() -> None:
     (document,) = parse.parse(html, HTML)
     assert document.markdown
     assert document.text.split() == ["#", "The", "title", "##", "Part", "one", "**two**", "&", "three", "*", "x"]
-
-
-def test_html_may_declare_its_encoding() -> None:
-    assert "Größe" in texts('<meta charset="latin-1"><p>Größe</p>'.encode("latin-1"), HTML)[0]
-    with pytest.raises(InvalidArgument, match="not UTF-8"):
-        texts("<p>Größe</p>".encode("latin-1"), HTML)
-
-
-def test_pdf_pages_are_read_in_order() -> None:
-    assert texts(pdf("first page", "second page"), PDF) == ["first page\n\nsecond page"]
-    assert texts(encrypted_pdf(""), PDF) == ["secret"], "with an empty user password it can be read"
 
 
 def test_each_json_line_is_a_document() -> None:
@@ -101,6 +94,7 @@ def test_each_json_line_is_a_document() -> None:
         (b" \n\t", PLAIN, "no text"),
         (b"", MARKDOWN, "no text"),
         (b"<p> </p><script>x</script>", HTML, "no text"),
+        ("<p>Größe</p>".encode("latin-1"), HTML, "not UTF-8"),
         (b"hello", PDF, "does not begin with %PDF-"),
         (b"%PDF-1.4\ngarbage", PDF, "the PDF can't be read"),
         (pdf("x")[:200], PDF, "PDF can't be read|no text"),
@@ -142,12 +136,12 @@ TEXT = " ".join(SENTENCES)
 def test_half_of_the_sentences_stay(name: str, content: str, kind: str) -> None:
     text, found = parse.shortened(name, content.encode(), "", 0.5)
     assert found == kind
-    texts = [text]
+    parts = [text]
     if kind.endswith("jsonl"):
-        lines = [json.loads(line or "{}") for line in text.split("\n")]
-        assert [line.get("id") for line in lines] == [None, None, "x"]
-        texts = [line["text"] for line in (lines[0], lines[2])]
-    for part in texts:
+        first, none, last = text.split("\n")
+        assert (json.loads(first).get("id"), none, json.loads(last)["id"]) == (None, "", "x")
+        parts = [json.loads(line)["text"] for line in (first, last)]
+    for part in parts:
         assert 3 <= sum(sentence in part for sentence in SENTENCES) <= 4
         assert len(part) <= len(TEXT) / 2
 
@@ -155,7 +149,7 @@ def test_half_of_the_sentences_stay(name: str, content: str, kind: str) -> None:
 @pytest.mark.system
 def test_the_command_stores_the_shorter_text(stack: Any, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(TEXT)
-    flags = ["--gateway", stack.gateway.address, "--json"]
+    flags = ["--gateway", stack.gateway.address]
     assert cli.main(["ingest", "brief", str(tmp_path), "--compress", "0.5", *flags]) == 0
     assert cli.main(["ingest", "whole", str(tmp_path), *flags]) == 0
     short, long = (sum(p.tokens for p in stack.client.retrieve(c, "code?", top_k=50)) for c in ("brief", "whole"))

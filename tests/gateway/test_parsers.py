@@ -39,9 +39,7 @@ def tenant(name: str = "a", tokens: int = 10**9) -> Tenant:
 
 
 def spent(of: Tenant) -> float:
-    level = of.meter._tokens._level
-    assert level is not None
-    return 10**9 - level
+    return 10**9 - of.meter._tokens._level  # type: ignore[operator]
 
 
 @contextlib.asynccontextmanager
@@ -58,7 +56,6 @@ def told(pid: int, what: str) -> str:
 
 
 def pieces(parsed: Parsed) -> list[Piece]:
-    """Of one document."""
     (document,) = parsed.documents
     return document.pieces
 
@@ -66,10 +63,6 @@ def pieces(parsed: Parsed) -> list[Piece]:
 def ticks(pid: int) -> int:
     """Of the CPU, so far."""
     return sum(map(int, told(pid, "stat").split()[13:15]))
-
-
-def open_files(pid: int) -> set[str]:
-    return {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()}
 
 
 def children() -> set[int]:
@@ -101,8 +94,8 @@ async def test_a_document_is_parsed_as_in_this_process(kind: str, content: bytes
         for _ in range(2):
             parsed = await made.parse(tenant(), content, kind, TOKENS)
             assert [found.pieces for found in parsed.documents] == expected
-            told = [(found.name, found.title, found.metadata, found.line) for found in parsed.documents]
-            assert told == [(d.name, d.title, d.metadata, d.line) for d in documents]
+            for name in ("name", "title", "metadata", "line"):
+                assert [getattr(found, name) for found in parsed.documents] == [getattr(d, name) for d in documents]
             (pid,) = children()
         other = vocabulary(chunk="[{text}]")
         assert pieces(await made.parse(tenant(), b"x", PLAIN, other)) == other.chunks(Document("x"), 64, 8)
@@ -129,20 +122,19 @@ async def test_a_parser_has_nothing_of_the_gateway(monkeypatch: pytest.MonkeyPat
         async with parsers() as made:
             await made.parse(tenant(), b"<p>x</p>", HTML, TOKENS)
             (pid,) = children()
-            assert {name.partition(":")[0] for name in open_files(pid)} <= {"pipe", "/dev/null"}
+            with os.scandir(f"/proc/{pid}/fd") as files:
+                assert {os.readlink(file).partition(":")[0] for file in files} <= {"pipe", "/dev/null"}
             assert "s3cr3t" not in told(pid, "environ")
             mapped = told(pid, "maps")
             assert "tokenizers" in mapped
             assert not [name for name in ("torch", "lancedb", "lmdb") if name in mapped]
             assert f"Max address space         {1 << 30}" in told(pid, "limits")
-            # It runs behind everybody else.
             assert os.getpriority(os.PRIO_PROCESS, pid) == 10
             if AUTOGROUPS:
                 assert told(pid, "autogroup").split()[1:] == ["nice", "10"]
 
 
 async def quick(made: Parsers, who: Tenant) -> int:
-    """Pieces of a small document."""
     return len(pieces(await made.parse(who, b"quick", PLAIN, TOKENS)))
 
 
@@ -155,17 +147,16 @@ async def test_a_document_that_takes_too_long_ends_with_its_process() -> None:
             await made.parse(who, SLOW, PLAIN, TOKENS)
         assert time.monotonic() - began < 20
         assert spent(who) - cost > TOKENS_A_SECOND / 10  # of a CPU that others use
-        # Another one is there, also for who waits. On a busy machine a small document may be late as well.
-        await until(lambda: _parsed(made, who))
+
+        async def parsed() -> bool:
+            """On a busy machine a small document may be late as well."""
+            with contextlib.suppress(InvalidArgument, ResourceExhausted):
+                return await quick(made, who) == 1
+            return False
+
+        await until(parsed)
         assert len(children()) == 1
         assert children() != before
-
-
-async def _parsed(made: Parsers, who: Tenant) -> bool:
-    try:
-        return await quick(made, who) == 1
-    except (InvalidArgument, ResourceExhausted):
-        return False
 
 
 async def test_a_document_that_takes_too_much_memory_is_refused() -> None:

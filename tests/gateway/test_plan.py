@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from fusionkv.gateway import plan
 from fusionkv.gateway.client import requests
@@ -15,6 +14,7 @@ from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import InvalidArgument
+from tests.gateway import test_tokens
 
 NAN = float("nan")
 PLAIN = fusion_pb2.Recipe(name="plain", default_ratio=0.2, takes_modifiers=True)
@@ -24,18 +24,12 @@ FULL = fusion_pb2.Recipe(name="full", default_ratio=1.0)
 
 
 def vocabulary() -> Vocabulary:
-    tokenizer = Tokenizer(models.WordLevel({"w": 0, "s": 1, "q": 2, "?": 3}, unk_token="w"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    modifiers = [fusion_pb2.Modifier(name="window"), fusion_pb2.Modifier(name="near", neighbours=3)]
-    model = fusion_pb2.GetModelResponse(
-        fingerprint=b"f" * 32,
-        tokenizer_json=tokenizer.to_str().encode(),
-        template=fusion_pb2.PromptTemplate(system="s", chunk="{text}", question="q {question} ?"),
-        max_tokens=100,
-        recipes=[PLAIN, NEAR, FULL],
-        modifiers=[*modifiers, fusion_pb2.Modifier(name="versions", neighbours=0)],
-    )
-    return Vocabulary(model)
+    made = test_tokens.vocabulary(question="{question}", system="s")
+    made.model.max_tokens = 100
+    made.model.recipes.extend([PLAIN, NEAR, FULL])
+    for name, neighbours in (("window", None), ("near", 3), ("versions", 0)):
+        made.model.modifiers.add(name=name, neighbours=neighbours)
+    return made
 
 
 WHY = pb.GenerateRequest(question="why", corpus="c")
@@ -69,31 +63,22 @@ def test_order(order: pb.Order, keys: list[tuple[str, int]]) -> None:
 
 def test_the_request_holds_all_parts() -> None:
     sampling = pb.Sampling(max_tokens=5, temperature=0.5, top_p=0.9, top_k=3, seed=0, stop=["x"])
-    asked = pb.GenerateRequest(question="why", ratio=0.0, sampling=sampling)
-    made = build(NEAR, PASSAGES, "t", asked)
-    assert made.recipe == "near"
-    assert made.HasField("ratio")
-    assert made.ratio == 0
-    assert list(made.system.ids) == [1]
-    assert list(made.question.ids) == [2, 0, 3]
-    assert [list(c.ids) for c in made.chunks] == [list(range(10))] * 3
-    assert [list(c.variants) for c in made.chunks] == [[], [], [b"v" * 32]]
-    assert made.sampling.SerializeToString() == sampling.SerializeToString()
-    assert made.sampling.HasField("seed")
-    assert (made.model_fingerprint, made.tenant) == (b"f" * 32, "t")
+    made = build(NEAR, PASSAGES, "t", pb.GenerateRequest(question="why", ratio=0.0, sampling=sampling))
+    known, same = vocabulary(), fusion_pb2.Sampling.FromString(sampling.SerializeToString())
+    assert made == fusion_pb2.GenerateRequest(
+        recipe="near", ratio=0.0, system={"ids": known.system()}, question={"ids": known.question("why")},
+        chunks=[fusion_pb2.Chunk(ids=range(10), variants=each) for each in ([], [], [b"v" * 32])],
+        sampling=same, model_fingerprint=b"f" * 32, tenant="t", corpus=made.corpus,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("name", "neighbours"),
     [
-        ("plain", 0),
-        ("plain+window", 0),
-        ("near+window(8,5)", 3),
-        ("plain+near", 3),
-        ("plain+window+near(7)", 7),
+        ("plain", 0), ("plain+window", 0), ("near+window(8,5)", 3), ("plain+near", 3), ("plain+window+near(7)", 7),
         ("near+versions(5)", 0),
     ],
-)
+)  # fmt: skip
 def test_a_recipe_and_its_modifiers(name: str, neighbours: int) -> None:
     found = plan.recipe(name, vocabulary())
     assert (found.name, found.neighbours, found.default_ratio) == (name, neighbours, 0.2)
@@ -114,10 +99,13 @@ def test_recipes_that_are_none(name: str, message: str) -> None:
         plan.recipe(name, vocabulary())
 
 
-@pytest.mark.parametrize("name", ["plain", "near+near(2)", "near+near(4)"])
-def test_what_was_encoded_with_other_neighbours_is_not_sent(name: str) -> None:
-    """Nor to a recipe that wants none."""
-    made = build(plan.recipe(name, vocabulary()), PASSAGES)
+@pytest.mark.parametrize(
+    ("name", "neighbours"), [("plain", 3), ("near+near(2)", 3), ("near+near(4)", 3), ("plain", 0), ("near", 0)]
+)
+def test_what_was_encoded_with_other_neighbours_is_not_sent(name: str, neighbours: int) -> None:
+    """Nor to a recipe that uses none, nor with an unknown number of them (0), as corpora of earlier gateways have."""
+    encoded = [(replace(chunk, variant=b"v" * 32, neighbours=neighbours), score) for chunk, score in PASSAGES]
+    made = build(plan.recipe(name, vocabulary()), encoded)
     assert [list(c.variants) for c in made.chunks] == [[], [], []]
     assert not made.HasField("ratio")
     assert not made.sampling.HasField("seed")
@@ -147,23 +135,14 @@ def test_the_default_reuses_chunks_as_most_were_encoded(name: str, encoded: tupl
     assert [bool(c.variants) for c in made.chunks] == [count == found.neighbours > 0 for count in encoded]
 
 
-@pytest.mark.parametrize("name", ["plain", "near"])
-def test_a_variant_of_which_the_neighbours_are_not_known_is_not_sent(name: str) -> None:
-    """Corpora of earlier gateways have such."""
-    earlier = [(replace(chunk, variant=b"v" * 32, neighbours=0), score) for chunk, score in PASSAGES]
-    made = build(plan.recipe(name, vocabulary()), earlier)
-    assert [list(c.variants) for c in made.chunks] == [[], [], []]
-
-
 def test_prompt_and_answer_must_fit_the_model() -> None:
-    def asked(answer: int) -> pb.GenerateRequest:
-        return pb.GenerateRequest(question="why", sampling=pb.Sampling(max_tokens=answer))
+    def built(answer: int) -> None:
+        build(PLAIN, PASSAGES, asked=pb.GenerateRequest(question="why", sampling=pb.Sampling(max_tokens=answer)))
 
-    for answer in (0, 66):
-        build(PLAIN, PASSAGES, asked=asked(answer))
-    told = r"34 tokens \(1 system, 30 in 3 chunks, 3 question\).*67 more.*100"
-    with pytest.raises(InvalidArgument, match=told):
-        build(PLAIN, PASSAGES, asked=asked(67))
+    built(0)
+    built(65)
+    with pytest.raises(InvalidArgument, match=r"35 tokens \(2 system, 30 in 3 chunks, 3 question\).*66 more.*100"):
+        built(66)
 
 
 @pytest.mark.parametrize(
@@ -227,6 +206,8 @@ def test_roles_become_turns() -> None:
     # Messages of one role that follow each other are one turn.
     asked = read(("user", "Hello."), *talk[:2], ("assistant", "Or she."), ("user", "Why?"))
     assert asked.turns == ("Hello.\n\nWho?", "He.\n\nOr she.", "Why?")
+    with pytest.raises(InvalidArgument, match="unknown role 'tool' of a message; known: system, user, assistant"):
+        read(("tool", "x"))
 
 
 def said(*roles: int, text: str = "x", **more: Any) -> pb.GenerateRequest:
@@ -249,10 +230,7 @@ SYSTEM, USER, ASSISTANT = pb.ROLE_SYSTEM, pb.ROLE_USER, pb.ROLE_ASSISTANT
         (said(USER, text=""), "last message is empty"),
         (said(ASSISTANT, USER), "the first turn must be the user's"),
         (said(SYSTEM, USER, system="s"), "system prompt is given both as a field and as a message"),
-        (
-            said(USER, ASSISTANT, USER, text="x" * 30_000),
-            "the conversation has 90000 characters; the maximum is 65536",
-        ),
+        (said(USER, ASSISTANT, USER, text="x" * 30_000), "conversation has 90000 characters; the maximum is 65536"),
         (said(*[0] * 1025), "1025 messages are given; the maximum is 1024"),
         (said(question="q", system="x" * 65_537), "the system prompt has 65537 characters"),
     ],
@@ -260,8 +238,3 @@ SYSTEM, USER, ASSISTANT = pb.ROLE_SYSTEM, pb.ROLE_USER, pb.ROLE_ASSISTANT
 def test_what_cannot_be_followed_is_named(request_: pb.GenerateRequest, error: str) -> None:
     with pytest.raises(InvalidArgument, match=error):
         Conversation.of(request_)
-
-
-def test_a_role_that_there_is_not() -> None:
-    with pytest.raises(InvalidArgument, match="unknown role 'tool' of a message; known: system, user, assistant"):
-        read(("tool", "x"))

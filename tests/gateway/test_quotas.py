@@ -23,8 +23,8 @@ from fusionkv.protos.runtime import rpc
 from fusionkv.protos.runtime.errors import ResourceExhausted
 from fusionkv.protos.runtime.watched import BadFile
 from tests.examples import examples
-from tests.gateway.conftest import Start
-from tests.services import Launch, start_gateway, token_entry, token_flags
+from tests.gateway.conftest import Serve, Start, succeeds
+from tests.services import token_entry, token_flags
 from tests.waiting import until
 
 
@@ -158,12 +158,11 @@ def test_a_quota_that_changes_holds_at_once(used: int) -> None:
 
 
 def test_the_file_names_a_default_and_tenants(tmp_path: Path) -> None:
+    assert Quotas(None).of("acme") == Quota()
     file = tmp_path / "quotas"
     file.write_text('[default]\nrequests_per_minute = 5\n[tenants.acme]\nstored_bytes = "1KiB"\n')
-    quotas = Quotas(file)
-    assert quotas.of("acme") == Quota(requests_per_minute=5, stored_bytes=1024)
-    assert quotas.of("other") == Quota(requests_per_minute=5)
-    assert Quotas(None).of("acme") == Quota()
+    assert Quotas(file).of("acme") == Quota(requests_per_minute=5, stored_bytes=1024)
+    assert Quotas(file).of("other") == Quota(requests_per_minute=5)
     for text, said in {
         "[default": "not valid TOML",
         "[acme]\nstored_bytes = 1": "only the tables .* are allowed",
@@ -179,13 +178,12 @@ def test_the_file_names_a_default_and_tenants(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_a_gateway_refuses_what_is_over_and_says_when(start: Start, launch: Launch, tmp_path: Path) -> None:
+def test_a_gateway_refuses_what_is_over_and_says_when(start: Start, serve: Serve, tmp_path: Path) -> None:
     tokens = token_flags(tmp_path, *(token_entry(tenant, "app", tenant) for tenant in ("acme", "other")))
     quotas = tmp_path / "quotas"
     quotas.write_text("[tenants.acme]\nstored_bytes = 100\n")
-    worker = start()
-    gateway = start_gateway(launch, tmp_path, worker, *tokens, "--quotas", str(quotas))
-    with Client(gateway.address, token="acme") as acme, Client(gateway.address, token="other") as other:
+    acme, gateway = serve(start(), *tokens, "--quotas", str(quotas), token="acme")
+    with Client(gateway.address, token="other") as other:
         acme.ingest("c", "a", b"x" * 60, media_type="text/plain")
         assert [(i.name, i.bytes) for i in acme.list("c")] == [("a", 60)]
         with pytest.raises(ResourceExhausted, match="has 41 bytes of text, and 60 of the tenant's 100") as raised:
@@ -211,13 +209,12 @@ def test_a_gateway_refuses_what_is_over_and_says_when(start: Start, launch: Laun
 
 @pytest.mark.slow
 @pytest.mark.system
-def test_the_command_line_waits_for_its_turn(start: Start, launch: Launch, tmp_path: Path) -> None:
+def test_the_command_line_waits_for_its_turn(start: Start, serve: Serve, tmp_path: Path) -> None:
     (tmp_path / "quotas").write_text("[default]\nrequests_per_minute = 30\n")
     (tmp_path / "docs").mkdir()
     for number in range(32):
         (tmp_path / "docs" / f"{number}.txt").write_text(f"Page {number}.")
-    worker = start()
-    gateway = start_gateway(launch, tmp_path, worker, "--quotas", str(tmp_path / "quotas"))
+    _, gateway = serve(start(), "--quotas", str(tmp_path / "quotas"))
     began = time.monotonic()
     assert cli.main(["ingest", "c", str(tmp_path / "docs"), "--gateway", gateway.address, "--json"]) == 0
     # A minute's worth at once, then one every two seconds.
@@ -226,8 +223,7 @@ def test_the_command_line_waits_for_its_turn(start: Start, launch: Launch, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.system
-def test_calls_that_come_together_keep_to_every_quota(start: Start, launch: Launch, tmp_path: Path) -> None:
-    """Each is used up to its edge and not beyond; what failed gives back what it held."""
+def test_calls_that_come_together_keep_to_every_quota(start: Start, serve: Serve, tmp_path: Path) -> None:
     tenants = ("requests", "bytes", "tokens")
     tokens = token_flags(tmp_path, *(token_entry(tenant, tenant=tenant) for tenant in tenants))
     (tmp_path / "quotas").write_text(
@@ -236,26 +232,20 @@ def test_calls_that_come_together_keep_to_every_quota(start: Start, launch: Laun
         "[tenants.tokens]\ntokens_per_minute = 4000\n"
     )
     worker = start("--max-requests", "1", "--max-queue", "0")
-    gateway = start_gateway(launch, tmp_path, worker, *tokens, "--quotas", str(tmp_path / "quotas"))
-
-    def taken(call: Callable[[], Any]) -> bool:
-        try:
-            call()
-        except ResourceExhausted:
-            return False
-        return True
+    requests, gateway = serve(worker, *tokens, "--quotas", str(tmp_path / "quotas"), token="requests")
 
     def together(calls: list[Callable[[], Any]]) -> int:
         """How many were not refused."""
         with ThreadPoolExecutor(len(calls)) as threads:
-            return sum(threads.map(taken, calls))
+            return sum(threads.map(lambda call: succeeds(call, ResourceExhausted), calls))
 
     def document(client: Client, name: str, size: int) -> Callable[[], Any]:
         return lambda: client.ingest("c", name, b"x" * size, media_type="text/plain")
 
-    with contextlib.ExitStack() as stack:
-        clients = [stack.enter_context(Client(gateway.address, token=t, timeout=60)) for t in tenants]
-        requests, stored, spent = clients
+    with (
+        Client(gateway.address, token="bytes", timeout=60) as stored,
+        Client(gateway.address, token="tokens", timeout=60) as spent,
+    ):
         began = time.monotonic()
         assert 5 <= together([requests.list] * 40) <= 5 + (time.monotonic() - began) * 5 / 60
 
@@ -264,7 +254,7 @@ def test_calls_that_come_together_keep_to_every_quota(start: Start, launch: Laun
         assert kept.bytes == 70 * count <= 1000
         # While a document is stored it may count twice, so the last that fit may have been refused, and fit now.
         for n in range(30):
-            taken(document(stored, f"d{n}", 70))
+            succeeds(document(stored, f"d{n}", 70), ResourceExhausted)
         (kept,) = stored.list()
         assert kept.bytes == 14 * 70
 
@@ -279,12 +269,10 @@ def test_one_tenant_leaves_some_to_the_others_and_what_was_held_is_given_back() 
     shares = Shares(3, spare=1)
     assert [shares.take(tenant) for tenant in "aaabb"] == [True, True, False, True, False]
     shares.release("a")
-    assert shares.held == 2
-    assert shares.take("b")
+    assert (shares.held, shares.take("b")) == (2, True)
     shares = Shares(10)
     with shares.holding("a", 8) as first, shares.holding("a", 3) as second:
-        assert (first, second) == (True, False)
-        assert shares.held == 8
+        assert (first, second, shares.held) == (True, False, 8)
     assert shares.held == 0
 
 

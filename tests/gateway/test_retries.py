@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc
 import pytest
 
 from fusionkv.gateway.client.client import AsyncClient, Client
 from fusionkv.protos.answer.v1.answer_pb2 import Summary, Token
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime import errors, rpc
+from tests.services import listening
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GatewayService"]
 
@@ -61,32 +61,25 @@ Served = tuple[Servicer, str]
 
 @pytest.fixture
 async def served() -> AsyncIterator[Served]:
-    servicer, server = Servicer(), grpc.aio.server()
-    server.add_generic_rpc_handlers((rpc.handlers(SERVICE, servicer),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    yield servicer, f"127.0.0.1:{port}"
-    await server.stop(None)
+    servicer = Servicer()
+    async with listening(rpc.handlers(SERVICE, servicer)) as address:
+        yield servicer, address
 
 
 async def test_what_could_not_be_delivered_is_tried_again(served: Served) -> None:
     servicer, address = served
     servicer.failing = 2
-    async with AsyncClient(address, timeout=60) as client:
-        assert (await client.ask("c", "q")).text == "whole"
-        assert servicer.calls == 3
+    with Client(address, timeout=60) as blocking:
+        async with AsyncClient(address, timeout=60) as client:
+            assert (await client.ask("c", "q")).text == "whole"
+            assert servicer.calls == 3
+            servicer.calls = 0
+            # Larger than what gRPC keeps for another try by itself.
+            assert (await client.ingest("c", "d.txt", b"x" * (1 << 20))).chunks == 1 << 20
+            assert servicer.calls == 3
         servicer.calls = 0
-        # Larger than what gRPC keeps for another try by itself.
-        assert (await client.ingest("c", "d.txt", b"x" * (1 << 20))).chunks == 1 << 20
+        assert (await asyncio.to_thread(blocking.ask, "c", "q")).text == "whole"
         assert servicer.calls == 3
-
-    def blocking() -> str:
-        with Client(address, timeout=60) as client:
-            return client.ask("c", "q").text
-
-    servicer.calls = 0
-    assert await asyncio.to_thread(blocking) == "whole"
-    assert servicer.calls == 3
 
 
 @pytest.mark.parametrize(

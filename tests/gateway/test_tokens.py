@@ -4,20 +4,18 @@ import itertools
 import random
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer
 
 from fusionkv.gateway.ingest.document import Document
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.runtime.errors import InvalidArgument
+from tests.gateway.conftest import byte_level
 
 
 def byte_tokenizer() -> Tokenizer:
     """One token a byte, and three control tokens."""
-    alphabet = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    made = Tokenizer(models.BPE(alphabet, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    made = byte_level()
     made.add_special_tokens([AddedToken(t, special=True) for t in ("<bos>", "<eos>", "<|user|>")])
     return made
 
@@ -39,7 +37,6 @@ def test_ids_are_those_of_the_whole_text() -> None:
     assert ids == tokenizer.encode(f"<|user|>[{text}]<eos>\n", add_special_tokens=False).ids
     assert made.question("why?") == tokenizer.encode("Q: why?\nA:", add_special_tokens=False).ids
     assert made.system() == [256, *tokenizer.encode("S\n", add_special_tokens=False).ids]
-    # A passage is the chunk of the same text.
     for text, ids in made.chunks(Document("A page. " * 20), 40, 0):
         assert made.chunk(text) == ids
 
@@ -68,21 +65,25 @@ def test_control_tokens_in_a_document_are_plain_characters() -> None:
     assert control & set(tokenizer.encode(hostile).ids), "or this test says nothing"
 
 
+def whole(document: Document, most: int) -> list[str]:
+    """The texts of its chunks, which hold all of it within that size."""
+    pieces = vocabulary().chunks(document, most, 0)
+    assert all(len(ids) <= most for _, ids in pieces)
+    assert "".join("".join(t for t, _ in pieces).split()) == "".join(document.text.split())
+    return [t for t, _ in pieces]
+
+
 @pytest.mark.parametrize("markdown", [False, True])
 @pytest.mark.parametrize("most", [16, 40, 256])
 def test_chunks_hold_everything_within_their_size(most: int, markdown: bool) -> None:
     rng = random.Random(most)
     words = ["".join(rng.choices("abcdefgäß", k=rng.randint(1, 30))) for _ in range(300)]
-    text = " ".join(w + rng.choice(["", ".", "\n\n", "\n"]) for w in words)
-    pieces = vocabulary().chunks(Document(text, markdown), most, 0)
-    assert all(len(ids) <= most for _, ids in pieces)
-    assert "".join("".join(t for t, _ in pieces).split()) == "".join(text.split())
+    whole(Document(" ".join(w + rng.choice(["", ".", "\n\n", "\n"]) for w in words), markdown), most)
 
 
-@pytest.mark.parametrize(("text", "markdown"), [(" one. two.\n", False), ("# three\n\n", True)])
-def test_a_small_document_is_one_chunk(text: str, markdown: bool) -> None:
-    pieces = vocabulary().chunks(Document(text, markdown), 50, 0)
-    assert [t for t, _ in pieces] == [text.strip()]
+@pytest.mark.parametrize("document", [Document(" one. two.\n"), Document("# three\n\n", markdown=True)])
+def test_a_small_document_is_one_chunk(document: Document) -> None:
+    assert whole(document, 50) == [document.text.strip()]
 
 
 def test_a_title_stands_above_each_chunk() -> None:
@@ -99,12 +100,9 @@ def test_a_title_stands_above_each_chunk() -> None:
 
 @pytest.mark.parametrize("unit", ["word ", "It is so. ", "e.g.", "ä"])
 def test_a_line_without_end_is_split_in_parts(unit: str) -> None:
-    text = "first line\n" + unit * (40_000 // len(unit)) + "\nlast line"
-    pieces = vocabulary().chunks(Document(text), 256, 0)
-    assert all(len(ids) <= 256 for _, ids in pieces)
-    assert "".join("".join(t for t, _ in pieces).split()) == "".join(text.split())
+    texts = whole(Document("first line\n" + unit * (40_000 // len(unit)) + "\nlast line"), 256)
     # Behind a sentence or a word, where there are any.
-    ends = [t for t, _ in pieces if not t.endswith(unit.strip())]
+    ends = [t for t in texts if not t.endswith(unit.strip())]
     assert len(ends) <= (2 if unit[-1] == " " or unit == "ä" else 400)
 
 

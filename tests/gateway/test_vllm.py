@@ -5,20 +5,28 @@ vLLM itself is tested in tests/vllm.
 
 import asyncio
 import itertools
+import json
+import mmap
+import os
 import signal
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from aiohttp import web
+from transformers import AutoModelForCausalLM, DynamicCache
 
+from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.gateway.client.results import Explanation, Passage, Token
+from fusionkv.protos.runtime.checksum import checksum
 from fusionkv.protos.runtime.errors import FailedPrecondition, ResourceExhausted, Unavailable
-from tests.commands import run_python
 from tests.gateway.conftest import Start
-from tests.gateway.decoder import Decoder
+from tests.http_server import serving
 from tests.ports import free_port
 from tests.services import Launch, start_gateway, start_worker
 from tests.waiting import until
@@ -26,6 +34,84 @@ from tests.waiting import until
 pytestmark = pytest.mark.system
 PASSAGES = [Passage(text=f"Number {n} is the colour of {word}.") for n, word in enumerate(("milk", "grass", "coal"))]
 OTHER = [PASSAGES[i] for i in (2, 0, 1)]
+
+
+@dataclass
+class Decoder:
+    """Serves a model directory as vLLM's /v1/completions does, from KV as vLLM's connector would get it.
+
+    bodies: what it was asked; loaded: of how many prompts it used the KV; left: streams that their caller left;
+    status: what it answers in place of an answer; early: ends streams before their last token; refuses: why it
+    computes prompts itself; pause: seconds before each token; cached: tokens that it says it had in a prefix cache.
+    """
+
+    model: Path
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    loaded: int = 0
+    status: int = 200
+    early: bool = False
+    refuses: str = ""
+    left: int = 0
+    pause: float = 0.0
+    cached: int | None = None
+    url: str = ""
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[str]:
+        self._network = AutoModelForCausalLM.from_pretrained(self.model, dtype="float32", use_safetensors=True).eval()
+        async with serving(web.post("/v1/completions", self._complete)) as url:
+            yield url
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.bodies.append(body)
+        if self.status != 200:
+            return web.json_response({"error": {"message": "no"}}, status=self.status)
+        cache, computed = DynamicCache(), 0
+        if (params := body.get("kv_transfer_params")) is not None:
+            computed = await self._load(params["fusionkv"], cache)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        ids, count = body["prompt"][computed:], body["max_tokens"]
+        try:
+            for number in range(count):
+                with torch.inference_mode():
+                    logits = self._network(torch.tensor([ids]), past_key_values=cache).logits
+                ids = [int(logits[0, -1].argmax())]
+                last = number == count - 1
+                if last and self.early:
+                    break
+                choice = {"index": 0, "token_ids": ids, "finish_reason": "length" if last else None}
+                await asyncio.sleep(self.pause)
+                await response.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+        except (ConnectionResetError, asyncio.CancelledError):
+            self.left += 1
+            raise
+        if self.cached is not None and body["stream_options"]["include_usage"]:
+            usage = {"prompt_tokens": len(body["prompt"]), "prompt_tokens_details": {"cached_tokens": self.cached}}
+            await response.write(f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n".encode())
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def _load(self, params: dict[str, Any], cache: DynamicCache) -> int:
+        worker, handle = WorkerClient(params["worker"]), bytes.fromhex(params["handle"])
+        try:
+            if self.refuses:
+                await worker.release_prefill(handle, error=self.refuses)
+                return 0
+            file = os.open(params["path"], os.O_RDONLY)
+            data = mmap.mmap(file, 0, flags=mmap.MAP_PRIVATE)
+            os.close(file)
+            assert checksum(data).hex() == params["checksum"]
+            shape = (params["layers"], 2, params["tokens"], params["kv_heads"], params["head_dim"])
+            kv = torch.frombuffer(data, dtype=getattr(torch, params["dtype"])).view(shape)
+            for layer, (keys, values) in enumerate(kv):
+                cache.update(keys.transpose(0, 1)[None], values.transpose(0, 1)[None], layer)
+            await worker.release_prefill(handle)
+        finally:
+            await worker.close()
+        self.loaded += 1
+        return params["tokens"]
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +158,16 @@ async def test_answers_are_those_of_the_worker(worker: Any, decoder: Decoder, op
             assert answer.text == told.text
             want, got = told.summary, answer.summary
             assert not got.degraded, got.degraded_reason
-            same = ("recipe", "ratio", "prompt_tokens", "context_tokens", "tokens_recomputed", "tokens_generated")
-            assert [getattr(got, name) for name in same] == [getattr(want, name) for name in same]
             assert got.finish_reason == "max_tokens"
+            for same in (
+                "recipe",
+                "ratio",
+                "prompt_tokens",
+                "context_tokens",
+                "tokens_recomputed",
+                "tokens_generated",
+            ):
+                assert getattr(got, same) == getattr(want, same)
             assert 0 < got.seconds.ttft < got.seconds.total
             assert got.seconds.decode > 0
     assert decoder.loaded == len(decoder.bodies) == 4
@@ -119,8 +212,7 @@ async def test_a_prompt_that_comes_again_needs_no_prefill(worker: Any, decoder: 
 async def test_sampling_and_stop_strings(worker: Any, decoder: Decoder, open_gateway: Open) -> None:
     alone, client = open_gateway(worker), open_gateway(worker, decoder.url)
     text = (await ask(alone, PASSAGES)).text
-    stop = text[3:5]
-    told, answer = await ask(alone, PASSAGES, stop=[stop]), await ask(client, PASSAGES, stop=[stop])
+    told, answer = [await ask(each, PASSAGES, stop=[text[3:5]]) for each in (alone, client)]
     assert (answer.text, answer.summary.finish_reason) == (told.text, "stop_string")
     assert answer.summary.tokens_generated == told.summary.tokens_generated
     await ask(client, OTHER, temperature=0.7, top_p=0.9, sample_top_k=5, seed=3)
@@ -167,9 +259,8 @@ async def test_a_worker_without_room(start: Start, decoder: Decoder, open_gatewa
 @pytest.mark.slow
 async def test_what_vllm_answers_wrong(worker: Any, decoder: Decoder, open_gateway: Open) -> None:
     client = open_gateway(worker, decoder.url)
-    for status, error in ((400, FailedPrecondition), (503, ResourceExhausted), (500, Unavailable)):
-        decoder.status = status
-        with pytest.raises(error, match=f"vLLM at .* status {status}"):
+    for decoder.status, error in ((400, FailedPrecondition), (503, ResourceExhausted), (500, Unavailable)):
+        with pytest.raises(error, match=f"vLLM at .* status {decoder.status}"):
             await ask(client, PASSAGES)
     decoder.status, decoder.early = 200, True
     with pytest.raises(Unavailable, match="ended the answer early"):
@@ -203,14 +294,3 @@ async def test_requests_at_once(worker: Any, decoder: Decoder, open_gateway: Ope
     want = [(await ask(alone, prompt, recipe="full_attention")).text for prompt in prompts]
     got = await asyncio.gather(*(ask(client, prompt, recipe="full_attention") for prompt in prompts))
     assert [answer.text for answer in got] == want
-
-
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        (("--decode", "sglang"), "decode must be worker or vllm"),
-        (("--decode", "vllm"), "decode = vllm needs vllm_url"),
-    ],
-)
-def test_settings(flags: tuple[str, ...], why: str) -> None:
-    assert why in run_python("-m", "fusionkv.gateway", *flags, status=1).stderr

@@ -22,12 +22,11 @@ from tests.commands import run_python
 SPAN = trace.NonRecordingSpan(trace.SpanContext(1, 2, is_remote=False))
 
 
+log = logging.getLogger(__name__)
+
+
 class Written(logging.StreamHandler[io.StringIO]):
     """What a logger wrote as JSON."""
-
-    def __init__(self) -> None:
-        super().__init__(io.StringIO())
-        self.setFormatter(logs.JSONLines("fusionkv-test"))
 
     @property
     def lines(self) -> list[dict[str, Any]]:
@@ -38,12 +37,10 @@ class Written(logging.StreamHandler[io.StringIO]):
         return [line["message"] for line in self.lines]
 
 
-log = logging.getLogger(__name__)
-
-
 @pytest.fixture
 def written() -> Iterator[Written]:
-    made = Written()
+    made = Written(io.StringIO())
+    made.setFormatter(logs.JSONLines("fusionkv-test"))
     log.addHandler(made)
     yield made
     log.removeHandler(made)
@@ -53,9 +50,8 @@ def test_a_line_names_its_trace(written: Written) -> None:
     with trace.use_span(SPAN):
         log.warning("so %s", "it is", extra={logs.FIELDS: {"status": "OK"}})
     (line,) = written.lines
-    assert (line["message"], line["level"], line["status"]) == ("so it is", "WARNING", "OK")
-    assert (line["trace_id"], line["span_id"]) == (f"{1:032x}", f"{2:016x}")
-    assert (line["service"], line["logger"]) == ("fusionkv-test", __name__)
+    said = {"message": "so it is", "level": "WARNING", "status": "OK", "service": "fusionkv-test", "logger": __name__}
+    assert (said | {"trace_id": f"{1:032x}", "span_id": f"{2:016x}"}).items() <= line.items()
 
 
 def test_a_fault_of_many_requests_is_one_line_and_no_requests_own(written: Written) -> None:
@@ -64,7 +60,6 @@ def test_a_fault_of_many_requests_is_one_line_and_no_requests_own(written: Writt
         for i in range(3):
             seldom.warning("it fails", ValueError(f"number {i}"))
             assert trace.get_current_span() is SPAN
-        assert written.messages == ["it fails: number 0"]
         often.warning("again", ValueError("a"))
         often.warning("again", ValueError("b"))
     assert written.messages == ["it fails: number 0", "again: a", "again: b"]
@@ -113,7 +108,6 @@ left.close()
 
 
 def test_an_error_is_its_type_and_its_place_and_nothing_that_it_says(written: Written) -> None:
-    """With all that led to it, and those of a group."""
     text = "zq7secret"
     try:
         try:
@@ -156,7 +150,6 @@ def test_what_no_task_waits_for_is_logged_without_its_arguments(caplog: pytest.L
 
 
 def test_what_libraries_log_of_callers_headers_is_counted_and_not_printed() -> None:
-    """In a process of its own, whose log is set up as a service's is."""
     program = """
 from opentelemetry import propagate
 from fusionkv.protos.observe import telemetry

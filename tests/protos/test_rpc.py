@@ -2,7 +2,7 @@
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -54,10 +54,24 @@ async def serve(launch: Any) -> AsyncIterator[Serve]:
         yield start
 
 
-async def requests(pieces: "asyncio.Queue[bytes]") -> AsyncIterator[pb.PutRequest]:
-    """Of one Put, as they come; the empty one is the end."""
-    while piece := await pieces.get():
-        yield pb.PutRequest(data=piece)
+async def begun(server: Any, channel: Any) -> Callable[[], Awaitable[None]]:
+    """Begins a Put, which the returned function finishes."""
+    pieces: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def requests() -> AsyncIterator[pb.PutRequest]:
+        while piece := await pieces.get():
+            yield pb.PutRequest(data=piece)
+
+    put = stub_of(channel).Put(requests())
+    await pieces.put(b"12345")
+    await asyncio.to_thread(server.wait_for_line, "received 5")
+
+    async def finish() -> None:
+        for piece in (b"678", b""):
+            await pieces.put(piece)
+        assert (await put).key == (8).to_bytes(8, "big")
+
+    return finish
 
 
 async def failure(call: Any) -> grpc.aio.AioRpcError:
@@ -71,15 +85,13 @@ async def test_every_error_arrives_with_its_status_and_becomes_itself_again(chan
     error = await failure(stub_of(channel).Lookup(pb.LookupRequest(namespace=kind.__name__.encode())))
     assert error.code() == kind.status
     again = errors.from_rpc(error, "look up")
-    assert type(again) is kind
-    assert str(again) == f"look up: what to do about {kind.__name__}"
+    assert (type(again), str(again)) == (kind, f"look up: what to do about {kind.__name__}")
 
 
 async def test_the_unforeseen_is_internal_and_the_log_says_where_but_not_its_text(channel: Any, server: Any) -> None:
     """The text of an error may quote what a caller sent."""
     error = await failure(stub_of(channel).Lookup(pb.LookupRequest(namespace=b"secret")))
-    assert error.code() == grpc.StatusCode.INTERNAL
-    assert error.details() == "internal error: ValueError"
+    assert (error.code(), error.details()) == (grpc.StatusCode.INTERNAL, "internal error: ValueError")
     server.wait_for_line("unexpected error in Servicer.Lookup")
     server.wait_for(lambda: "ValueError" in server.lines(), 60)
     assert "in Lookup" in server.log
@@ -191,10 +203,7 @@ def test_a_taken_port_is_refused_by_name(server: Any, launch: Any) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_drain_finishes_calls_in_flight_and_refuses_new_ones(serve: Serve, number: signal.Signals) -> None:
     server, channel = serve("30", "0")
-    pieces: asyncio.Queue[bytes] = asyncio.Queue()
-    put = stub_of(channel).Put(requests(pieces))
-    await pieces.put(b"12345")
-    await asyncio.to_thread(server.wait_for_line, "received 5")
+    finish = await begun(server, channel)
     health = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
     watch = health.Watch(health_pb2.HealthCheckRequest(service=NAME))
     assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
@@ -212,9 +221,7 @@ async def test_a_drain_finishes_calls_in_flight_and_refuses_new_ones(serve: Serv
         return False
 
     await until(refused)
-    for piece in (b"678", b""):
-        await pieces.put(piece)
-    assert (await put).key == (8).to_bytes(8, "big")
+    await finish()
     assert await asyncio.to_thread(server.wait) == 0
     assert server.log.splitlines()[-2:] == ["drained", "test stopped"]
 

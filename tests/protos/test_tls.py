@@ -10,12 +10,11 @@ import grpc
 import pytest
 
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
-from fusionkv.protos.kvcache.v1 import kvcache_pb2_grpc
 from fusionkv.protos.runtime import rpc
 from fusionkv.protos.runtime.tls import ClientTLS, ServerTLS, read_identity
 from fusionkv.protos.runtime.watched import BadFile
 from tests.ports import free_port
-from tests.protos.test_rpc import SERVER, requests
+from tests.protos.test_rpc import SERVER, begun, stub_of
 from tests.waiting import until
 
 pytestmark = pytest.mark.system
@@ -27,7 +26,14 @@ def serve(launch: Any, cert: Path, key: Path, client_ca: Path | None = None, *ad
 
 
 def stats(channel: Any, timeout: float = 30) -> Any:
-    return kvcache_pb2_grpc.KVCacheServiceStub(channel).Stats(pb.StatsRequest(), timeout=timeout)
+    return stub_of(channel).Stats(pb.StatsRequest(), timeout=timeout)
+
+
+async def answers_both_ways(address: str, tls: ClientTLS | None) -> None:
+    async with rpc.dial(address, tls=tls) as channel:
+        await stats(channel)
+    with rpc.dial_sync(address, tls=tls) as channel_sync:
+        stats(channel_sync)
 
 
 async def refused(address: str, tls: ClientTLS | None) -> None:
@@ -42,10 +48,7 @@ async def test_only_callers_that_are_trusted_and_trust_are_served(launch: Any, a
     ours, other = authority("ours"), authority("other")
     server = serve(launch, *ours.issue("server"), *([ours.ca] if mutual else []))
     own = ours.issue("caller") if mutual else ()
-    async with rpc.dial(server.address, tls=ClientTLS(ours.ca, *own)) as channel:
-        await stats(channel)
-    with rpc.dial_sync(server.address, tls=ClientTLS(ours.ca, *own)) as channel_sync:
-        stats(channel_sync)
+    await answers_both_ways(server.address, ClientTLS(ours.ca, *own))
     trusted, stranger = ClientTLS(ours.ca), ClientTLS(ours.ca, *other.issue("stranger"))
     for tls in (None, *([trusted, stranger] if mutual else [ClientTLS(other.ca)])):
         await refused(server.address, tls)
@@ -56,15 +59,11 @@ async def test_a_unix_socket_stays_plain_beside_a_port_with_tls(launch: Any, aut
     server = serve(launch, *ours.issue("server"), ours.ca, f"unix:{tmp_path}/s", "127.0.0.1:0")
     plain, encrypted = server.addresses["test"]
     for tls in (None, ClientTLS(ours.ca)):
-        async with rpc.dial(plain, tls=tls) as channel:
-            await stats(channel)
-        with rpc.dial_sync(plain, tls=tls) as channel_sync:
-            stats(channel_sync)
+        await answers_both_ways(plain, tls)
     await refused(encrypted, None)
 
 
 async def test_a_server_shows_a_new_certificate_and_trusts_a_new_authority(launch: Any, authority: Any) -> None:
-    """Everything changes but the process: the old authority's callers are out, the new one's are in."""
     old, new = authority("old"), authority("new")
     cert, key = old.issue("server")
     trusted = cert.with_name("trusted.pem")
@@ -86,13 +85,13 @@ async def test_a_certificate_that_is_half_written_is_not_shown(launch: Any, auth
     cert, key = ours.issue("server")
     server = serve(launch, cert, key)
     first = await shown(server.address)
-    fresh = [file.read_bytes() for file in ours.issue("next")]
-    cert.write_bytes(fresh[0])
+    next_cert, next_key = ours.issue("next")
+    shutil.copy(next_cert, cert)
     while "keeping the last valid state" not in server.log:
         assert await shown(server.address) == first
     assert "does not belong to the certificate" in server.log
     assert await answers(server.address, ClientTLS(ours.ca))
-    key.write_bytes(fresh[1])
+    shutil.copy(next_key, key)
 
     async def changed() -> bool:
         return await shown(server.address) != first
@@ -114,11 +113,7 @@ async def test_a_channel_shows_a_new_certificate(launch: Any, authority: Any, bl
     channel: Any = (rpc.dial_sync if blocking else rpc.dial)(address, tls=tls)
 
     async def ask() -> bool:
-        try:
-            await (asyncio.to_thread(stats, channel, 10) if blocking else stats(channel, 10))
-        except grpc.RpcError:
-            return False
-        return True
+        return await answered(asyncio.to_thread(stats, channel, 10) if blocking else stats(channel, 10))
 
     assert await ask()
     assert await asyncio.to_thread(first.stop) == 0
@@ -127,29 +122,20 @@ async def test_a_channel_shows_a_new_certificate(launch: Any, authority: Any, bl
     shutil.copy(new.ca, trusted)
     new.issue("caller")
     await until(ask)
-    if blocking:
-        channel.close()
-    else:
-        await channel.close()
+    if (closing := channel.close()) is not None:
+        await closing
 
 
 async def test_a_call_in_flight_outlives_a_change_of_its_channel(launch: Any, authority: Any) -> None:
     ours = authority("ours")
     own = ours.issue("caller")
     server = serve(launch, *ours.issue("server"), ours.ca)
-    channel = rpc.dial(server.address, tls=ClientTLS(ours.ca, *own))
-    stub = kvcache_pb2_grpc.KVCacheServiceStub(channel)
-    pieces: asyncio.Queue[bytes] = asyncio.Queue()
-    put = stub.Put(requests(pieces))
-    await pieces.put(b"12345")
-    await asyncio.to_thread(server.wait_for_line, "received 5")
-    ours.issue("caller")
-    await asyncio.sleep(1.1)  # the files are looked at once a second
-    await stub.Stats(pb.StatsRequest())
-    for piece in (b"678", b""):
-        await pieces.put(piece)
-    assert (await put).key == (8).to_bytes(8, "big")
-    await channel.close()
+    async with rpc.dial(server.address, tls=ClientTLS(ours.ca, *own)) as channel:
+        finish = await begun(server, channel)
+        ours.issue("caller")
+        await asyncio.sleep(1.1)  # the files are looked at once a second
+        await stats(channel)
+        await finish()
 
 
 def test_what_is_wrong_is_said_at_start(launch: Any, authority: Any, tmp_path: Path) -> None:
@@ -158,9 +144,10 @@ def test_what_is_wrong_is_said_at_start(launch: Any, authority: Any, tmp_path: P
     _, foreign = ours.issue("another")
     text = tmp_path / "text"
     text.write_text("not PEM, but secret")
+    none = tmp_path / "none"
     for given, message in [
-        ((tmp_path / "none", key), f"can't read the certificate {tmp_path}/none: No such file or directory"),
-        ((cert, tmp_path / "none"), f"can't read the key {tmp_path}/none: No such file or directory"),
+        ((none, key), f"can't read the certificate {none}: No such file or directory"),
+        ((cert, none), f"can't read the key {none}: No such file or directory"),
         ((cert, foreign), f"the key {foreign} does not belong to the certificate {cert}"),
         ((text, key), f"the certificate {text}: contains no valid PEM certificate"),
         ((cert, text), f"the key {text} is not a PEM private key without a password"),
@@ -179,13 +166,17 @@ def test_what_is_wrong_is_said_at_start(launch: Any, authority: Any, tmp_path: P
     assert read_identity(cert, key) == (key.read_bytes(), cert.read_bytes())
 
 
+async def answered(call: Any) -> bool:
+    try:
+        await call
+    except grpc.RpcError:
+        return False
+    return True
+
+
 async def answers(address: str, tls: ClientTLS) -> bool:
     async with rpc.dial(address, tls=tls) as channel:
-        try:
-            await stats(channel, timeout=20)
-        except grpc.aio.AioRpcError:
-            return False
-        return True
+        return await answered(stats(channel, timeout=20))
 
 
 async def shown(address: str) -> str:
