@@ -4,9 +4,9 @@ import asyncio
 import dataclasses
 import hashlib
 import mmap
-import os
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,11 +36,8 @@ def numbers(kv: pb.PrefilledKV, data: Any) -> torch.Tensor:
 
 
 def mapped(path: str) -> mmap.mmap:
-    file = os.open(path, os.O_RDONLY)
-    try:
-        return mmap.mmap(file, 0, prot=mmap.PROT_READ)
-    finally:
-        os.close(file)
+    with Path(path).open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
 
 
 @torch.inference_mode()
@@ -70,8 +67,8 @@ async def test_another_engine_goes_on_as_the_worker_would(family: str, recipe: s
         await rig.settled()  # the pool has its slots back while the KV waits
         await worker.release_prefill(kv.handle)
         summary = (await anext(events)).summary
-    assert (summary.tokens_generated, summary.degraded) == (1, False)
-    assert summary.tokens_recomputed == told.summary.tokens_recomputed
+    found = summary.tokens_generated, summary.degraded, summary.tokens_recomputed
+    assert found == (1, False, told.summary.tokens_recomputed)
     assert rig.servicer.answerer.handover.bytes == 0
 
 
