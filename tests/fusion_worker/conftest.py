@@ -24,18 +24,7 @@ from fusionkv.kvcache_service.client import Entry
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from tests.fusion_worker.compressed import with_special_tokens
-from tests.fusion_worker.oracle import (
-    CLOSE,
-    FAMILIES,
-    KV,
-    Ids,
-    Parts,
-    byte_tokenizer,
-    error,
-    network,
-    prompt,
-    random_ids,
-)
+from tests.fusion_worker.oracle import CLOSE, FAMILIES, KV, Ids, byte_tokenizer, error, network, prompt, random_ids
 from tests.services import listening
 from tests.waiting import until
 
@@ -255,7 +244,7 @@ def special(start: Start) -> Start:
 
 
 @pytest.fixture
-def parts(request: pytest.FixtureRequest) -> Parts:
+def parts(request: pytest.FixtureRequest) -> Any:
     """A prompt with chunks of the module's LENGTHS, or of one token, less and more than a page, and a window."""
     return prompt(*getattr(request.module, "LENGTHS", (13, 1, 30, 4, 7)))
 

@@ -333,22 +333,15 @@ async def test_what_is_encoded_ahead_is_signed_and_replaces_what_is_not(
     assert figures(await second.ask(*parts, **variants)) == (0, 0)
 
 
-async def test_entries_of_before_are_encoded_anew_once(near: Any, parts: Parts) -> None:
-    """As after an upgrade, also when they come from disk."""
-    await near.fill(parts)
+@pytest.mark.parametrize(("signing", "expected"), [(True, (0, 0)), (False, (4, 3))])
+async def test_a_restarted_service_has_the_signatures(signing: bool, expected: Any, near: Any, parts: Parts) -> None:
+    """Entries on disk that are not signed, as after an upgrade, are encoded anew once."""
+    await near.fill(parts, signing=signing)
     near.restart()
-    rig = await near.worker(signing=True)
-    assert figures(await rig.fill(*parts, ratio=0.0)) == (4, 3)
+    answer = await (await near.worker(signing=True)).fill(*parts, ratio=0.0, expected=PLAIN.full_reuse(parts))
+    assert figures(answer) == expected
+    assert {hit.tier for hit in answer.summary.hits} == ({"disk"} if signing else set())
     assert figures(await (await near.worker(signing=True)).ask(*parts, ratio=0.0)) == (0, 0)
-
-
-async def test_a_restarted_service_has_the_signatures(near: Any, parts: Parts) -> None:
-    await near.fill(parts, signing=True)
-    near.restart()
-    answer = await (await near.worker(signing=True)).ask(*parts, ratio=0.0)
-    assert figures(answer) == (0, 0)
-    assert {hit.tier for hit in answer.summary.hits} == {"disk"}
-    assert error(answer.logits[0], PLAIN.full_reuse(parts)) < CLOSE
 
 
 async def test_what_a_stranger_left_on_disk_is_not_even_read(near: Any, parts: Parts) -> None:

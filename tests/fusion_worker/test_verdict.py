@@ -86,10 +86,8 @@ def test_a_verdict_that_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).write_text(text)
     with pytest.raises(FailedPrecondition, match="run `fusionkv check"):
         verdict.read(tmp_path, b"f")
-
-
-def test_no_verdict_replaces_nothing(tmp_path: Path) -> None:
-    assert verdict.read(tmp_path, b"f").unsafe(find("epic"), 0.0) == ""
+    (tmp_path / FILE).unlink()
+    assert verdict.read(tmp_path, b"f").unsafe(find("epic"), 0.0) == "", "no verdict replaces nothing"
 
 
 @pytest.mark.slow
