@@ -28,6 +28,7 @@ from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.models import evaluate
 from fusionkv.models.tasks import Sample as Story
 from fusionkv.protos.runtime.errors import FailedPrecondition, ResourceExhausted
+from tests.fusion_worker.oracle import Oracle
 
 
 def cells(*asked: tuple[str, float]) -> list[Cell]:
@@ -218,22 +219,15 @@ def task() -> Task:
 
 
 @torch.inference_mode()
-def own(network: Qwen2ForCausalLM, ids: Sequence[int], block: Sequence[int], following: Sequence[int]) -> np.ndarray:
-    """Logits that transformers finds `following` by; tokens of two different blocks, both above 0, don't see each
-    other, and keep the places that they have in the prompt."""
-    every = torch.tensor([*ids, *following])
-    of = torch.tensor([*block, *[0] * len(following)])
-    seen = (of[:, None] == of) | (of[:, None] == 0) | (of == 0)
-    seen &= torch.ones(len(every), len(every)).tril().bool()
-    mask = torch.zeros(len(every), len(every)).masked_fill(~seen, torch.finfo(torch.float32).min)
-    out = network(every[None], attention_mask=mask[None, None], use_cache=False).logits[0]
-    return out[len(ids) - 1 : -1].numpy()
+def own(plain: Oracle, ids: Sequence[int], following: Sequence[int], block: Sequence[int] = ()) -> np.ndarray:
+    """Logits that transformers finds `following` by; with blocks, as of `Oracle.blocks`, for each of `ids`."""
+    of = plain.blocks([*block, *[-1] * len(following)]) if block else plain
+    return of.network(torch.tensor([[*ids, *following]]), use_cache=False).logits[0, len(ids) - 1 : -1].numpy()
 
 
 def test_metrics_are_those_of_transformers_logits(model: models.Model, task: Task, reference_model: Path) -> None:
-    network = Qwen2ForCausalLM.from_pretrained(
-        reference_model, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    more = {"dtype": torch.float32, "attn_implementation": "eager"}
+    plain = Oracle(Qwen2ForCausalLM.from_pretrained(reference_model, **more).eval())
     model = dataclasses.replace(model, bos=None)
     prompter = Prompter(model, 512)
     # No system prompt: distances within a chunk are what they were when it was encoded, and nothing else is seen.
@@ -245,17 +239,16 @@ def test_metrics_are_those_of_transformers_logits(model: models.Model, task: Tas
         prompt, _ = prompter.prompt(sample, task.chat, LENGTH)
         ids, gold = prompt.ids.tolist(), prompter.ids(sample.answers[0])
         assert not prompt.system.ids
-        alone = [n for n, chunk in enumerate(prompt.chunks, 1) for _ in chunk.ids]
-        alone += [0] * len(prompt.question)
+        alone = [n for n, chunk in enumerate(prompt.chunks) for _ in chunk.ids] + [-1] * len(prompt.question)
         given: list[int] = []
         while len(given) < LENGTH and not (given and given[-1] in model.ends):
-            given.append(int(own(network, ids, [0] * len(ids), [*given, 0])[-1].argmax()))
-        whole, apart = (own(network, ids, block, given) for block in ([0] * len(ids), alone))
+            given.append(int(plain.logits([*ids, *given]).argmax()))
+        whole, apart = (own(plain, ids, given, block) for block in ((), alone))
         assert reuse.values["answer_kl"][i] == pytest.approx(metrics.kl(whole, apart).mean(), rel=1e-3, abs=1e-5)
         share = float((apart.argmax(-1) == np.array(given)).mean())
         assert reuse.values["answer_agreement"][i] == pytest.approx(share)
-        for found, block in ((full, [0] * len(ids)), (reuse, alone)):
-            logits = torch.from_numpy(own(network, ids, block, gold))
+        for found, block in ((full, ()), (reuse, alone)):
+            logits = torch.from_numpy(own(plain, ids, gold, block))
             wanted = torch.nn.functional.cross_entropy(logits, torch.tensor(gold))
             assert found.values["gold_nll"][i] == pytest.approx(float(wanted), rel=1e-3, abs=1e-5)
     assert max(reuse.values["answer_kl"]) > 0.01, "where reuse changes nothing, nothing is tested"
