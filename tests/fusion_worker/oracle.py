@@ -15,7 +15,6 @@ from transformers.cache_utils import DynamicLayer
 
 from tests.kernels.inputs import rotation_matrix
 
-VOCABULARY = 260
 Ids = Sequence[int]
 Parts = tuple[Ids, Sequence[Ids], Ids]
 # Of logits in float32, by `error`.
@@ -51,7 +50,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("Glm4Config", {"head_dim": 32, "rope_parameters": _rope(partial_rotary_factor=0.5), "pad_token_id": 0}),
 }
 BASE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
+    "vocab_size": 260,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 3,

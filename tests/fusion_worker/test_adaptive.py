@@ -13,8 +13,7 @@ import torch
 
 from fusionkv.fusion_worker import select
 from fusionkv.fusion_worker.recipes.recipes import RECIPES
-from fusionkv.fusion_worker.select.base import CachedAttention, ChunkPlaces, Need, Selector
-from fusionkv.fusion_worker.select.distance_to_start import DistanceToStart
+from fusionkv.fusion_worker.select.base import CachedAttention, Need, Selector
 from tests.fusion_worker.oracle import CLOSE, error, oracle, random_ids, whole
 
 LENGTHS = (13, 40, 25)
@@ -104,8 +103,3 @@ def test_layers_are_counted_from_either_end() -> None:
     assert CachedAttention().of(3) == {0, 1, 2}
     assert CachedAttention(first=1.0).of(5) == {4}
     assert [CachedAttention(0.25, 0.75).of(layers) for layers in (8, 1)] == [{2, 3, 4, 5}, {0}]
-
-
-def test_distance_counts_from_each_chunks_start() -> None:
-    scores = DistanceToStart().scores(ChunkPlaces((2, 5), (5, 7), 7))
-    assert torch.equal(scores, -torch.tensor([torch.inf, torch.inf, 0.0, 1.0, 2.0, 0.0, 1.0]))

