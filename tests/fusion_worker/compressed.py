@@ -1,12 +1,26 @@
 """What a worker must make of chunks of which only anchor tokens are kept (KVLink 2.4), in plain transformers."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from tests.fusion_worker.oracle import KV, Ids, Oracle, join
 
 SEGMENT = 16
 Cuts = Sequence[tuple[Ids, Ids]]
+# Any tokens serve: what makes one an anchor or a link token is what it sees and where it stands.
+ANCHORS = {50: tuple(range(200, 208)), 75: tuple(range(208, 212))}
+LINKS = tuple(tuple(range(212 + 5 * i, 217 + 5 * i)) for i in range(8))
+
+
+def with_special_tokens(model: Any) -> Any:
+    return dataclasses.replace(model, anchors=ANCHORS, links=LINKS)
+
+
+def links(chunks: Sequence[Ids], each: int) -> list[Ids]:
+    """The first link tokens of each chunk."""
+    return [LINKS[i][:each] for i in range(len(chunks))]
 
 
 def cut(chunk: Ids, anchors: Ids) -> Cuts:

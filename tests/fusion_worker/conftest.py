@@ -6,7 +6,7 @@ import itertools
 import threading
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -14,18 +14,22 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
 
 from fusionkv.fusion_worker import models as worker_models
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.decode.sampling import Sampler, SamplingParams
 from fusionkv.fusion_worker.servicer import FusionServicer, handler
+from fusionkv.kvcache_service.client import Entry
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
-from tests.fusion_worker.oracle import CLOSE, FAMILIES, Ids, byte_tokenizer, error, network, random_ids
+from tests.fusion_worker.compressed import with_special_tokens
+from tests.fusion_worker.oracle import CLOSE, FAMILIES, KV, Ids, byte_tokenizer, error, network, prompt, random_ids
 from tests.services import listening
 from tests.waiting import until
+
+# Of a request's first token, or of each of its tokens behind those before it.
+Expected = torch.Tensor | Callable[[list[int]], torch.Tensor]
 
 
 @dataclass
@@ -76,8 +80,11 @@ class Rig:
             **{"tenant": self.tenant, **named},
         )
 
-    async def ask(self, *parts: Any, expected: torch.Tensor | None = None, **more: Any) -> Answer:
-        """Answers greedily by default; the seed tells requests apart. expected: the first token's logits."""
+    async def ask(self, *parts: Any, expected: Expected | None = None, **more: Any) -> Answer:
+        """Answers greedily by default; the seed tells requests apart.
+
+        expected: the first token's logits, or a function of the tokens so far that gives the next one's.
+        """
         more.setdefault("seed", (1 << 40) + next(self.numbers))
         request = self.request(*parts, **more)
         ids, text, summary = [], "", None
@@ -92,9 +99,11 @@ class Rig:
         s = summary
         assert s.tokens_lossless + s.tokens_reused + s.tokens_recomputed == s.context_tokens
         assert s.tokens_generated == len(ids)
-        answer = Answer(ids, text, summary, self.drawn[request.sampling.seed])
-        assert expected is None or error(answer.logits[0], expected) < CLOSE
-        return answer
+        logits = self.drawn[request.sampling.seed]
+        each = [expected(ids[:at]) for at in range(len(logits))] if callable(expected) else [expected]
+        errors = [error(a, b) for a, b in zip(logits, each, strict=False) if b is not None]
+        assert all(off < CLOSE for off in errors), f"{request.recipe} is off by {errors}"
+        return Answer(ids, text, summary, logits)
 
     async def block(self, *parts: Any, **more: Any) -> tuple[Gate, "asyncio.Task[Answer]"]:
         """Asks, and returns when the engine stands in the step that draws the request's first token."""
@@ -128,6 +137,13 @@ class Rig:
     def namespace(self) -> bytes:
         return self.servicer.loader.namespace(self.tenant)
 
+    async def kv_of(self, entry: Entry) -> KV:
+        """What the cache service holds in an entry of float32."""
+        buffer, shape = torch.empty(entry.size, dtype=torch.uint8), self.model.kv
+        await self.servicer.cache.fetch(entry, buffer.numpy().data, timeout=5)
+        found = buffer.view(torch.float32).view(shape.layers, 2, entry.tokens, shape.kv_heads, shape.head_dim)
+        return [(k.transpose(0, 1)[None], v.transpose(0, 1)[None]) for k, v in found]
+
     async def stored(self) -> None:
         """Waits until everything encoded so far has reached the cache service."""
         await self.servicer.settle()
@@ -138,15 +154,14 @@ class Rig:
         await self.stored()
         return answer
 
-    async def settled(self, idle: bool = True) -> None:
-        """Waits until the pool has one owner for every slot and, with `idle`, nobody uses it."""
+    async def settled(self) -> None:
+        """Waits until the pool has one owner for every slot, and nobody uses it."""
 
         def sound() -> bool:
-            try:
-                self.pool.check_integrity(idle=idle)
-            except AssertionError:
-                return False
-            return True
+            with suppress(AssertionError):
+                self.pool.check_integrity(idle=True)
+                return True
+            return False
 
         await self.until(sound)
 
@@ -185,21 +200,16 @@ async def start(monkeypatch: pytest.MonkeyPatch, corrections: Path, tenant: str)
     numbers = itertools.count(1)
 
     async def make(
-        family: str,
-        dtype: torch.dtype = torch.float32,
-        max_tokens: int = 2048,
-        replace: Any = None,
-        auxiliary: Any = None,
-        tp: Any = None,
-        **config: Any,
+        family: str, dtype: torch.dtype = torch.float32, max_tokens: int = 2048, replace: Any = None, **more: Any
     ) -> Rig:
         ours = copy.deepcopy(network(family, dtype))
         made = worker_models.wrap(family, ours, byte_tokenizer(), family.encode().ljust(32), max_tokens)
         made = replace(made) if replace else made
+        others = {name: more.pop(name, None) for name in ("auxiliary", "tp")}
         # A busy machine is not a cache that fails.
         busy = {"lookup_timeout": 30.0, "fetch_timeout": 60.0, "cache_seconds": 120.0}
-        settings = {"pool_bytes": 8 << 20, "page_tokens": 4, **busy, **config}
-        servicer = FusionServicer(WorkerConfig(**settings), made, auxiliary, tp=tp)
+        settings = {"pool_bytes": 8 << 20, "page_tokens": 4, **busy, **more}
+        servicer = FusionServicer(WorkerConfig(**settings), made, **others)
         rigs.append(Rig(servicer, made, drawn, numbers, gates, tenant))
         return rigs[-1]
 
@@ -228,9 +238,15 @@ def cached(start: Start, cache_service: str) -> Start:
 
 
 @pytest.fixture
-def parts() -> tuple[list[int], list[list[int]], list[int]]:
-    """A system prompt, chunks of several lengths (one token, less and more than a page, a window), a question."""
-    return random_ids(5, 0), [random_ids(n, n) for n in (13, 1, 30, 4, 7)], random_ids(6, 99)
+def special(start: Start) -> Start:
+    """As `start`, for models with anchor and link tokens."""
+    return partial(start, replace=with_special_tokens)
+
+
+@pytest.fixture
+def parts(request: pytest.FixtureRequest) -> Any:
+    """A prompt with chunks of the module's LENGTHS, or of one token, less and more than a page, and a window."""
+    return prompt(*getattr(request.module, "LENGTHS", (13, 1, 30, 4, 7)))
 
 
 @pytest.fixture
@@ -279,8 +295,3 @@ def tenant() -> str:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "family" in metafunc.fixturenames:
         metafunc.parametrize("family", list(FAMILIES))
-
-
-@pytest.fixture(scope="session")
-def byte_level() -> Tokenizer:
-    return byte_tokenizer().backend_tokenizer

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from transformers.cache_utils import DynamicLayer
 
 from tests.kernels.inputs import rotation_matrix
 
-VOCABULARY = 260
 Ids = Sequence[int]
 Parts = tuple[Ids, Sequence[Ids], Ids]
 # Of logits in float32, by `error`.
@@ -50,7 +50,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("Glm4Config", {"head_dim": 32, "rope_parameters": _rope(partial_rotary_factor=0.5), "pad_token_id": 0}),
 }
 BASE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
+    "vocab_size": 260,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 3,
@@ -79,6 +79,11 @@ def random_ids(count: int, seed: int) -> list[int]:
     return torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+def prompt(*lengths: int) -> Parts:
+    """A system prompt, chunks of different lengths, a question."""
+    return random_ids(5, 0), [random_ids(n, n) for n in lengths], random_ids(6, 99)
+
+
 @cache
 def network(family: str, dtype: torch.dtype = torch.float32) -> Any:
     """A model with random weights, eager attention."""
@@ -91,6 +96,13 @@ def network(family: str, dtype: torch.dtype = torch.float32) -> Any:
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(parameter_name)))
             parameter.data += 0.2 * noise.to(dtype)
     return made
+
+
+def saved(directory: Path, family: str = "llama", dtype: torch.dtype = torch.float32, **tokenizer: Any) -> Path:
+    """Writes a model and its tokenizer as transformers does; returns the directory."""
+    network(family, dtype).save_pretrained(directory)
+    byte_tokenizer(**tokenizer).save_pretrained(directory)
+    return directory
 
 
 @dataclass
@@ -152,11 +164,9 @@ class Oracle:
 
     def masked(self, seen: torch.Tensor) -> "Oracle":
         """The same model, whose tokens see those that are `seen`, bool [tokens, tokens], within a layer's window."""
-        at = torch.arange(len(seen))
 
         def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **more: Any) -> Any:
-            inside = at > at[:, None] - (more.get("sliding_window") or len(at))
-            return _attention(query, key, value, seen & inside, scaling)
+            return _attention(query, key, value, seen & _causal(query, key, more.get("sliding_window")), scaling)
 
         return self._attending("masked", attend)
 
@@ -181,13 +191,11 @@ class Oracle:
         of scale - 1."""
 
         def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **more: Any) -> Any:
-            groups, first = query.shape[1] // key.shape[1], key.shape[2] - query.shape[2]
+            groups, at = query.shape[1] // key.shape[1], torch.arange(key.shape[2])
+            seen, inside = _causal(query, key, more.get("sliding_window")), (at >= low) & (at < high)
             key, value = key.repeat_interleave(groups, 1).double(), value.repeat_interleave(groups, 1).double()
             scores = query.double() @ key.transpose(2, 3) * scaling
-            at, row = torch.arange(key.shape[2]), torch.arange(first, key.shape[2])[:, None]
-            window = more.get("sliding_window") or key.shape[2]
-            inside = (at >= low) & (at < high)
-            weights = torch.where(inside, scores / temperature, scores).exp() * ((at <= row) & (at > row - window))
+            weights = torch.where(inside, scores / temperature, scores).exp() * seen
             mass = (weights * inside).sum(-1, keepdim=True)
             weights = torch.where(inside & (mass > 0), weights * mass ** (scale - 1), weights)
             out = weights / weights.sum(-1, keepdim=True) @ value
@@ -216,14 +224,18 @@ class Oracle:
         """The same model, of whose first tokens rows see only those kept, by layer and KV head."""
 
         def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **more: Any) -> Any:
-            first, keep = key.shape[2] - query.shape[2], kept[module.layer_idx]
-            at, row = torch.arange(key.shape[2]), torch.arange(first, key.shape[2])[:, None]
-            seen = (at <= row)[None].repeat(key.shape[1], 1, 1)
+            keep, seen = kept[module.layer_idx], _causal(query, key).repeat(key.shape[1], 1, 1)
             seen[:, :, : keep.shape[1]] &= keep[:, None]
             seen = seen.repeat_interleave(query.shape[1] // key.shape[1], 0)
             return _attention(query, key, value, seen, scaling)
 
         return self._attending("seeing", attend)
+
+    def evicted(self, context: "KV", question: Ids, low: int, count: int) -> Callable[[list[int]], torch.Tensor]:
+        """The logits behind an answer's tokens so far: the first token sees all of a context, the others what is
+        `kept` of it."""
+        shrunk, full = self.seeing(self.kept(context, question, low, count)), self.kv(question, past=context)
+        return lambda said: shrunk.after(full, said) if said else self.after(context, question)
 
     def _attending(self, name: str, attend: Any) -> "Oracle":
         transformers.AttentionInterface.register(name, attend)
@@ -234,7 +246,7 @@ class Oracle:
     @torch.inference_mode()
     def scores(self, recipe: str, system: Ids, chunks: Sequence[Ids], question: Ids, kv: Any = None) -> torch.Tensor:
         """float32 [context and system]: how a recipe scores every token, from dense passes over the whole prompt."""
-        ids, context = [*system, *(i for c in chunks for i in c), *question], kv or self.reused(system, chunks)
+        ids, context = whole((system, chunks, question)), kv or self.reused(system, chunks)
         last, layers = len(ids) - len(question), self.network.config.num_hidden_layers
         starts = [len(system) + sum(map(len, chunks[:i])) for i in range(len(chunks))]
         if recipe == "epic":
@@ -278,6 +290,13 @@ class Oracle:
 KV = list[tuple[torch.Tensor, torch.Tensor]]
 
 
+def _causal(query: Any, key: Any, window: int | None = None) -> torch.Tensor:
+    """bool [rows, keys]: the keys of a layer that each row sees, itself the last."""
+    at = torch.arange(key.shape[2])
+    row = at[-query.shape[2] :, None]
+    return (at <= row) & (at > row - (window or len(at)))
+
+
 def _attention(query: Any, key: Any, value: Any, seen: torch.Tensor, scaling: float) -> Any:
     """Softmax attention over the keys that are `seen`, bool [rows, keys], or by head."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1).double() for x in (key, value))
@@ -295,6 +314,18 @@ def whole(parts: Parts) -> list[int]:
     return [*system, *(i for chunk in chunks for i in chunk), *question]
 
 
+def windows(chosen: torch.Tensor, first: int, size: int, least: int) -> torch.Tensor:
+    """Of the tokens that are `chosen`, those in windows of `size` from `first` on that hold `least` of them."""
+    kept = chosen.clone()
+    for low in range(first, len(chosen), size):
+        kept[low : low + size] &= chosen[low : low + size].sum() >= least
+    return kept
+
+
+def last_of(kv: KV, tokens: int) -> KV:
+    return [(k[:, :, -tokens:], v[:, :, -tokens:]) for k, v in kv]
+
+
 def join(parts: Sequence[KV]) -> KV:
     return [
         (torch.cat([k for k, _ in layer], 2), torch.cat([v for _, v in layer], 2))
@@ -305,12 +336,6 @@ def join(parts: Sequence[KV]) -> KV:
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Largest difference, relative to the largest expected value."""
     return float((found - expected).abs().max() / expected.abs().max())
-
-
-def check_answer(answer: Any, expected: Callable[[list[int]], torch.Tensor]) -> None:
-    """Holds what each token of an answer was drawn from to what is expected behind the tokens before it."""
-    for at, logits in enumerate(answer.logits):
-        assert error(logits, expected(answer.ids[:at])) < CLOSE
 
 
 def overlay(stale: KV, fresh: torch.Tensor, depth: int | None = None) -> DynamicCache:

@@ -13,16 +13,11 @@ import torch
 
 from fusionkv.fusion_worker import select
 from fusionkv.fusion_worker.recipes.recipes import RECIPES
-from fusionkv.fusion_worker.select.base import CachedAttention, ChunkPlaces, Need, Selector
-from fusionkv.fusion_worker.select.selectors import DistanceToStart
-from tests.fusion_worker.oracle import CLOSE, Parts, check_answer, error, oracle, random_ids, whole
+from fusionkv.fusion_worker.select.base import CachedAttention, Need, Selector
+from tests.fusion_worker.oracle import CLOSE, error, oracle, random_ids, whole
 
+LENGTHS = (13, 40, 25)
 RATIO, FIRST = 0.5, 40
-
-
-@pytest.fixture
-def parts() -> Parts:
-    return random_ids(5, 0), [random_ids(n, n) for n in (13, 40, 25)], random_ids(6, 99)
 
 
 @pytest.mark.parametrize("recipe", ["prophetkv", "cacheblend", "prophetkv+snapkv(16)"])
@@ -41,11 +36,10 @@ async def test_the_ratio_follows_the_first_token(recipe: str, doubt: bool, start
 
 async def test_doubt_within_an_answer(start: Any, parts: Any) -> None:
     """What is said is left as it is; from the token in doubt on it is the larger ratio's."""
-    system, chunks, _ = parts
-    rig, plain = await start("llama"), oracle("llama")
+    rig, plain, stale = await start("llama"), oracle("llama"), oracle("llama").reused(*parts[:2])
     for seed in range(20):  # a question whose first token is the surest
-        question = random_ids(6, seed)
-        low = await rig.ask(system, chunks, question, recipe="prophetkv", ratio=RATIO * FIRST / 100, max_tokens=6)
+        asked = *parts[:2], random_ids(6, seed)
+        low = await rig.ask(*asked, recipe="prophetkv", ratio=RATIO * FIRST / 100, max_tokens=6)
         sure = [int(1000 * float(logits.softmax(-1).max())) for logits in low.logits]
         if min(sure) < sure[0]:
             break
@@ -57,20 +51,17 @@ async def test_doubt_within_an_answer(start: Any, parts: Any) -> None:
         chosen.append((await fuse(*args)).chosen)
         return await fuse(*args)
 
+    def expected(said: list[int]) -> torch.Tensor:
+        fresh = torch.zeros(len(whole(asked)) - len(asked[2]), dtype=torch.bool)
+        fresh[chosen[len(said) >= at]] = True
+        return plain.overlaid([*whole(asked), *said], stale, fresh)
+
     fuser._fuse = watch
     recipe = f"prophetkv+adaptive({FIRST},{sure[0]})"
-    found = await rig.ask(system, chunks, question, recipe=recipe, ratio=RATIO, max_tokens=6)
+    found = await rig.ask(*asked, recipe=recipe, ratio=RATIO, max_tokens=6, expected=expected)
     assert found.ids[:at] == low.ids[:at]
     few, many = (len(c) for c in chosen)
     assert found.summary.tokens_recomputed == many > few > 0
-    ids, stale = whole((system, chunks, question)), plain.reused(system, chunks)
-
-    def expected(said: list[int]) -> torch.Tensor:
-        fresh = torch.zeros(len(ids) - len(question), dtype=torch.bool)
-        fresh[chosen[len(said) >= at]] = True
-        return plain.overlaid([*ids, *said], stale, fresh)
-
-    check_answer(found, expected)
 
 
 async def test_sampling_draws_from_the_same_logits(start: Any, parts: Any) -> None:
@@ -111,10 +102,4 @@ def test_another_rank_makes_the_same_one(selector: Selector[typing.Any]) -> None
 def test_layers_are_counted_from_either_end() -> None:
     assert CachedAttention().of(3) == {0, 1, 2}
     assert CachedAttention(first=1.0).of(5) == {4}
-    assert CachedAttention(0.25, 0.75).of(8) == {2, 3, 4, 5}
-    assert CachedAttention(0.25, 0.75).of(1) == {0}
-
-
-def test_distance_counts_from_each_chunks_start() -> None:
-    scores = DistanceToStart().scores(ChunkPlaces((2, 5), (5, 7), 7))
-    assert torch.equal(scores, -torch.tensor([torch.inf, torch.inf, 0.0, 1.0, 2.0, 0.0, 1.0]))
+    assert [CachedAttention(0.25, 0.75).of(layers) for layers in (8, 1)] == [{2, 3, 4, 5}, {0}]

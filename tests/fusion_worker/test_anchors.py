@@ -13,14 +13,9 @@ from fusionkv.models import curriculum, network, tokenizer
 from fusionkv.models.tasks import PROMPT, sample
 from fusionkv.models.train import collate
 from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
-from tests.fusion_worker.compressed import SEGMENT, Cuts, cut
-from tests.fusion_worker.compressed import anchored as held
-from tests.fusion_worker.oracle import CLOSE, Parts, check_answer, error, oracle, random_ids
-from tests.ports import free_port
+from tests.fusion_worker.compressed import ANCHORS, LINKS, SEGMENT, Cuts, anchored, cut, links
+from tests.fusion_worker.oracle import CLOSE, Parts, error, oracle, random_ids
 
-# Any tokens serve: what makes one an anchor or a link token is what it sees and where it stands.
-ANCHORS = {50: tuple(range(200, 208)), 75: tuple(range(208, 212))}
-LINKS = tuple(tuple(range(212 + 5 * i, 217 + 5 * i)) for i in range(8))
 NOT_WINDOWED = ["llama", "llama-yarn", "qwen3", "glm4"]
 
 
@@ -29,14 +24,6 @@ def parts() -> Parts:
     """Chunks shorter than a segment, of one, of several, with a rest; one of them twice, also at the start."""
     chunks = [random_ids(n, n) for n in (13, 1, 30, 16, 43)]
     return random_ids(5, 0), [*chunks[2:3], *chunks, chunks[2]], random_ids(6, 99)
-
-
-@pytest.fixture
-def anchored(start: Any) -> Any:
-    """Starts a worker whose model has anchor and link tokens."""
-    return lambda family, **more: start(
-        family, replace=lambda made: dataclasses.replace(made, anchors=ANCHORS, links=LINKS), **more
-    )
 
 
 def cuts(chunks: list[list[int]], percent: int) -> list[Cuts]:
@@ -48,18 +35,14 @@ def kept(chunks: list[list[int]], percent: int) -> int:
     return sum(len(anchors) for chunk in cuts(chunks, percent) for _, anchors in chunk)
 
 
-def links(chunks: list[list[int]], each: int) -> list[tuple[int, ...]]:
-    return [LINKS[i][:each] for i in range(len(chunks))]
-
-
 @pytest.mark.parametrize(("percent", "each"), [(50, 0), (75, 5)])
-async def test_anchors_alone_are_seen(family: str, percent: int, each: int, anchored: Any, parts: Any) -> None:
+async def test_anchors_alone_are_seen(family: str, percent: int, each: int, special: Any, parts: Any) -> None:
     system, chunks, question = parts
-    rig, plain = await anchored(family), oracle(family)
-    context = held(plain, system, cuts(chunks, percent), links(chunks, each))
+    rig, plain = await special(family), oracle(family)
+    context = anchored(plain, system, cuts(chunks, percent), links(chunks, each))
+    more = {"max_tokens": 3, "expected": lambda said: plain.after(context, [*question, *said])}
     for again in (False, True):
-        answer = await rig.ask(*parts, recipe=f"kvlink+linked({each})+anchored({percent})", max_tokens=3)
-        check_answer(answer, lambda said: plain.after(context, [*question, *said]))
+        answer = await rig.ask(*parts, recipe=f"kvlink+linked({each})+anchored({percent})", **more)
         s, tokens, different = answer.summary, sum(map(len, chunks)), sum(map(len, chunks)) - 2 * len(chunks[0])
         assert (s.context_tokens, s.tokens_reused, s.tokens_recomputed, s.tokens_lossless) == (tokens, tokens, 0, 0)
         assert s.tokens_encoded == (0 if again else different)
@@ -71,25 +54,24 @@ async def test_anchors_alone_are_seen(family: str, percent: int, each: int, anch
 
 @pytest.mark.parametrize("kind", NOT_WINDOWED)
 @pytest.mark.parametrize(("percent", "each"), [(50, 5), (75, 0)])
-async def test_one_pass_under_an_explicit_mask(kind: str, percent: int, each: int, anchored: Any, parts: Any) -> None:
+async def test_one_pass_under_an_explicit_mask(kind: str, percent: int, each: int, special: Any, parts: Any) -> None:
     """As in training; without a system prompt, so that its distance is no matter."""
     _, chunks, question = parts
     chunks = [c for c in chunks if len(c) >= SEGMENT]
     ids, positions, of, place = list[int](), list[int](), list[tuple[str, int, int]](), 0
+
+    def add(tokens: Any, first: int, *what: Any) -> int:
+        ids.extend(tokens)
+        positions.extend(range(first, first + len(tokens)))
+        of.extend([what] * len(tokens))
+        return first + len(tokens)
+
     for number, chunk in enumerate(chunks):
         for segment, (text, anchors) in enumerate(cut(chunk, ANCHORS[percent])):
-            for kind_of, tokens, first in (("text", text, place - len(text)), ("anchor", anchors, place)):
-                ids += tokens
-                positions += range(first, first + len(tokens))
-                of += [(kind_of, number, segment)] * len(tokens)
-            place += len(anchors)
-        ids += LINKS[number][:each]
-        positions += range(place, place + each)
-        of += [("all", number, 0)] * each
-        place += each
-    ids += question
-    positions += range(place, place + len(question))
-    of += [("all", len(chunks), 0)] * len(question)
+            add(text, place - len(text), "text", number, segment)
+            place = add(anchors, place, "anchor", number, segment)
+        place = add(LINKS[number][:each], place, "all", number, 0)
+    add(question, place, "all", len(chunks), 0)
 
     def sees(row: int, key: int) -> bool:
         (row_is, row_of, row_at), (key_is, key_of, key_at) = of[row], of[key]
@@ -102,19 +84,19 @@ async def test_one_pass_under_an_explicit_mask(kind: str, percent: int, each: in
     seen = torch.tensor([[sees(row, key) for key in range(len(ids))] for row in range(len(ids))])
     expected = oracle(kind).masked(seen).logits(ids, position_ids=torch.tensor([positions]), use_cache=False)
     recipe = f"full_reuse+anchored({percent})" + f"+linked({each})" * (each > 0)
-    await (await anchored(kind)).ask([], chunks, question, recipe=recipe, expected=expected)
+    await (await special(kind)).ask([], chunks, question, recipe=recipe, expected=expected)
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("store", ["plain", "int8"])
 async def test_entries_of_their_own(
-    store: str, cache_client: Any, cache_service: str, anchored: Any, parts: Parts
+    store: str, cache_client: Any, cache_service: str, special: Any, parts: Parts
 ) -> None:
     """Found by the text, beside what is stored of it otherwise; never taken for it, nor for another rate's."""
     system, chunks, question = parts
     plain = oracle("qwen3")
-    context = held(plain, system, cuts(chunks, 75), links(chunks, 0))
-    first, other = [await anchored("qwen3", cache=cache_service, store=store) for _ in range(2)]
+    context = anchored(plain, system, cuts(chunks, 75))
+    first, other = [await special("qwen3", cache=cache_service, store=store) for _ in range(2)]
     for recipe in ("full_reuse", "full_reuse+anchored(50)", "full_reuse+anchored(75)"):
         assert (await first.fill(*parts, recipe=recipe)).summary.tokens_encoded > 0
     answer = await other.ask(*parts, recipe="full_reuse+anchored(75)")
@@ -133,8 +115,8 @@ async def test_entries_of_their_own(
     assert sizes == [13, 7, 4, 0], "of the text, at 50%, at 75%, at a rate that nobody asked for"
 
 
-async def test_ratio_1_is_full_attention_of_the_text(anchored: Any, parts: Parts) -> None:
-    rig, expected = await anchored("llama"), oracle("llama").full_attention(parts)
+async def test_ratio_1_is_full_attention_of_the_text(special: Any, parts: Parts) -> None:
+    rig, expected = await special("llama"), oracle("llama").full_attention(parts)
     for recipe in ("full_reuse+anchored(50)", "kvlink+anchored(75)+snapkv(8)"):
         answer = await rig.ask(*parts, recipe=recipe, ratio=1.0, max_tokens=2, expected=expected)
         assert answer.summary.tokens_recomputed == answer.summary.context_tokens
@@ -142,35 +124,26 @@ async def test_ratio_1_is_full_attention_of_the_text(anchored: Any, parts: Parts
             await rig.ask(*parts, recipe=recipe, ratio=0.3)
 
 
-async def test_context_kept_of_anchors(anchored: Any, parts: Any) -> None:
+async def test_context_kept_of_anchors(special: Any, parts: Any) -> None:
     system, chunks, question = parts
-    rig, plain = await anchored("llama"), oracle("llama")
-    answer = await rig.ask(*parts, recipe="kvlink+anchored(50)+linked(2)+snapkv(12)", max_tokens=4)
-    context = held(plain, system, cuts(chunks, 50), links(chunks, 2))
-    shrunk, whole = plain.seeing(plain.kept(context, question, len(system), 12)), plain.kv(question, past=context)
-    for at in range(1, len(answer.logits)):
-        assert error(answer.logits[at], shrunk.after(whole, answer.ids[:at])) < CLOSE
+    rig, plain = await special("llama"), oracle("llama")
+    context = anchored(plain, system, cuts(chunks, 50), links(chunks, 2))
+    expected: Any = plain.evicted(context, question, len(system), 12)
+    await rig.ask(*parts, recipe="kvlink+anchored(50)+linked(2)+snapkv(12)", max_tokens=4, expected=expected)
     # More are to be kept than there are anchor tokens, though fewer than tokens of the context: nothing goes.
-    answer = await rig.ask(*parts, recipe="full_reuse+anchored(50)+snapkv(90)", max_tokens=2)
-    context = held(plain, system, cuts(chunks, 50), links(chunks, 0))
     assert kept(chunks, 50) < 90 < sum(map(len, chunks))
-    assert error(answer.logits[1], plain.after(context, [*question, *answer.ids[:1]])) < CLOSE
+    context = anchored(plain, system, cuts(chunks, 50))
+    more = {"max_tokens": 2, "expected": lambda said: plain.after(context, [*question, *said])}
+    await rig.ask(*parts, recipe="full_reuse+anchored(50)+snapkv(90)", **more)
 
 
-async def test_models_without_them_are_refused(start: Any, anchored: Any, parts: Any) -> None:
+async def test_models_without_them_are_refused(start: Any, special: Any, parts: Any) -> None:
     with pytest.raises(FailedPrecondition, match=r"llama has no anchor tokens that save 50%.*models/README\.md"):
         await (await start("llama")).ask(*parts, recipe="kvlink+linked(0)+anchored(50)")
-    rig = await anchored("llama")
+    rig = await special("llama")
     with pytest.raises(FailedPrecondition, match=r"save 60%, .*: use \+anchored\(50\), \+anchored\(75\)"):
         await rig.ask(*parts, recipe="full_reuse+anchored(60)", ratio=1.0)
     assert (await rig.ask(*parts, recipe="full_reuse+anchored(75)")).ids
-
-
-async def test_without_its_cache_it_is_plain_prefill_of_the_text(anchored: Any, parts: Parts) -> None:
-    rig = await anchored("qwen3", cache=f"127.0.0.1:{free_port()}")
-    answer = await rig.ask(*parts, recipe="kvlink+anchored(50)", expected=oracle("qwen3").full_attention(parts))
-    assert answer.summary.degraded
-    assert answer.summary.tokens_recomputed == answer.summary.context_tokens == sum(map(len, parts[1]))
 
 
 @pytest.mark.parametrize("percent", [50, 75])
@@ -187,10 +160,9 @@ async def test_a_model_is_served_as_it_was_trained(percent: int, start: Any) -> 
     story = sample(random.Random(5), "train", recipe.stages[-1].size)
     made = encoder._documents(random.Random(5), story, dataclasses.replace(recipe.stages[-1], alone=1.0))
     batch = collate([made])
+    inputs = {"attention_mask": batch.mask.float(), "position_ids": batch.position, "use_cache": False}
     with torch.inference_mode():
-        expected = trained(
-            batch.ids, attention_mask=batch.mask.float(), position_ids=batch.position, use_cache=False
-        ).logits[0]
+        expected = trained(batch.ids, **inputs).logits[0]
     # The question's last token is the first that predicts one of the answer.
     first = made.segment.index(1)
     last = next(i for i in range(first, len(made.ids)) if made.answer[i] != curriculum.NONE)

@@ -13,7 +13,7 @@ from fusionkv.fusion_worker import models as worker_models
 from fusionkv.fusion_worker.auxiliary.mapping import carry_over, spans_of
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos.runtime.errors import FailedPrecondition
-from tests.fusion_worker.oracle import CLOSE, Parts, byte_tokenizer, error, network, oracle, whole
+from tests.fusion_worker.oracle import Parts, byte_tokenizer, network, oracle, whole, windows
 
 SYSTEM = "Answer from the text."
 CHUNKS = (
@@ -72,16 +72,14 @@ async def test_tokens_are_chosen_by_the_second_model(
     rig, plain = await start("llama", auxiliary=second), oracle("llama")
     scores = [score for chunk in CHUNKS for score in expected_scores(other_tokenizer, chunk)]
     first, last = len(SYSTEM) + len(CHUNKS[0]), len(SYSTEM) + sum(map(len, CHUNKS))
-    position = {p: scores[p - len(SYSTEM)] for p in range(first, last)}
-    best = sorted(position, key=lambda p: (-position[p], p))[: round(0.4 * sum(map(len, CHUNKS)))]
-    fresh = torch.zeros(last, dtype=torch.bool)
-    for window in range(first, last, 8):
-        inside = [p for p in best if window <= p < window + 8]
-        fresh[inside] = len(inside) >= 5
-    assert 0 < int(fresh.sum()) < len(best), "the windows keep all or nothing, so this test shows nothing"
-    answer = await rig.ask(*parts, recipe="cacheclip", ratio=0.4)
-    assert answer.summary.tokens_recomputed == int(fresh.sum())
-    assert error(answer.logits[0], plain.overlaid(whole(parts), plain.reused(*parts[:2]), fresh)) < CLOSE
+    best = sorted(range(first, last), key=lambda p: (-scores[p - len(SYSTEM)], p))
+    chosen = torch.zeros(last, dtype=torch.bool)
+    chosen[best[: round(0.4 * sum(map(len, CHUNKS)))]] = True
+    fresh = windows(chosen, first, 8, 5)
+    assert 0 < fresh.sum() < chosen.sum(), "the windows keep all or nothing"
+    expected = plain.overlaid(whole(parts), plain.reused(*parts[:2]), fresh)
+    answer = await rig.ask(*parts, recipe="cacheclip", ratio=0.4, expected=expected)
+    assert answer.summary.tokens_recomputed == fresh.sum()
 
 
 @pytest.mark.system
@@ -102,9 +100,8 @@ async def test_its_cache_out_of_reach_is_plain_prefill(cached: Any, parts: Parts
     rig = await cached("llama", auxiliary=second, pool_bytes=room)
     rig.servicer.auxiliary._loader.locator._cache = CacheClient("127.0.0.1:1")
     async with asyncio.timeout(120):
-        answer = await rig.ask(*parts, recipe="cacheclip", ratio=0.4)
-    assert answer.summary.degraded
-    assert error(answer.logits[0], oracle("llama").full_attention(parts)) < CLOSE
+        expected = oracle("llama").full_attention(parts)
+        assert (await rig.ask(*parts, recipe="cacheclip", ratio=0.4, expected=expected)).summary.degraded
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
@@ -124,9 +121,7 @@ def test_spans_of_tokens_that_make_half_a_character() -> None:
     tokenizer = byte_tokenizer().backend_tokenizer
     # Three bytes of one sign, a letter, and the first of two bytes.
     ids = tokenizer.encode("\u20aca").ids + tokenizer.encode("\u00fc").ids[:1]
-    text, spans = spans_of(tokenizer, ids)
-    assert text == "\u20aca"
-    assert spans == [(0, 1), (0, 1), (0, 1), (1, 2), (2, 2)]
+    assert spans_of(tokenizer, ids) == ("\u20aca", [(0, 1), (0, 1), (0, 1), (1, 2), (2, 2)])
 
 
 def test_a_token_takes_the_best_score_it_touches() -> None:

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fusion_worker.oracle import error, network, oracle, random_ids
+from tests.fusion_worker.oracle import CLOSE, error, network, oracle, random_ids, whole
 
-CLOSE = 1e-4
 # Chosen tokens run through 3, 3, 3, 2 and 1 of 3 layers.
 RECIPES = ("prophetkv", "epic", "fusionrag", "midlayer", "prophetkv+layers(40)")
 
@@ -22,13 +21,14 @@ async def test_several_at_once_give_what_each_gives_alone(family: str, start: An
     for i, (recipe, ratio) in enumerate(itertools.product(RECIPES, (0.0, 0.3, 1.0))):
         chunks = [shared[(i + j) % 3] for j in range(i % 4)] + [random_ids(1 + 7 * i, i)]
         question = random_ids(1 + (i * 13) % 90, 100 + i)
-        prompts.append(((random_ids(4, i % 2), chunks, question), {"recipe": recipe, "ratio": ratio}))
-    alone = [await rig.ask(*parts, max_tokens=5, **more) for parts, more in prompts]
-    together = await asyncio.gather(*(rig.ask(*parts, max_tokens=5, **more) for parts, more in prompts))
+        prompts.append(
+            ((random_ids(4, i % 2), chunks, question), {"recipe": recipe, "ratio": ratio, "max_tokens": 5})
+        )
+    alone = [await rig.ask(*parts, **more) for parts, more in prompts]
+    together = await asyncio.gather(*(rig.ask(*parts, **more) for parts, more in prompts))
     for one, other in zip(alone, together, strict=True):
         assert one.ids == other.ids
-        for a, b in zip(one.logits, other.logits, strict=True):
-            assert error(b, a) < CLOSE
+        assert all(error(b, a) < CLOSE for a, b in zip(one.logits, other.logits, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2-window"])
@@ -47,22 +47,14 @@ async def test_several_at_once_give_what_each_gives_alone(family: str, start: An
     ids=str,
 )
 async def test_shapes_of_prompts(kind: str, system: int, chunks: list[int], question: int, start: Any) -> None:
-    rig, plain = await start(kind), oracle(kind)
-    parts = (
-        random_ids(system, 1),
-        [random_ids(n, i) for i, n in enumerate(chunks, 10)],
-        random_ids(question, 3),
-    )
-    whole = [*parts[0], *itertools.chain(*parts[1]), *parts[2]]
+    rig, plain, context = await start(kind), oracle(kind), sum(chunks)
+    parts = random_ids(system, 1), [random_ids(n, i) for i, n in enumerate(chunks, 10)], random_ids(question, 3)
     for recipe in ("full_attention", "prophetkv", "epic"):
-        answer = await rig.ask(*parts, recipe=recipe, ratio=1.0)
-        assert error(answer.logits[0], plain.logits(whole)) < CLOSE
-    reuse = plain.reused(*parts[:2]) if system + sum(chunks) else None
+        await rig.ask(*parts, recipe=recipe, ratio=1.0, expected=plain.full_attention(parts))
+    expected = plain.full_reuse(parts) if system + context else plain.logits(parts[2])
     for recipe in ("full_reuse", "fusionrag"):
-        answer = await rig.ask(*parts, recipe=recipe, ratio=0.0)
-        assert error(answer.logits[0], plain.after(reuse, parts[2])) < CLOSE
+        await rig.ask(*parts, recipe=recipe, ratio=0.0, expected=expected)
     half = await rig.ask(*parts, ratio=0.5)
-    context = sum(chunks)
     assert half.summary.tokens_recomputed == min(round(0.5 * context), context - half.summary.tokens_lossless)
 
 
@@ -71,36 +63,26 @@ async def test_a_chunk_several_times_in_one_prompt(kind: str, start: Any) -> Non
     """Its slots are shared by its places, each with its own rotation and its own recomputed tokens."""
     rig, plain = await start(kind), oracle(kind)
     system, chunk, other, question = (random_ids(n, n) for n in (5, 11, 6, 4))
-    chunks = [chunk, other, chunk, chunk]
-    stale = plain.reused(system, chunks)
-    whole = [*system, *itertools.chain(*chunks), *question]
-    ends = list(itertools.accumulate(map(len, (system, *chunks))))
-    for ratio in (0.0, 0.25, 1.0):
-        count = min(round(ratio * (ends[-1] - ends[0])), ends[-1] - ends[1])
-        order = sorted((p - a, p) for a, b in itertools.pairwise(ends[1:]) for p in range(a, b))
-        fresh = torch.zeros(ends[-1], dtype=torch.bool)
-        fresh[[p for _, p in order[:count]]] = True
-        answer = await rig.ask(system, chunks, question, recipe="epic", ratio=ratio)
-        assert error(answer.logits[0], plain.overlaid(whole, stale, fresh)) < CLOSE
+    parts = system, [chunk, other, chunk, chunk], question
+    for ratio, count in ((0.0, 0), (0.25, 10), (1.0, 28)):
+        fresh = plain.chosen("epic", *parts, ratio)
+        expected = plain.overlaid(whole(parts), plain.reused(*parts[:2]), fresh)
+        answer = await rig.ask(*parts, recipe="epic", ratio=ratio, expected=expected)
         assert answer.summary.tokens_recomputed == count
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2-mixed"])
 async def test_a_prefill_split_over_steps(kind: str, start: Any) -> None:
-    parts = (random_ids(9, 1), [random_ids(n, n) for n in (40, 70, 3, 55)], random_ids(30, 2))
-    whole, split = await start(kind), await start(kind, max_step_tokens=16)
-    for recipe, ratio in (
-        ("full_attention", 1.0),
-        ("epic", 1.0),
-        ("midlayer", 0.4),
-        ("prophetkv", 0.4),
-        ("full_reuse", 0.0),
-    ):
-        one, two = [await rig.ask(*parts, recipe=recipe, ratio=ratio, max_tokens=3) for rig in (whole, split)]
+    parts = random_ids(9, 1), [random_ids(n, n) for n in (40, 70, 3, 55)], random_ids(30, 2)
+    rig, split = await start(kind), await start(kind, max_step_tokens=16)
+    ratios = {"full_attention": 1.0, "epic": 1.0, "midlayer": 0.4, "prophetkv": 0.4, "full_reuse": 0.0}
+    for recipe, ratio in ratios.items():
+        one, two = [await each.ask(*parts, recipe=recipe, ratio=ratio, max_tokens=3) for each in (rig, split)]
         assert one.ids == two.ids
         assert error(two.logits[0], one.logits[0]) < CLOSE
-    many = await asyncio.gather(*(split.ask(*parts, recipe="epic", ratio=r) for r in (0.1, 0.5, 1.0)))
-    assert error(many[2].logits[0], oracle(kind).logits([*parts[0], *itertools.chain(*parts[1]), *parts[2]])) < CLOSE
+    expected = {1.0: oracle(kind).full_attention(parts)}
+    asked = (split.ask(*parts, recipe="epic", ratio=r, expected=expected.get(r)) for r in (0.1, 0.5, 1.0))
+    await asyncio.gather(*asked)
 
 
 @pytest.mark.parametrize("kind", ["llama", "glm4"])
@@ -112,15 +94,10 @@ async def test_a_fragmented_pool(kind: str, start: Any) -> None:
     pool.kv.fill_(float("nan"))  # what nobody may see
     for runs in held[::2]:
         pool.release(runs)
-    parts = (random_ids(9, 1), [random_ids(n, n) for n in (13, 21, 30)], random_ids(10, 2))
-    whole = [*parts[0], *itertools.chain(*parts[1]), *parts[2]]
-    for ratio in (0.0, 1.0, 0.3):
-        answer = await rig.ask(*parts, recipe="epic", ratio=ratio, max_tokens=3)
+    parts = random_ids(9, 1), [random_ids(n, n) for n in (13, 21, 30)], random_ids(10, 2)
+    for ratio, expected in ((0.0, plain.full_reuse(parts)), (1.0, plain.full_attention(parts)), (0.3, None)):
+        answer = await rig.ask(*parts, recipe="epic", ratio=ratio, max_tokens=3, expected=expected)
         assert not answer.logits[-1].isnan().any()
-        if ratio == 0.0:
-            assert error(answer.logits[0], plain.after(plain.reused(*parts[:2]), parts[2])) < CLOSE
-        if ratio == 1.0:
-            assert error(answer.logits[0], plain.logits(whole)) < CLOSE
     assert max(len(r.runs) for r in pool._residents.values()) > 3
     for runs in held[1::2]:
         pool.release(runs)
@@ -129,41 +106,14 @@ async def test_a_fragmented_pool(kind: str, start: Any) -> None:
 async def test_greedy_answers_are_those_of_generate(family: str, start: Any) -> None:
     """Twenty tokens, beside others that decode at the same time."""
     rig = await start(family, replace=lambda model: dataclasses.replace(model, ends=frozenset()))
-    parts = (random_ids(9, 1), [random_ids(n, n) for n in (13, 21)], random_ids(10, 2))
-    whole = torch.tensor([[*parts[0], *itertools.chain(*parts[1]), *parts[2]]])
-    expected = (
-        network(family)
-        .generate(
-            whole,
-            attention_mask=torch.ones_like(whole),
-            max_new_tokens=20,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )[0, whole.shape[1] :]
-        .tolist()
-    )
+    parts = random_ids(9, 1), [random_ids(n, n) for n in (13, 21)], random_ids(10, 2)
+    ids = torch.tensor([whole(parts)])
+    more = {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = network(family).generate(ids, max_new_tokens=20, **more)[0, ids.shape[1] :].tolist()
     answers = await asyncio.gather(
         rig.ask(*parts, recipe="full_attention", max_tokens=20),
         rig.ask(*parts, recipe="prophetkv", ratio=1.0, max_tokens=20),
         rig.ask(parts[0], [], parts[2], recipe="full_reuse", max_tokens=9),
     )
-    assert answers[0].ids == expected
-    assert answers[1].ids == expected
+    assert answers[0].ids == answers[1].ids == expected
     assert len(answers[2].ids) == 9
-
-
-async def test_reused_context_while_decoding(start: Any) -> None:
-    """Every decoded token sees the stale context, the recomputed tokens and the answer so far."""
-    rig, plain = await start("qwen2-mixed"), oracle("qwen2-mixed")
-    system, chunks, question = random_ids(6, 1), [random_ids(n, n) for n in (9, 25, 14)], [5, 6, 7]
-    stale = plain.reused(system, chunks)
-    answer = await rig.ask(system, chunks, question, recipe="epic", ratio=0.2, max_tokens=30, stop=["never"])
-    fresh = torch.zeros(stale[0][0].shape[2], dtype=torch.bool)
-    first = len(system) + len(chunks[0])
-    order = sorted([(i, first + i) for i in range(25)] + [(i, first + 25 + i) for i in range(14)])
-    fresh[[p for _, p in order[: answer.summary.tokens_recomputed]]] = True
-    assert len(answer.ids) > 1
-    for n, found in enumerate(answer.logits):
-        whole = [*system, *itertools.chain(*chunks), *question, *answer.ids[:n]]
-        assert error(found, plain.overlaid(whole, stale, fresh)) < CLOSE

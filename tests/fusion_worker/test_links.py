@@ -1,50 +1,40 @@
 """Link tokens behind reused chunks (KVLink), and decoding over what SnapKV keeps, against plain transformers."""
 
-import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
 from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
-from tests.fusion_worker.oracle import CLOSE, Parts, check_answer, error, oracle, overlay
-
-CHUNKS, EACH = 6, 5
-# Any tokens serve: what makes one a link token is where it stands and what sees it.
-LINKS = tuple(tuple(range(200 + EACH * i, 200 + EACH * (i + 1))) for i in range(CHUNKS))
-
-
-@pytest.fixture
-def linked(start: Any) -> Any:
-    """Starts a worker whose model has link tokens."""
-    return lambda family, **more: start(family, replace=lambda m: dataclasses.replace(m, links=LINKS), **more)
+from tests.fusion_worker.compressed import links
+from tests.fusion_worker.oracle import CLOSE, Parts, error, oracle, overlay, whole
 
 
 def woven(chunks: list[list[int]], each: int) -> tuple[list[int], list[int]]:
     """Ids of the chunks with their links behind them, and the number of each token's chunk; -1 of a link."""
     ids, block = [], []
-    for number, chunk in enumerate(chunks):
-        ids += [*chunk, *LINKS[number][:each]]
+    for number, (chunk, behind) in enumerate(zip(chunks, links(chunks, each), strict=True)):
+        ids += [*chunk, *behind]
         block += [number] * len(chunk) + [-1] * each
     return ids, block
 
 
 @pytest.mark.parametrize("each", [1, 5])
-async def test_links_see_all_before_them(family: str, each: int, linked: Any, parts: Parts) -> None:
+async def test_links_see_all_before_them(family: str, each: int, special: Any, parts: Parts) -> None:
     system, chunks, question = parts
-    rig, plain = await linked(family), oracle(family)
-    context = plain.linked(system, chunks, [LINKS[i][:each] for i in range(len(chunks))])
-    answer = await rig.ask(*parts, recipe=f"kvlink+linked({each})", max_tokens=3)
+    rig, plain = await special(family), oracle(family)
+    context = plain.linked(system, chunks, links(chunks, each))
+    more = {"max_tokens": 3, "expected": lambda said: plain.after(context, [*question, *said])}
+    answer = await rig.ask(*parts, recipe=f"kvlink+linked({each})", **more)
     assert answer.summary.tokens_recomputed == 0
-    check_answer(answer, lambda said: plain.after(context, [*question, *said]))
     assert error(plain.full_reuse(parts), answer.logits[0]) > 100 * CLOSE, "links change nothing"
 
 
 @pytest.mark.parametrize("each", [1, 5])
-async def test_one_pass_under_a_mask_of_blocks(family: str, each: int, linked: Any, parts: Parts) -> None:
+async def test_one_pass_under_a_mask_of_blocks(family: str, each: int, special: Any, parts: Parts) -> None:
     """As in training: without a system prompt, distances within a chunk are what they were when it was encoded."""
     _, chunks, question = parts
-    rig, plain = await linked(family), oracle(family)
+    rig, plain = await special(family), oracle(family)
     ids, block = woven(chunks, each)
     expected = plain.blocks([*block, *[-1] * len(question)]).logits([*ids, *question], use_cache=False)
     recipe = "kvlink" if each == 5 else "full_reuse+linked(1)"
@@ -52,35 +42,35 @@ async def test_one_pass_under_a_mask_of_blocks(family: str, each: int, linked: A
 
 
 @pytest.mark.parametrize("recipe", ["prophetkv", "epic", "cacheblend", "a3"])
-async def test_a_third_recomputed_beside_links(recipe: str, linked: Any, parts: Parts) -> None:
+async def test_a_third_recomputed_beside_links(recipe: str, special: Any, parts: Parts) -> None:
     """Tokens are chosen as without links; what is recomputed sees the links before it."""
     system, chunks, question = parts
-    rig, plain, each = await linked("llama"), oracle("llama"), 2
+    rig, plain = await special("llama"), oracle("llama")
     chosen = plain.chosen(recipe, *parts, 0.3)
-    ids, block = woven(chunks, each)
+    ids, block = woven(chunks, 2)
     fresh = torch.ones(len(system) + len(ids), dtype=torch.bool)
     fresh[len(system) :][torch.tensor(block) >= 0] = chosen[len(system) :]
     fresh[: len(system)] = False
-    stale = plain.linked(system, chunks, [LINKS[i][:each] for i in range(len(chunks))])
-    answer = await rig.ask(*parts, recipe=f"{recipe}+linked({each})", ratio=0.3, max_tokens=3)
+    stale = plain.linked(system, chunks, links(chunks, 2))
+
+    def expected(said: list[int]) -> torch.Tensor:
+        return plain.overlaid([*system, *ids, *question, *said], stale, fresh)
+
+    answer = await rig.ask(*parts, recipe=f"{recipe}+linked(2)", ratio=0.3, max_tokens=3, expected=expected)
     assert answer.summary.tokens_recomputed == chosen.sum()
-    check_answer(answer, lambda said: plain.overlaid([*system, *ids, *question, *said], stale, fresh))
 
 
-async def test_context_kept_beside_links(linked: Any, parts: Parts) -> None:
+async def test_context_kept_beside_links(special: Any, parts: Parts) -> None:
     system, chunks, question = parts
-    rig, plain = await linked("llama"), oracle("llama")
-    answer = await rig.ask(*parts, recipe="kvlink+linked(2)+snapkv(12)", max_tokens=4)
-    context = plain.linked(system, chunks, [LINKS[i][:2] for i in range(len(chunks))])
-    shrunk, whole = plain.seeing(plain.kept(context, question, len(system), 12)), plain.kv(question, past=context)
-    for at in range(1, len(answer.logits)):
-        assert error(answer.logits[at], shrunk.after(whole, answer.ids[:at])) < CLOSE
+    plain = oracle("llama")
+    expected = plain.evicted(plain.linked(system, chunks, links(chunks, 2)), question, len(system), 12)
+    await (await special("llama")).ask(*parts, recipe="kvlink+linked(2)+snapkv(12)", max_tokens=4, expected=expected)
 
 
-async def test_no_links_where_nothing_is_stale(linked: Any, parts: Parts) -> None:
+async def test_no_links_where_nothing_is_stale(special: Any, parts: Parts) -> None:
     """With everything recomputed, and for a chunk right behind the system prompt, it is full attention."""
     system, chunks, question = parts
-    rig, plain = await linked("llama"), oracle("llama")
+    rig, plain = await special("llama"), oracle("llama")
     for asked, recipe, more in ((chunks, "prophetkv+linked(5)", {"ratio": 1.0}), (chunks[:1], "kvlink", {})):
         expected = plain.full_attention((system, asked, question))
         await rig.ask(system, asked, question, recipe=recipe, **more, expected=expected)
@@ -92,15 +82,14 @@ async def test_zero_links_are_full_reuse_on_any_model(start: Any, parts: Parts) 
     assert error(none.logits[0], reuse.logits[0]) == 0
 
 
-async def test_what_a_model_has_no_links_for_is_refused(start: Any, linked: Any, parts: Parts) -> None:
-    system, chunks, question = parts
+async def test_what_a_model_has_no_links_for_is_refused(start: Any, special: Any, parts: Parts) -> None:
     with pytest.raises(FailedPrecondition, match="llama has 0 link tokens for a chunk; kvlink takes 5: it was not"):
         await (await start("llama")).ask(*parts, recipe="kvlink")
-    rig = await linked("llama", max_tokens=110)
+    rig = await special("llama", max_tokens=110)
     with pytest.raises(FailedPrecondition, match=r"has 5 .* kvlink\+linked\(6\) takes 6: use \+linked\(5\)"):
         await rig.ask(*parts, recipe="kvlink+linked(6)")
-    with pytest.raises(FailedPrecondition, match="link tokens for 6 chunks; kvlink is asked to link 7"):
-        await rig.ask(system, [*chunks, [1], [2]], question, recipe="kvlink")
+    with pytest.raises(FailedPrecondition, match="link tokens for 8 chunks; kvlink is asked to link 9"):
+        await rig.ask([], [[n] for n in range(9)], [1], recipe="kvlink")
     with pytest.raises(InvalidArgument, match="a prompt of 91 tokens and an answer of 20 exceed"):
         await rig.ask(*parts, recipe="kvlink", max_tokens=20)
     assert (await rig.ask(*parts, recipe="full_reuse", max_tokens=20)).ids
@@ -116,16 +105,12 @@ FULL = ("llama", "llama-yarn", "qwen2", "qwen3", "glm4")
 async def test_kept_by_layer_and_head(name: str, recipe: str, ratio: float, start: Any, parts: Any) -> None:
     system, chunks, question = parts
     rig, plain = await start(name), oracle(name)
-    before, low, stale = [*system, *(i for c in chunks for i in c)], len(system), plain.reused(system, chunks)
-    context = plain.kv(before, past=overlay(stale, plain.chosen("prophetkv", *parts, ratio)))
-    answer = await rig.ask(*parts, recipe=f"{recipe}+snapkv(12)", ratio=ratio, max_tokens=6)
-    assert error(answer.logits[0], plain.after(context, question)) < CLOSE, "the first token sees all"
-    shrunk = plain.seeing(plain.kept(context, question, low, 12))
-    whole = plain.kv(question, past=context)
-    for at in range(1, len(answer.logits)):
-        expected = shrunk.after(whole, answer.ids[:at])
-        assert error(answer.logits[at], expected) < CLOSE
-    assert error(plain.after(whole, answer.ids[:1]), answer.logits[1]) > 100 * CLOSE, "all was kept"
+    stale, fresh = plain.reused(system, chunks), plain.chosen("prophetkv", *parts, ratio)
+    context = plain.kv(whole((system, chunks, [])), past=overlay(stale, fresh))
+    expected = plain.evicted(context, question, len(system), 12)
+    answer = await rig.ask(*parts, recipe=f"{recipe}+snapkv(12)", ratio=ratio, max_tokens=6, expected=expected)
+    everything = plain.after(context, [*question, *answer.ids[:1]])
+    assert error(everything, answer.logits[1]) > 100 * CLOSE, "all was kept"
 
 
 async def test_a_context_that_fits_is_left_alone(start: Any, parts: Any) -> None:
@@ -140,8 +125,7 @@ async def test_a_context_that_fits_is_left_alone(start: Any, parts: Any) -> None
 async def test_chunks_are_let_go_before_the_answer_ends(start: Any, parts: Any) -> None:
     rig = await start("llama")
     await rig.ask(*parts, recipe="full_reuse")
-    idle = rig.pool.idle
-    tokens = 0
+    idle, tokens = rig.pool.idle, 0
     request = rig.request(*parts, recipe="full_reuse+snapkv(8)", max_tokens=5)
     async for response in rig.servicer.Generate(request, None):
         tokens += response.HasField("token")

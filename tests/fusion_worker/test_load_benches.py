@@ -17,9 +17,8 @@ from tests.commands import run_python
 def small() -> Model:
     """Computes for long enough that it shows in milliseconds, and no longer."""
     shape = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
-    return bench.random_model(
-        "small", torch.float32, vocab_size=1024, hidden_size=128, intermediate_size=256, **shape
-    )
+    sizes = {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 256}
+    return bench.random_model("small", torch.float32, **shape, **sizes)
 
 
 def test_questions_have_chunks_of_their_own() -> None:
@@ -38,9 +37,8 @@ def test_capacity_lies_between_two_rates() -> None:
             for rate, late in zip((1, 2, 4), p99, strict=False)
         ]
 
-    assert throughput.capacity(rows(0.5, 1.0, 3.0), "x") == (3.0, False)
-    assert throughput.capacity(rows(4.0), "x") == (0.5, False)
-    assert throughput.capacity(rows(0.5, 1.0, 1.9), "x") == (4, True)
+    for p99, expected in (((0.5, 1.0, 3.0), (3.0, False)), ((4.0,), (0.5, False)), ((0.5, 1.0, 1.9), (4, True))):
+        assert throughput.capacity(rows(*p99), "x") == expected
 
 
 @pytest.mark.slow

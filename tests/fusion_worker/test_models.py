@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from fusionkv.fusion_worker.template import INSTRUCTION, PromptTemplate
 from fusionkv.kernels.rope import Rotation
 from fusionkv.models import tokenizer
 from fusionkv.protos.runtime.errors import FailedPrecondition
-from tests.fusion_worker.oracle import byte_tokenizer, network
+from tests.fusion_worker.oracle import byte_tokenizer, network, saved
 
 QWEN_LIKE = """{%- if messages[0]['role'] != 'system' -%}
 <|im_start|>system
@@ -49,12 +50,7 @@ GEMMA_LIKE = """{{ bos_token }}
 
 @pytest.fixture
 def save(tmp_path: Path) -> Any:
-    def make(family: str = "llama", dtype: torch.dtype = torch.float32, **tokenizer: Any) -> Path:
-        network(family, dtype).save_pretrained(tmp_path / "tiny")
-        byte_tokenizer(**tokenizer).save_pretrained(tmp_path / "tiny")
-        return tmp_path / "tiny"
-
-    return make
+    return partial(saved, tmp_path / "tiny")
 
 
 def edit(directory: Path, **change: Any) -> None:
@@ -67,37 +63,32 @@ def test_a_saved_model_is_read_back(family: str, dtype: torch.dtype, save: Any) 
     directory = save(family, dtype)
     model = models.load(directory, "cpu", str(dtype).removeprefix("torch."))
     config = network(family, dtype).config
+    keys, heads = network(family, dtype).model.layers[0].self_attn.k_proj.out_features, config.num_key_value_heads
     assert (model.name, model.family) == ("tiny", config.model_type)
-    assert model.kv.dtype == dtype
-    assert (model.kv.layers, model.kv.kv_heads) == (3, config.num_key_value_heads)
-    keys = network(family, dtype).model.layers[0].self_attn.k_proj.out_features
-    assert model.kv.head_dim * model.kv.kv_heads == keys
+    assert model.kv == models.KVShape(layers=3, kv_heads=heads, head_dim=keys // heads, dtype=dtype)
     assert model.kv.token_bytes == 3 * 2 * keys * dtype.itemsize
-    assert (model.bos, model.ends) == (256, {257})
-    assert model.max_tokens == 2048
-    assert models.load(directory, "cpu", max_tokens=100).max_tokens == 100
-    assert models.load(directory, "cpu", max_tokens=9999).max_tokens == 2048
+    assert (model.bos, model.ends, model.max_tokens) == (256, {257}, 2048)
+    for most, taken in ((100, 100), (9999, 2048)):
+        assert models.load(directory, "cpu", max_tokens=most).max_tokens == taken
     assert model.tokenizer.encode("aé").ids == byte_tokenizer().backend_tokenizer.encode("aé").ids
 
 
-def test_link_tokens_are_found_in_the_tokenizer(save: Any) -> None:
-    ours = tokenizer.build(3, 2)
-    assert models.load(save(), "cpu").links == ()
-    named = [[f"<|link_{chunk}_{number}|>" for number in (1, 2, 3)] for chunk in (1, 2)]
-    found = models.wrap("linked", copy.deepcopy(network("qwen2")), ours, bytes(32), 100).links
-    assert found == tuple(tuple(ours.convert_tokens_to_ids(names)) for names in named)
+def wrapped(ours: Any) -> models.Model:
+    return models.wrap("ours", copy.deepcopy(network("qwen2")), ours, bytes(32), 100)
+
+
+def test_link_and_anchor_tokens_are_found_in_the_tokenizer(save: Any) -> None:
+    plain = models.load(save(), "cpu")
+    assert (plain.links, plain.anchors) == ((), {})
+    ours = tokenizer.build(3, 2, {50: 16, 75: 16})
+    links = [[f"<|link_{chunk}_{number}|>" for number in (1, 2, 3)] for chunk in (1, 2)]
+    anchors = {kind: [f"<|anchor_{kind}_{n}|>" for n in range(1, count + 1)] for kind, count in ((50, 8), (75, 4))}
+    found = wrapped(ours)
+    assert found.links == tuple(tuple(ours.convert_tokens_to_ids(names)) for names in links)
+    assert found.anchors == {kind: tuple(ours.convert_tokens_to_ids(names)) for kind, names in anchors.items()}
     # A chunk that lacks one ends the list: every chunk has as many as the first.
     ours.add_special_tokens({"extra_special_tokens": ["<|link_3_1|>", "<|link_3_2|>", "<|link_4_1|>"]})
-    assert models.wrap("linked", copy.deepcopy(network("qwen2")), ours, bytes(32), 100).links == found
-
-
-def test_anchor_tokens_are_found_in_the_tokenizer(save: Any) -> None:
-    assert models.load(save(), "cpu").anchors == {}
-    named = {kind: [f"<|anchor_{kind}_{n}|>" for n in range(1, count + 1)] for kind, count in ((50, 8), (75, 4))}
-    ours = tokenizer.build(1, 1, {50: 16, 75: 16})
-    found = models.wrap("anchored", copy.deepcopy(network("qwen2")), ours, bytes(32), 100)
-    assert found.anchors == {kind: tuple(ours.convert_tokens_to_ids(names)) for kind, names in named.items()}
-    assert found.links == ((ours.convert_tokens_to_ids("<|link_1_1|>"),),)
+    assert wrapped(ours).links == found.links
 
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
@@ -165,16 +156,19 @@ def test_directories_that_are_refused(spoil: Any, message: str, save: Any) -> No
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("where", ["cuda", "cuda:7", "tpu", ""])
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
-def test_a_device_that_is_not_there(where: str, save: Any) -> None:
-    with pytest.raises(FailedPrecondition, match="device"):
-        models.load(save(), where)
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
 
 
-def test_an_unknown_dtype(save: Any) -> None:
-    with pytest.raises(FailedPrecondition, match="unknown dtype 'int3': use auto, float32"):
-        models.load(save(), "cpu", "int3")
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        *(pytest.param([device], "device", marks=no_gpu) for device in ("cuda", "cuda:7", "tpu", "")),
+        (["cpu", "int3"], "unknown dtype 'int3': use auto, float32"),
+    ],
+)
+def test_a_device_or_dtype_that_is_not_there(where: list[str], message: str, save: Any) -> None:
+    with pytest.raises(FailedPrecondition, match=message):
+        models.load(save(), *where)
 
 
 def test_the_fingerprint_covers_every_byte(save: Any, tmp_path: Path) -> None:
@@ -194,9 +188,7 @@ def test_the_fingerprint_covers_every_byte(save: Any, tmp_path: Path) -> None:
             (directory / name).write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
             seen.add(fingerprint(directory))
         (directory / name).write_bytes(whole)
-        count = len(seen)
         assert fingerprint(directory) == first, name
-        assert count == len(seen)
     assert len(seen) == 1 + 3 * (len(names) - ("generation_config.json" in names))
     shutil.copy(directory / "model.safetensors", directory / "model-2.safetensors")
     assert fingerprint(directory) not in seen
@@ -215,15 +207,11 @@ def test_a_template_puts_a_prompt_together_as_the_chat_template_does(chat: str) 
     template = PromptTemplate.of(tokenizer)
     assert template.chunk.count("{text}") == template.question.count("{question}") == 1
     chunks, question = ["First passage.", "Second {one}."], "Who?"
-    built = (
-        template.system
-        + "".join(template.chunk.replace("{text}", c) for c in chunks)
-        + template.question.replace("{question}", question)
-    )
+    pages = "".join(template.chunk.replace("{text}", c) for c in chunks)
+    built = template.system + pages + template.question.replace("{question}", question)
     content = f"{INSTRUCTION}\n\n" + "".join(f"{c}\n\n" for c in chunks) + f"Question: {question}"
-    whole = tokenizer.apply_chat_template(
-        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
-    )
+    messages = [{"role": "user", "content": content}]
+    whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert built == template.head + content + template.tail == whole.removeprefix("<s>")
     assert whole.startswith("<s>") == (chat is LLAMA_LIKE)
     assert "<s>" not in template.system
@@ -239,12 +227,8 @@ def talked(template: PromptTemplate) -> str:
 @pytest.mark.parametrize("chat", [QWEN_LIKE, LLAMA_LIKE, GEMMA_LIKE], ids=["qwen", "llama", "gemma"])
 def test_a_template_puts_a_conversation_together_as_the_chat_template_does(chat: str) -> None:
     tokenizer = byte_tokenizer(chat_template=chat)
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Page.\n\nQuestion: Who?"},
-        {"role": "assistant", "content": "He."},
-        {"role": "user", "content": "Why?"},
-    ]
+    said = ("system", "Be brief."), ("user", "Page.\n\nQuestion: Who?"), ("assistant", "He."), ("user", "Why?")
+    messages = [{"role": role, "content": content} for role, content in said]
     whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert talked(PromptTemplate.of(tokenizer)) == whole.removeprefix("<s>")
 
@@ -255,9 +239,8 @@ def test_a_chat_template_without_roles_gets_the_conversation_as_text() -> None:
         "{% if messages|length > 1 or messages[0]['role'] != 'user' %}{{ raise_exception('one message') }}{% endif %}"
         "[{{ messages[0]['content'] }}]"
     )
-    template = PromptTemplate.of(byte_tokenizer(chat_template=one))
     said = "[Be brief.\n\nPage.\n\nQuestion: Who?\nAnswer: He.\nQuestion: Why?]"
-    assert talked(template) == said
+    assert talked(PromptTemplate.of(byte_tokenizer(chat_template=one))) == said
 
 
 @pytest.mark.parametrize(
@@ -283,8 +266,7 @@ async def test_a_rotation_that_is_not_the_models_own(
     kind: str, layer: int, interleaved: bool, share: float, start: Any
 ) -> None:
     def other(model: models.Model) -> models.Model:
-        frequencies = model.rotations[layer].inv_freq
-        rotations = [*model.rotations]
+        frequencies, rotations = model.rotations[layer].inv_freq, [*model.rotations]
         rotations[layer] = Rotation(frequencies[: int(len(frequencies) * share)], interleaved)
         return dataclasses.replace(model, rotations=tuple(rotations))
 

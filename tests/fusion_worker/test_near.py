@@ -11,17 +11,13 @@ import pytest
 import torch
 
 from fusionkv.fusion_worker.transfer.gpudirect import DirectReader
-from fusionkv.kvcache_service.client import CacheClient, Entry
+from fusionkv.kvcache_service.client import Entry
 from fusionkv.protos.runtime.errors import Unavailable
-from tests.fusion_worker.oracle import Parts, oracle, random_ids
+from tests.fusion_worker.oracle import Parts, oracle
 
 pytestmark = pytest.mark.system
 PLAIN = oracle("qwen3")
-
-
-@pytest.fixture
-def parts() -> Parts:
-    return random_ids(5, 0), [random_ids(n, n) for n in (70, 13, 300)], random_ids(6, 99)
+LENGTHS = (70, 13, 300)
 
 
 def streamed(rig: Any, fault: Exception | None = None) -> list[Entry]:
@@ -38,22 +34,15 @@ def streamed(rig: Any, fault: Exception | None = None) -> list[Entry]:
     return entries
 
 
-def outlast(cache: CacheClient) -> None:
-    """Every copy ends after its lease, and reads what another entry has left there by then: NaNs."""
-    cache.seen = lambda entry: memoryview(b"\xff" * entry.size)  # type: ignore[method-assign]
-    cache.held = lambda entry: False  # type: ignore[method-assign]
-
-
 @pytest.mark.parametrize("page_tokens", [4, 16])
 async def test_chunks_are_copied_without_a_fetch(near: Any, parts: Parts, page_tokens: int) -> None:
     await near.fill(parts)
     rig = await near.worker(page_tokens=page_tokens)
     entries = streamed(rig)
     answer = await rig.ask(*parts, ratio=0.0, expected=PLAIN.full_reuse(parts))
-    assert not answer.summary.degraded
-    assert entries == []
     tokens = len(parts[0]) + sum(map(len, parts[1]))
-    assert answer.summary.bytes_fetched == tokens * rig.model.kv.token_bytes
+    assert (answer.summary.degraded, answer.summary.bytes_fetched) == (False, tokens * rig.model.kv.token_bytes)
+    assert entries == []
     await rig.ask(*parts, ratio=1.0, expected=PLAIN.full_attention(parts))
 
 
@@ -62,7 +51,9 @@ async def test_what_was_copied_after_the_lease_is_fetched_again(near: Any, parts
     """Where that fails too, no slot holds what another entry may have left there."""
     await near.fill(parts)
     rig = await near.worker()
-    outlast(rig.servicer.cache)
+    # Every copy ends after its lease, and reads what another entry has left there by then: NaNs.
+    rig.servicer.cache.seen = lambda entry: memoryview(b"\xff" * entry.size)
+    rig.servicer.cache.held = lambda entry: False
     entries = streamed(rig, Unavailable("gone") if gone else None)
     expected = PLAIN.full_attention(parts) if gone else PLAIN.full_reuse(parts)
     answer = await rig.ask(*parts, ratio=0.0, expected=expected)
@@ -115,9 +106,8 @@ async def test_chunks_come_from_disk_to_the_device(near: Any, parts: Parts) -> N
 async def test_damaged_bytes_are_not_used(near: Any, parts: Parts, tmp_path: Path) -> None:
     rig, reads = await reading(near, parts)
     (segment,) = (tmp_path / "data/segments").glob("*.kv")
-    with segment.open("r+b") as file:
-        damaged = bytes(byte ^ 0x10 for byte in file.read())
-        file.seek(0)
+    damaged = bytes(byte ^ 0x10 for byte in segment.read_bytes())
+    with segment.open("r+b") as file:  # the file that the service has open
         file.write(damaged)
     answer = await rig.ask(*parts, ratio=0.0, expected=PLAIN.full_attention(parts))
     assert reads, "it was tried"

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.library import cache
 from fusionkv.fusion_worker.library.catalog import KNOWN
-from tests.fusion_worker.oracle import CLOSE, Oracle, check_answer, error, whole
+from tests.fusion_worker.oracle import CLOSE, Oracle, error, whole
 
 pytestmark = pytest.mark.weights
 # Together more than the sliding window of Gemma 3 (512), and so is one of them alone.
@@ -68,6 +68,6 @@ async def test_a_third_recomputed(recipe: str, loaded: Any, parts: Any, rig: Any
     _, plain = loaded
     context = plain.reused(*parts[:2])
     fresh = plain.chosen(recipe, *parts, 0.3, kv=copy.deepcopy(context))
-    answer = await rig.ask(*parts, recipe=recipe, ratio=0.3, max_tokens=3)
+    more = {"max_tokens": 3, "expected": lambda said: plain.overlaid([*whole(parts), *said], context, fresh)}
+    answer = await rig.ask(*parts, recipe=recipe, ratio=0.3, **more)
     assert answer.summary.tokens_recomputed == fresh.sum()
-    check_answer(answer, lambda said: plain.overlaid([*whole(parts), *said], context, fresh))

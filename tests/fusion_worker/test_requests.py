@@ -12,16 +12,13 @@ from fusionkv.fusion_worker.compute.kv_pool import SlotRange
 from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted
 from tests.fusion_worker.oracle import Parts, oracle, random_ids
 
+LENGTHS = (14, 9)
+
 
 def ascii_only(model: Any) -> Any:
     """Greedy answers of this model are printable ASCII: other logits are 0, below the best of 94 random ones."""
     model.network.lm_head.weight.data[94:] = 0
     return dataclasses.replace(model, ends=frozenset())
-
-
-@pytest.fixture
-def parts() -> Parts:
-    return random_ids(6, 1), [random_ids(n, n) for n in (14, 9)], random_ids(5, 3)
 
 
 def queued(rig: Any) -> int:
@@ -33,12 +30,19 @@ def ask_many(rig: Any, parts: Parts, count: int, **more: Any) -> list["asyncio.T
     return [asyncio.create_task(rig.ask(*parts, **more)) for _ in range(count)]
 
 
+async def cancelled(*tasks: "asyncio.Task[Any]") -> None:
+    """Cancels requests that end at once."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks, timeout=60)
+    assert all(task.cancelled() for task in tasks)
+
+
 async def test_the_answer_ends_at_max_tokens(start: Any, parts: Any) -> None:
     rig = await start("llama", replace=ascii_only, max_new_tokens=7)
     for asked, count in ((1, 1), (4, 4), (0, 7)):
         answer = await rig.ask(*parts, max_tokens=asked)
-        assert answer.summary.finish_reason == "max_tokens"
-        assert len(answer.ids) == len(answer.text) == count
+        assert (answer.summary.finish_reason, len(answer.ids), len(answer.text)) == ("max_tokens", count, count)
 
 
 async def test_the_answer_ends_at_an_end_token(start: Any, parts: Any) -> None:
@@ -46,24 +50,20 @@ async def test_the_answer_ends_at_an_end_token(start: Any, parts: Any) -> None:
     whole = await rig.ask(*parts, max_tokens=12)
     end = next(i for i in range(3, 12) if whole.ids[i] not in whole.ids[:i])
     ended = dataclasses.replace(rig.model, ends=frozenset({whole.ids[end], 300}))
-    rig = await start("llama", replace=lambda _: ended)
-    answer = await rig.ask(*parts, max_tokens=12)
-    assert answer.summary.finish_reason == "end"
-    assert answer.ids == whole.ids[: end + 1]
-    assert answer.text == whole.text[:end]
+    answer = await (await start("llama", replace=lambda _: ended)).ask(*parts, max_tokens=12)
+    found = answer.summary.finish_reason, answer.ids, answer.text
+    assert found == ("end", whole.ids[: end + 1], whole.text[:end])
 
 
 async def test_the_answer_ends_before_a_stop_string(start: Any, parts: Any) -> None:
     rig = await start("llama", replace=ascii_only)
     whole = (await rig.ask(*parts, max_tokens=24)).text
-    for at, size in ((0, 1), (0, 3), (5, 4), (10, 1)):
+    never = "\x01never\x02"
+    for at, size, other in ((0, 1, never), (0, 3, never), (5, 4, never), (10, 1, never), (4, 2, whole[8:12])):
         stop = whole[at : at + size]
-        answer = await rig.ask(*parts, max_tokens=24, stop=["\x01never\x02", stop])
-        assert answer.summary.finish_reason == "stop_string"
-        assert answer.text == whole[: whole.index(stop)]
-        assert len(answer.ids) == whole.index(stop) + size
-    answer = await rig.ask(*parts, max_tokens=24, stop=[whole[8:12], whole[4:6]])
-    assert answer.text == whole[: whole.index(whole[4:6])]
+        answer = await rig.ask(*parts, max_tokens=24, stop=[other, stop])
+        found = answer.summary.finish_reason, answer.text, len(answer.ids)
+        assert found == ("stop_string", whole[: whole.index(stop)], whole.index(stop) + size)
     answer = await rig.ask(*parts, max_tokens=24, stop=[whole[-1] + "x"])
     assert answer.text == whole, "what was held back is sent when the stop string does not come"
 
@@ -110,10 +110,7 @@ async def test_cancelled_while_others_have_the_engine(start: Any, parts: Any) ->
     }
     asked = [asyncio.create_task(task, name=name) for name, task in tasks.items()]
     await rig.until(lambda: queued(rig) == 4)
-    for task in asked:
-        task.cancel()
-    await asyncio.wait(asked, timeout=60)
-    assert all(task.cancelled() for task in asked), "the engine is busy with others: nothing is to be waited for"
+    await cancelled(*asked)  # the engine is busy with others: nothing is to be waited for
     gate.opened.set()
     await running
     await rig.ask(*parts, ratio=1.0, expected=oracle("llama").full_attention(parts))
@@ -161,9 +158,7 @@ async def test_cancelled_while_it_waits_for_room(start: Any, parts: Any) -> None
     held = rig.pool.reserve(rig.pool.capacity)
     first, second = ask_many(rig, parts, 2)
     await rig.until(lambda: rig.pool._turn.locked())
-    first.cancel()
-    await asyncio.wait([first], timeout=60)
-    assert first.cancelled()
+    await cancelled(first)
     rig.pool.release(held)
     assert (await second).ids
 
@@ -200,8 +195,7 @@ async def test_many_requests_and_a_pool_for_two(start: Any) -> None:
         return answer
 
     together = await asyncio.wait_for(asyncio.gather(*map(ask, range(20))), 200)
-    for one, other in zip(alone, together, strict=True):
-        assert one.ids == other.ids
+    assert [answer.ids for answer in together] == [answer.ids for answer in alone]
     assert max(abs(i - at) for at, i in enumerate(finished)) <= 4, "who came first is served first"
 
 
@@ -209,10 +203,9 @@ async def test_a_prompt_that_fits_no_empty_pool(start: Any, parts: Any) -> None:
     rig = await start("llama", pool_bytes=100 << 10)
     capacity = rig.pool.capacity
     for recipe in ("full_attention", "prophetkv"):
-        with pytest.raises(ResourceExhausted, match="pool_bytes"):
-            await rig.ask([1], [random_ids(capacity, 1)], [5], recipe=recipe)
-        with pytest.raises(ResourceExhausted, match="pool_bytes"):
-            await rig.ask(*parts, recipe=recipe, max_tokens=capacity)
+        for long, tokens in ((([1], [random_ids(capacity, 1)], [5]), 1), (parts, capacity)):
+            with pytest.raises(ResourceExhausted, match="pool_bytes"):
+                await rig.ask(*long, recipe=recipe, max_tokens=tokens)
     assert (await rig.ask(*parts)).ids
 
 
@@ -224,8 +217,7 @@ async def test_more_than_may_wait_are_refused(start: Any, parts: Any) -> None:
     with pytest.raises(ResourceExhausted, match="try again later") as refused:
         await rig.ask(*parts)
     assert (refused.value.retry_after or 0) > 0
-    waiting[0].cancel()
-    await asyncio.wait([waiting[0]])
+    await cancelled(waiting[0])
     (late,) = ask_many(rig, parts, 1)
     await rig.until(lambda: rig.servicer.answerer.admission.waiting == 2)
     gate.opened.set()

@@ -7,12 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
 
 from fusionkv.fusion_worker.decode.sampling import Sampler, SamplingParams
 from fusionkv.fusion_worker.decode.text import TextStream
 from fusionkv.protos.runtime.errors import InvalidArgument
 from tests.examples import examples
+from tests.fusion_worker.oracle import byte_tokenizer
 
 LOGITS = torch.tensor([0.0, 2.0, -1.0, 1.0, 0.5])
 
@@ -45,19 +45,13 @@ def test_frequencies_are_those_of_the_temperature(temperature: float) -> None:
     assert float(((found - wrong) ** 2 / wrong).sum()) > 18.5, "the test can't tell a wrong temperature"
 
 
-def test_top_k() -> None:
-    assert set(draws(50, top_k=1)) == {1}
-    assert set(draws(300, top_k=3)) == {1, 3, 4}
-    assert set(draws(800, top_k=0)) == set(draws(800, top_k=99)) == {0, 1, 2, 3, 4}
-
-
-def test_top_p_keeps_the_fewest_that_reach_it() -> None:
+def test_top_k_and_top_p_which_keeps_the_fewest_that_reach_it() -> None:
+    for top_k, kept in ((1, {1}), (3, {1, 3, 4}), (0, {0, 1, 2, 3, 4}), (99, {0, 1, 2, 3, 4})):
+        assert set(draws(800, top_k=top_k)) == kept
     logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
-    assert set(draws(300, logits, top_p=0.39)) == {1}
-    assert set(draws(300, logits, top_p=0.41)) == {1, 3}
-    assert set(draws(300, logits, top_p=0.71)) == {1, 2, 3}
-    assert set(draws(300, logits, top_p=1.0)) == set(draws(300, logits, top_p=0.0)) == {0, 1, 2, 3}
-    assert set(draws(50, logits, top_p=1e-9)) == {1}
+    every = {0, 1, 2, 3}
+    for top_p, kept in ((1e-9, {1}), (0.39, {1}), (0.41, {1, 3}), (0.71, {1, 2, 3}), (1.0, every), (0.0, every)):
+        assert set(draws(300, logits, top_p=top_p)) == kept
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-45, 5e-324])
@@ -103,24 +97,24 @@ def test_values_out_of_range(bad: dict[str, Any]) -> None:
         SamplingParams(1, **bad)
 
 
-def spell(tokenizer: Tokenizer, text: str) -> list[int]:
-    ids = tokenizer.encode(text).ids
+BYTES = byte_tokenizer().backend_tokenizer
+
+
+def read(text: str, stop: tuple[str, ...]) -> tuple[list[str], bool]:
+    """What is sent after each token, one a byte, and whether a stop string ended it."""
+    ids = BYTES.encode(text).ids
     assert len(ids) == len(text.encode())
-    return ids
-
-
-def read(tokenizer: Tokenizer, text: str, stop: tuple[str, ...]) -> tuple[list[str], bool]:
-    """What is sent after each token, and whether a stop string ended it."""
-    stream, sent = TextStream(tokenizer, stop), []
-    for token in spell(tokenizer, text):
+    stream, sent = TextStream(BYTES, stop), []
+    for token in ids:
         sent.append(stream.push(token))
         if stream.stopped:
             return sent, True
     return [*sent, stream.flush()], False
 
 
-def test_a_character_is_sent_whole(byte_level: Tokenizer) -> None:
-    assert read(byte_level, "aé€😀b", ())[0] == ["a", "", "é", "", "", "€", "", "", "", "😀", "b", ""]
+def test_characters_are_sent_whole_and_nothing_of_a_stop_string_early() -> None:
+    assert read("aé€😀b", ())[0] == ["a", "", "é", "", "", "€", "", "", "", "😀", "b", ""]
+    assert read("a STO b", ("STOP",))[0] == ["a", " ", "", "", "", "STO ", "b", ""]
 
 
 @pytest.mark.parametrize(
@@ -138,14 +132,9 @@ def test_a_character_is_sent_whole(byte_level: Tokenizer) -> None:
         ("ababac", ("abac",), "ab", True),
     ],
 )
-def test_stop_strings(byte_level: Tokenizer, text: str, stop: tuple[str, ...], sent: str, stopped: bool) -> None:
-    pieces, ended = read(byte_level, text, stop)
+def test_stop_strings(text: str, stop: tuple[str, ...], sent: str, stopped: bool) -> None:
+    pieces, ended = read(text, stop)
     assert ("".join(pieces), ended) == (sent, stopped)
-
-
-def test_nothing_of_a_stop_string_is_sent_early(byte_level: Tokenizer) -> None:
-    pieces, _ = read(byte_level, "a STO b", ("STOP",))
-    assert pieces == ["a", " ", "", "", "", "STO ", "b", ""]
 
 
 alphabet = st.sampled_from(["a", "b", "é", "😀"])
@@ -153,8 +142,8 @@ alphabet = st.sampled_from(["a", "b", "é", "😀"])
 
 @given(text=st.text(alphabet, max_size=30), stop=st.lists(st.text(alphabet, min_size=1, max_size=4), max_size=3))
 @settings(max_examples=examples(150), deadline=None)
-def test_any_text_and_stop_strings(byte_level: Tokenizer, text: str, stop: list[str]) -> None:
-    pieces, ended = read(byte_level, text, tuple(stop))
+def test_any_text_and_stop_strings(text: str, stop: list[str]) -> None:
+    pieces, ended = read(text, tuple(stop))
     sent = "".join(pieces)
     assert text.startswith(sent)
     assert not any(s in sent for s in stop)

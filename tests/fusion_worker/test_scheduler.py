@@ -17,20 +17,15 @@ def work(rows: int, **more: Any) -> ForwardJob:
     return ForwardJob(torch.arange(rows), torch.arange(rows), (), **more)
 
 
-def scheduling(most: int, mixed: int, *works: ForwardJob) -> Scheduler:
-    made = Scheduler(most, mixed)
-    for one in works:
-        made.add(one)
-    return made
-
-
 def finish(parts: list[ScheduledSlice]) -> None:
     for part in parts:
         if part.last:
             part.work.future.set_result(None)  # type: ignore[arg-type]
 
 
-def step(scheduler: Scheduler) -> dict[ForwardJob, int]:
+def step(scheduler: Scheduler, *added: ForwardJob) -> dict[ForwardJob, int]:
+    for one in added:
+        scheduler.add(one)
     parts = scheduler.take()
     assert all(part.stop == part.work.done for part in parts if part.work.rows > 1)
     finish(parts)
@@ -39,28 +34,25 @@ def step(scheduler: Scheduler) -> dict[ForwardJob, int]:
 
 def test_the_oldest_gets_half_and_the_shortest_the_rest() -> None:
     long, middle, short = work(1000), work(60), work(20)
-    scheduler = scheduling(100, 100, long, middle, short)
-    assert step(scheduler) == {long: 50, short: 20, middle: 30}
+    scheduler = Scheduler(100, 100)
+    assert step(scheduler, long, middle, short) == {long: 50, short: 20, middle: 30}
     assert step(scheduler) == {long: 70, middle: 30}
     assert step(scheduler) == {long: 100}
 
 
 def test_a_stream_of_short_ones_starves_nobody() -> None:
-    chance, long, steps = random.Random(1), work(2000), 0
-    scheduler = scheduling(64, 64, long)
+    chance, long, steps, scheduler = random.Random(1), work(2000), 0, Scheduler(64, 64)
+    scheduler.add(long)
     while long.left:
-        for _ in range(4):
-            scheduler.add(work(chance.randrange(2, 60)))
-        assert step(scheduler)[long] >= 32 or not long.left
+        assert step(scheduler, *(work(chance.randrange(2, 60)) for _ in range(4)))[long] >= 32 or not long.left
         steps += 1
     assert steps <= 2000 / 32 + 1
 
 
 def test_steps_are_short_while_an_answer_is_streamed() -> None:
     """Also when its next row is not here: its last token is on its way to the caller."""
-    long = work(1000)
-    scheduler = scheduling(100, 30, long)
-    assert step(scheduler) == {long: 100}
+    long, scheduler = work(1000), Scheduler(100, 30)
+    assert step(scheduler, long) == {long: 100}
     with scheduler.streaming():
         for _ in range(3):
             assert step(scheduler) == {long: 30}
@@ -69,8 +61,8 @@ def test_steps_are_short_while_an_answer_is_streamed() -> None:
 
 def test_a_step_waits_for_a_stream_that_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fusionkv.fusion_worker.compute.scheduler._GRACE_SECONDS", 60.0)
-    long, row = work(1000), work(1)
-    scheduler = scheduling(100, 30, long)
+    long, row, scheduler = work(1000), work(1), Scheduler(100, 30)
+    scheduler.add(long)
     with scheduler.streaming():
         threading.Timer(0.05, scheduler.add, (row,)).start()
         assert step(scheduler) == {row: 1, long: 29}
@@ -81,52 +73,44 @@ def test_a_step_waits_for_a_stream_that_is_on_its_way(monkeypatch: pytest.Monkey
 
 def test_short_ones_wait_for_no_long_one() -> None:
     short = work(40)
-    assert step(scheduling(100, 100, *(work(10_000) for _ in range(3)), short))[short] == 40
+    assert step(Scheduler(100, 100), *(work(10_000) for _ in range(3)), short)[short] == 40
 
 
 def test_steps_are_small_while_answers_are_streamed() -> None:
-    long = work(5000)
-    scheduler = scheduling(1000, 100, long)
-    assert step(scheduler) == {long: 1000}
+    long, scheduler = work(5000), Scheduler(1000, 100)
+    assert step(scheduler, long) == {long: 1000}
     for _ in range(5):
         decode = work(1)
-        scheduler.add(decode)
-        assert step(scheduler) == {decode: 1, long: 99}
+        assert step(scheduler, decode) == {decode: 1, long: 99}
     assert step(scheduler) == {long: 1000}
 
 
 def test_what_cant_be_split_goes_whole_when_it_is_the_oldest() -> None:
-    plain, whole = work(120), work(150, logits=2)
-    scheduler = scheduling(100, 100, plain, whole)
-    assert step(scheduler) == {plain: 100}
+    plain, whole, scheduler = work(120), work(150, logits=2), Scheduler(100, 100)
+    assert step(scheduler, plain, whole) == {plain: 100}
     # Decodes in every step don't hold it up.
-    scheduler.add(work(1))
-    assert step(scheduler)[plain] == 20
-    scheduler.add(work(1))
-    assert step(scheduler)[whole] == 150
+    assert step(scheduler, work(1))[plain] == 20
+    assert step(scheduler, work(1))[whole] == 150
 
 
 def test_background_takes_what_is_left() -> None:
     behind, wanted = work(200, background=True), work(70)
-    assert step(scheduling(100, 100, behind, wanted)) == {wanted: 70, behind: 30}
+    assert step(Scheduler(100, 100), behind, wanted) == {wanted: 70, behind: 30}
 
 
 def test_background_that_cant_be_split_holds_no_stream_up() -> None:
     behind, decode, short = work(150, background=True, logits=2), work(1), work(20)
-    scheduler = scheduling(100, 100, behind, decode, short)
-    assert step(scheduler) == {decode: 1, short: 20}
+    scheduler = Scheduler(100, 100)
+    assert step(scheduler, behind, decode, short) == {decode: 1, short: 20}
     assert step(scheduler) == {behind: 150}
 
 
 def test_abandoned_works_leave() -> None:
-    begun, waiting, last = work(300), work(400), work(50)
-    scheduler = scheduling(100, 100, begun, waiting, last)
-    assert step(scheduler) == {begun: 50, last: 50}
+    begun, waiting, last, fresh, scheduler = work(300), work(400), work(50), work(10), Scheduler(100, 100)
+    assert step(scheduler, begun, waiting, last) == {begun: 50, last: 50}
     begun.abandoned = waiting.abandoned = True
     assert waiting.future.cancel(), "it has not begun"
-    fresh = work(10)
-    scheduler.add(fresh)
-    assert step(scheduler) == {fresh: 10}
+    assert step(scheduler, fresh) == {fresh: 10}
     with pytest.raises(InterruptedError):
         begun.future.result(0)
 
@@ -138,13 +122,9 @@ def test_every_row_once_and_in_order(seed: int) -> None:
     works, next_row = [], {}
     for _ in range(60):
         for _ in range(chance.randrange(3)):
-            one = work(
-                chance.choice([1, 1, 2, 30, 64, 65, 300]),
-                logits=2 * (chance.random() < 0.2),
-                background=chance.random() < 0.2,
-            )
-            works.append(one)
-            scheduler.add(one)
+            rows = chance.choice([1, 1, 2, 30, 64, 65, 300])
+            works.append(work(rows, logits=2 * (chance.random() < 0.2), background=chance.random() < 0.2))
+            scheduler.add(works[-1])
         if any(one.left for one in works if not one.future.done()):
             parts = scheduler.take()
             assert parts

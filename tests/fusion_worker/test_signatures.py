@@ -1,6 +1,5 @@
 """Signatures: what a stranger puts changes answers where nothing is signed, and none where workers sign."""
 
-import dataclasses
 import logging
 import re
 from collections.abc import AsyncIterator, Callable
@@ -19,6 +18,7 @@ from fusionkv.kvcache_service.client import Entry, Hit, HitKind, Lookup
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime.checksum import checksum
 from fusionkv.protos.runtime.watched import BadFile
+from tests.fusion_worker.compressed import with_special_tokens
 from tests.fusion_worker.oracle import CLOSE, Parts, error, oracle, random_ids
 from tests.fusion_worker.stranger import Stranger, of_equal_checksum
 from tests.fusion_worker.test_near import HostFile
@@ -29,22 +29,13 @@ from tests.waiting import until
 pytestmark = pytest.mark.system
 MODEL = "qwen3"
 SECRET, OTHER = "11" * 32, "22" * 32
-SAME = 22  # tokens of two of the chunks, which could be taken for one another
-
-
-class Text:
-    """A prompt, and what an untouched model makes of it."""
-
-    def __init__(self, plain: Any) -> None:
-        self.system, self.question = random_ids(6, 0), random_ids(5, 99)
-        self.chunks = [random_ids(n, seed) for n, seed in ((SAME, 1), (SAME, 2), (30, 3))]
-        self.parts = self.system, self.chunks, self.question
-        self.full, self.reused = plain.full_attention(self.parts), plain.full_reuse(self.parts)
+PLAIN = oracle(MODEL)
 
 
 @pytest.fixture
-def text() -> Text:
-    return Text(oracle(MODEL))
+def parts() -> Parts:
+    """Two of the chunks are of one length: they could be taken for one another."""
+    return random_ids(6, 0), [random_ids(n, seed) for n, seed in ((22, 1), (22, 2), (30, 3))], random_ids(5, 99)
 
 
 @pytest.fixture
@@ -74,19 +65,25 @@ def signed(cached: Any, key_file: Path) -> Callable[..., Any]:
 
 
 @pytest.fixture
-async def maker(signed: Any, text: Text) -> Any:
+async def maker(signed: Any, parts: Parts) -> Any:
     """A worker that has stored the prompt, signed."""
     made = await signed()
-    await made.fill(*text.parts, ratio=0.0)
+    await made.fill(*parts, ratio=0.0)
     return made
 
 
-async def answers(rig: Any, text: Text, **more: Any) -> Any:
+async def answers(rig: Any, parts: Parts, **more: Any) -> Any:
     """Asks twice: reused it is what an untouched model reuses, and all recomputed full attention. Gives the first."""
-    first = await rig.ask(*text.parts, ratio=0.0, expected=text.reused, **more)
-    again = await rig.ask(*text.parts, ratio=1.0, expected=text.full, **more)
+    first = await rig.ask(*parts, ratio=0.0, expected=PLAIN.full_reuse(parts), **more)
+    again = await rig.ask(*parts, ratio=1.0, expected=PLAIN.full_attention(parts), **more)
     assert (first.summary.degraded, again.summary.degraded) == (False, False)
     return first
+
+
+async def found_out(rig: Any, parts: Parts) -> None:
+    answer = await rig.ask(*parts, ratio=0.0, expected=PLAIN.full_attention(parts))
+    assert answer.summary.degraded
+    assert "are not those that a worker signed" in answer.summary.degraded_reason
 
 
 def figures(answer: Any) -> tuple[int, int]:
@@ -98,41 +95,41 @@ async def put_all(stranger: Stranger, parts: Parts) -> None:
         await stranger.put(path)
 
 
-async def test_without_keys_a_stranger_changes_the_answer(stranger: Stranger, cached: Any, text: Text) -> None:
-    await put_all(stranger, text.parts)
+async def test_without_keys_a_stranger_changes_the_answer(stranger: Stranger, cached: Any, parts: Parts) -> None:
+    await put_all(stranger, parts)
     rig = await cached(MODEL)
-    for ratio, right in ((0.0, text.reused), (1.0, text.full)):
-        answer = await rig.ask(*text.parts, ratio=ratio)
+    for ratio, right in ((0.0, PLAIN.full_reuse(parts)), (1.0, PLAIN.full_attention(parts))):
+        answer = await rig.ask(*parts, ratio=ratio)
         assert error(answer.logits[0], right) > 1000 * CLOSE
         assert (*figures(answer), answer.summary.degraded) == (0, 0, False)
 
 
 async def test_with_keys_it_is_a_miss_and_replaced(
-    stranger: Stranger, signed: Any, text: Text, rejections: list[str], caplog: Any
+    stranger: Stranger, signed: Any, parts: Parts, rejections: list[str], caplog: Any
 ) -> None:
     caplog.set_level(logging.WARNING)
-    await put_all(stranger, text.parts)
+    await put_all(stranger, parts)
     rig = await signed()
-    answer = await answers(rig, text)
+    answer = await answers(rig, parts)
     assert figures(answer) == (4, 3)
     assert rejections == ["unsigned"] * 4
     (line,) = (line for line in caplog.messages if "rejected an entry of the cache service" in line)
     assert line.endswith(": unsigned"), "one line a minute"
     await rig.stored()
-    hit = await answers(await signed(), text)
+    hit = await answers(await signed(), parts)
     assert figures(hit) == (0, 0)
     assert {h.tier for h in hit.summary.hits} == {"memory"}
 
 
 @pytest.mark.parametrize("behind", ["its exact path", "a longer suffix"])
 async def test_what_hides_a_signed_entry_is_gone_with_the_first_question(
-    behind: str, stranger: Stranger, maker: Any, signed: Any, text: Text
+    behind: str, stranger: Stranger, maker: Any, signed: Any, parts: Parts
 ) -> None:
     """An exact entry comes before all others, and of alternatives the one with the longest common suffix."""
-    system, (a, b, c), _ = text.parts
+    system, (a, b, c), _ = parts
     await stranger.put([system, a, b, c] if behind == "its exact path" else [system, random_ids(7, 7), b, c])
     for expected in ((1, 1), (0, 0)):
-        assert figures(await answers(await signed(), text)) == expected
+        assert figures(await answers(await signed(), parts)) == expected
 
 
 # Which of the signed entries a stranger puts, with what of it changed, under which path; "b" is replaced.
@@ -148,11 +145,11 @@ REPLAYED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("what", REPLAYED)
 async def test_a_signature_is_for_one_entry(
-    what: str, stranger: Stranger, maker: Any, signed: Any, text: Text, rejections: list[str]
+    what: str, stranger: Stranger, maker: Any, signed: Any, parts: Parts, rejections: list[str]
 ) -> None:
     donor, changed, under = REPLAYED[what]
-    chunks = dict(zip("abc", text.chunks, strict=True))
-    entry, victim = [await stranger.find([text.system, chunks[name]]) for name in (donor, "b")]
+    system, chunks = parts[0], dict(zip("abc", parts[1], strict=True))
+    entry, victim = [await stranger.find([system, chunks[name]]) for name in (donor, "b")]
     put = {"data": await stranger.bytes_of(entry), "signature": entry.signature[: changed.get("signature")]}
     if what == "another chunk, its exact path" or "base" in changed:
         put["base"] = entry.base + changed.get("base", 0)
@@ -160,19 +157,19 @@ async def test_a_signature_is_for_one_entry(
         del put["data"]
     if under == "b":
         await stranger.client.delete([victim.key])
-    await stranger.put([text.system, *(chunks[name] for name in under)], **put)
+    await stranger.put([system, *(chunks[name] for name in under)], **put)
     rig = await signed()
-    assert figures(await answers(rig, text)) == (1, 1)
+    assert figures(await answers(rig, parts)) == (1, 1)
     assert rejections == ["wrong signature"]
     await rig.stored()
-    assert figures(await answers(await signed(), text)) == (0, 0)
+    assert figures(await answers(await signed(), parts)) == (0, 0)
 
 
 async def test_bytes_made_to_have_the_checksum_that_was_put(
-    stranger: Stranger, maker: Any, signed: Any, text: Text, rejections: list[str]
+    stranger: Stranger, maker: Any, signed: Any, parts: Parts, rejections: list[str]
 ) -> None:
     """XXH3 is no cryptographic hash: whoever has a signed entry can make other bytes with its checksum in no time."""
-    path = [text.system, text.chunks[1]]
+    path = [parts[0], parts[1][1]]
     entry = await stranger.find(path)
     data = bytes(await stranger.bytes_of(entry))
     other = of_equal_checksum(data, np.random.default_rng(0).standard_normal(len(data) // 4, np.float32).tobytes())
@@ -181,30 +178,28 @@ async def test_bytes_made_to_have_the_checksum_that_was_put(
     await stranger.client.delete([entry.key])
     await stranger.put(path, data=memoryview(other), signature=entry.signature)
     believing, rig = await signed(signing_keys=None), await signed()
-    wrong = await believing.ask(*text.parts, ratio=0.0)
-    assert not error(wrong.logits[0], text.reused) < CLOSE
+    wrong = await believing.ask(*parts, ratio=0.0)
+    assert not error(wrong.logits[0], PLAIN.full_reuse(parts)) < CLOSE
     assert not wrong.summary.degraded
-    answer = await rig.ask(*text.parts, ratio=0.0, expected=text.full)
-    assert answer.summary.degraded
-    assert "are not those that a worker signed" in answer.summary.degraded_reason
+    await found_out(rig, parts)
     assert rejections == ["other bytes"]
-    assert figures(await answers(rig, text)) == (0, 1), "it was deleted"
+    assert figures(await answers(rig, parts)) == (0, 1), "it was deleted"
 
 
 async def test_another_tenants_entries_are_not_taken(
-    stranger: Stranger, maker: Any, signed: Any, text: Text, rejections: list[str]
+    stranger: Stranger, maker: Any, signed: Any, parts: Parts, rejections: list[str]
 ) -> None:
-    theirs = await stranger.find([text.system, text.chunks[0]])
-    data, other = await stranger.bytes_of(theirs), maker.tenant + "2"
+    path, other = [parts[0], parts[1][0]], maker.tenant + "2"
+    theirs = await stranger.find(path)
     stranger.namespace = maker.servicer.loader.namespace(other)
-    await stranger.put([text.system, text.chunks[0]], data=data, signature=theirs.signature)
-    answer = await answers(await signed(), text, tenant=other)
+    await stranger.put(path, data=await stranger.bytes_of(theirs), signature=theirs.signature)
+    answer = await answers(await signed(), parts, tenant=other)
     assert (answer.summary.entries_rejected, rejections) == (1, ["wrong signature"])
 
 
 @pytest.mark.parametrize("in_pool", [False, True])
 async def test_a_service_can_not_answer_one_chunk_with_another(
-    in_pool: bool, maker: Any, signed: Any, text: Text
+    in_pool: bool, maker: Any, signed: Any, parts: Parts
 ) -> None:
     """Nor by the key of what the worker has in its pool, which it would not fetch."""
     rig = maker if in_pool else await signed()
@@ -217,7 +212,7 @@ async def test_a_service_can_not_answer_one_chunk_with_another(
         return Lookup((system, *swapped, c), found.lease)
 
     rig.servicer.cache.lookup = lying
-    assert (await answers(rig, text)).summary.entries_rejected == 2
+    assert (await answers(rig, parts)).summary.entries_rejected == 2
 
 
 def write(file: Path, *lines: str) -> None:
@@ -231,10 +226,10 @@ def noticed(rig: Any, caplog: Any, text: str) -> bool:
 
 
 async def test_keys_are_rotated_without_a_restart(
-    stranger: Stranger, signed: Any, text: Text, key_file: Path, caplog: Any
+    stranger: Stranger, signed: Any, parts: Parts, key_file: Path, caplog: Any
 ) -> None:
     caplog.set_level(logging.INFO)
-    system, (a, b, _), question = text.parts
+    system, (a, b, _), question = parts
     old = await signed()
     await old.fill(system, [a], question, ratio=0.0)
     write(key_file, OTHER, SECRET)
@@ -248,16 +243,18 @@ async def test_keys_are_rotated_without_a_restart(
     assert figures(answer) == (2, 1), "the system prompt and A have the old key's"
     write(key_file, "no key")
     await until(lambda: noticed(old, caplog, "can't be used; keeping the last valid state"))
-    answer = await old.ask(*text.parts, ratio=0.0)
+    answer = await old.ask(*parts, ratio=0.0)
     assert answer.summary.entries_rejected == 0
     with pytest.raises(BadFile, match=r"the signing keys .*: line 1 is not a key of 64 hex digits"):
         await signed()
 
 
-async def test_another_secret_is_a_strangers(signed: Any, text: Text, tmp_path: Path, rejections: list[str]) -> None:
+async def test_another_secret_is_a_strangers(
+    signed: Any, parts: Parts, tmp_path: Path, rejections: list[str]
+) -> None:
     write(tmp_path / "other.keys", OTHER)
-    await (await signed(signing_keys=tmp_path / "other.keys")).fill(*text.parts, ratio=0.0)
-    assert figures(await answers(await signed(), text)) == (4, 3)
+    await (await signed(signing_keys=tmp_path / "other.keys")).fill(*parts, ratio=0.0)
+    assert figures(await answers(await signed(), parts)) == (4, 3)
     assert rejections == ["unknown key"] * 4
 
 
@@ -271,12 +268,11 @@ def test_everything_is_signed(changed: str, key_file: Path) -> None:
     assert len(signature) == 48
     key = keys.entry_key(b"n" * 32, path, b"v" * 32)
     entry = Entry(key, 100, 3, 7, checksum(bytes(100)), "memory", b"v" * 32, signature=signature)
-    names: list[Any] = [b"n" * 32, b"s" * 32, b"c" * 32, False]
-    assert signer.fault(*names, entry) == ""
-    others: list[tuple[list[Any], Entry]] = []
-    if changed in ("namespace", "system", "chunk", "first"):
-        at = ("namespace", "system", "chunk", "first").index(changed)
-        others = [([*names[:at], True if changed == "first" else b"o" * 32, *names[at + 1 :]], entry)]
+    names: dict[str, Any] = {"namespace": b"n" * 32, "system": b"s" * 32, "chunk": b"c" * 32, "first": False}
+    assert signer.fault(*names.values(), entry) == ""
+    others: list[tuple[dict[str, Any], Entry]] = []
+    if changed in names:
+        others = [(names | {changed: True if changed == "first" else b"o" * 32}, entry)]
     elif changed == "seal":
         flipped = (signature[:at] + bytes([signature[at] ^ 1]) + signature[at + 1 :] for at in range(4, 48))
         others = [(names, replace(entry, signature=other)) for other in (*flipped, signature[:-1], signature + b"o")]
@@ -285,16 +281,7 @@ def test_everything_is_signed(changed: str, key_file: Path) -> None:
     else:
         value = getattr(entry, changed)
         others = [(names, replace(entry, **{changed: v})) for v in (b"", value[:-1], value + b"o", b"o" * len(value))]
-    assert [signer.fault(*n, e) for n, e in others] == ["wrong signature"] * len(others)
-
-
-PLAIN = oracle(MODEL)
-ANCHORS = {50: tuple(range(200, 208))}
-
-
-@pytest.fixture
-def parts() -> Parts:
-    return random_ids(6, 0), [random_ids(n, n) for n in (22, 30, 13)], random_ids(5, 99)
+    assert [signer.fault(*n.values(), e) for n, e in others] == ["wrong signature"] * len(others)
 
 
 def overwrite_memory(near: Any) -> int:
@@ -314,7 +301,7 @@ MADE: dict[str, dict[str, Any]] = {
     "cacheblend": {"store": "plain"},
     "prophetkv": {"store": "int8"},
     "full_reuse+versions(3)": {},
-    "full_reuse+anchored(50)": {"replace": lambda made: dataclasses.replace(made, anchors=ANCHORS)},
+    "full_reuse+anchored(50)": {"replace": with_special_tokens},
 }
 
 
@@ -346,22 +333,15 @@ async def test_what_is_encoded_ahead_is_signed_and_replaces_what_is_not(
     assert figures(await second.ask(*parts, **variants)) == (0, 0)
 
 
-async def test_entries_of_before_are_encoded_anew_once(near: Any, parts: Parts) -> None:
-    """As after an upgrade, also when they come from disk."""
-    await near.fill(parts)
+@pytest.mark.parametrize(("signing", "expected"), [(True, (0, 0)), (False, (4, 3))])
+async def test_a_restarted_service_has_the_signatures(signing: bool, expected: Any, near: Any, parts: Parts) -> None:
+    """Entries on disk that are not signed, as after an upgrade, are encoded anew once."""
+    await near.fill(parts, signing=signing)
     near.restart()
-    rig = await near.worker(signing=True)
-    assert figures(await rig.fill(*parts, ratio=0.0)) == (4, 3)
+    answer = await (await near.worker(signing=True)).fill(*parts, ratio=0.0, expected=PLAIN.full_reuse(parts))
+    assert figures(answer) == expected
+    assert {hit.tier for hit in answer.summary.hits} == ({"disk"} if signing else set())
     assert figures(await (await near.worker(signing=True)).ask(*parts, ratio=0.0)) == (0, 0)
-
-
-async def test_a_restarted_service_has_the_signatures(near: Any, parts: Parts) -> None:
-    await near.fill(parts, signing=True)
-    near.restart()
-    answer = await (await near.worker(signing=True)).ask(*parts, ratio=0.0)
-    assert figures(answer) == (0, 0)
-    assert {hit.tier for hit in answer.summary.hits} == {"disk"}
-    assert error(answer.logits[0], PLAIN.full_reuse(parts)) < CLOSE
 
 
 async def test_what_a_stranger_left_on_disk_is_not_even_read(near: Any, parts: Parts) -> None:
@@ -408,6 +388,4 @@ async def test_memory_is_verified(near: Any, parts: Parts) -> None:
     wrong = await believing.ask(*parts, ratio=0.0)
     assert not wrong.summary.degraded
     assert error(wrong.logits[0], PLAIN.full_reuse(parts)) > 1000 * CLOSE
-    answer = await signing.ask(*parts, ratio=0.0, expected=PLAIN.full_attention(parts))
-    assert answer.summary.degraded
-    assert "are not those that a worker signed" in answer.summary.degraded_reason
+    await found_out(signing, parts)

@@ -27,27 +27,23 @@ async def test_answers_under_pressure(kind: str, cached: Any) -> None:
     prompts = []
     for i in range(40):
         parts = (dice.choice(systems), dice.choices(chunks, k=dice.randrange(5)), random_ids(1 + i % 7, i))
-        prompts.append((parts, dice.choice([0.0, 0.3, 1.0])))
-    expected: list[Any] = []
-    for parts, ratio in prompts:
-        full = ratio == 1.0 or len(parts[1]) < 2
-        reuse = plain.full_reuse(parts) if ratio == 0.0 and not full else None
-        expected.append(plain.full_attention(parts) if full else reuse)
+        ratio, expected = dice.choice([0.0, 0.3, 1.0]), None
+        if ratio == 1.0 or len(parts[1]) < 2:
+            expected = plain.full_attention(parts)
+        elif ratio == 0.0:
+            expected = plain.full_reuse(parts)
+        prompts.append((parts, {"ratio": ratio, "expected": expected, "recipe": "epic", "max_tokens": 3}))
 
     # Room for three or four of the prompts.
     room = 600 * (await cached(kind)).model.kv.token_bytes
     rig = await cached(kind, pool_bytes=room, max_requests=8, max_step_tokens=64)
     for _ in range(2):
-        more = {"recipe": "epic", "max_tokens": 3}
-        asked = [rig.ask(*p, ratio=r, expected=e, **more) for (p, r), e in zip(prompts, expected, strict=True)]
-        answers = await asyncio.gather(*asked)
+        answers = await asyncio.gather(*(rig.ask(*parts, **more) for parts, more in prompts))
         assert not any(answer.summary.degraded for answer in answers)
         rig.pool.check_integrity()
         await rig.stored()
-    second = [a.summary for a in answers]
-    assert sum(s.tokens_encoded for s in second) == 0, "the second time all is found"
-    tiers = {h.tier for s in second for h in s.hits}
-    assert {"device", "memory"} <= tiers
+    assert not any(a.summary.tokens_encoded for a in answers), "the second time all is found"
+    assert {"device", "memory"} <= {hit.tier for a in answers for hit in a.summary.hits}
 
 
 async def test_requests_given_up_leave_no_lease(cached: Any) -> None:
@@ -78,8 +74,7 @@ def test_the_soak_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     flags = ["--model", str(shipped()[0]), "--minutes", "0.1", "--clients", "4", "--json", str(rows)]
     assert soak.main(flags) == 0
     (row,) = json.loads(rows.read_text())
-    assert row["answers"] > 0
-    assert row["entries_left"] > 0
+    assert min(row["answers"], row["entries_left"]) > 0
     assert (row["wrong_answers"], row["leases"]) == (0, 0)
     assert set(row["evictions"]) == {"memory", "disk"}
     for name in ("worker_rss_mib", "worker_files", "cache_rss_mib", "cache_files"):

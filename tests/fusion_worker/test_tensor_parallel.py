@@ -24,7 +24,7 @@ from fusionkv.fusion_worker.tensor_parallel.start import Processes, started
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime import rpc
 from fusionkv.protos.runtime.errors import FailedPrecondition, Unavailable
-from tests.fusion_worker.oracle import CLOSE, byte_tokenizer, error, network, oracle, random_ids
+from tests.fusion_worker.oracle import CLOSE, error, oracle, random_ids, saved, whole
 
 pytestmark = [
     pytest.mark.system,
@@ -78,19 +78,13 @@ class Pairs:
         self.run(self._held.aclose())
 
     async def _start(self, family: str, rank_timeout: float) -> Pair:
-        folder = saved(self._folder, family)
+        folder = saved(self._folder / family, family)
         settings = {"model": folder, "device": "cpu", "tensor_parallel": 2, "rank_timeout": rank_timeout, **POOL}
         flags = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
         others = await self._held.enter_async_context(started(2, flags))
         model, tp = await others.lead(WorkerConfig(**settings))  # type: ignore[arg-type]
         self._held.callback(dist.destroy_process_group)
         return Pair(folder, others, model, tp)
-
-
-def saved(folder: Path, family: str) -> Path:
-    network(family).save_pretrained(folder / family)
-    byte_tokenizer().save_pretrained(folder / family)
-    return folder / family
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +100,11 @@ async def together(pair: Pair, start: Any, **more: Any) -> Any:
     return await start(family, replace=lambda _: pair.model, tp=tp, **POOL, **more)
 
 
+def alike(found: Any, expected: Any) -> None:
+    assert found.ids == expected.ids
+    assert all(error(a, b) < CLOSE for a, b in zip(found.logits, expected.logits, strict=True))
+
+
 def alone_of(ranks: Pair) -> Any:
     """The same model in one process."""
     return lambda _: models.load(ranks.directory, "cpu")
@@ -118,11 +117,8 @@ async def test_every_recipe_answers_as_alone(name: str, pairs: Pairs, start: Any
     pair, plain = await together(pairs.get(name), start), oracle(name)
     alone = await start(name)
     for recipe, more in RECIPES.items():
-        found = await pair.ask(*parts, recipe=recipe, max_tokens=6, **more)
-        expected = await alone.ask(*parts, recipe=recipe, max_tokens=6, **more)
-        assert found.ids == expected.ids, recipe
-        for a, b in zip(found.logits, expected.logits, strict=True):
-            assert error(a, b) < CLOSE, recipe
+        found, expected = [await each.ask(*parts, recipe=recipe, max_tokens=6, **more) for each in (pair, alone)]
+        alike(found, expected)
         assert found.summary.tokens_recomputed == expected.summary.tokens_recomputed, recipe
     for ratio, expected in ((1.0, plain.full_attention(parts)), (0.0, plain.full_reuse(parts))):
         await pair.ask(*parts, recipe="prophetkv", ratio=ratio, expected=expected)
@@ -140,12 +136,11 @@ async def test_corrected_as_alone(pairs: Pairs, start: Any, parts: Any) -> None:
         await learns.settle()
     assert await learns.find(pair.tenant, "") is not None
     alone = await start("qwen2", replace=alone_of(ranks))
-    for recipe, more in (("full_reuse+corrected", {}), ("midlayer+corrected", {"ratio": 0.4})):
+    for recipe, more in (("midlayer+corrected", {"ratio": 0.4}), ("full_reuse+corrected", {})):
         found = await pair.ask(*parts, recipe=recipe, **more)
-        expected = await alone.ask(*parts, recipe=recipe, **more)
-        assert error(found.logits[0], expected.logits[0]) < CLOSE
+        await alone.ask(*parts, recipe=recipe, **more, expected=found.logits[0])
     plain = await alone.ask(*parts, recipe="full_reuse")
-    assert error(plain.logits[0], (await alone.ask(*parts, recipe="full_reuse+corrected")).logits[0]) > CLOSE
+    assert error(plain.logits[0], found.logits[0]) > 2 * CLOSE
 
 
 @pytest.mark.slow
@@ -167,8 +162,7 @@ async def test_entries_are_those_of_a_worker_alone(
     assert found.summary.bytes_fetched > 0
     # In one byte a number, what was fetched is not what its encoder had in its pool.
     if store == "plain":
-        assert found.ids == expected.ids
-        assert error(found.logits[0], expected.logits[0]) < CLOSE
+        alike(found, expected)
 
     made = await pair.fill(system, ours, question, recipe="prophetkv", max_tokens=4)
     assert made.summary.chunks_missed == len(ours)
@@ -177,9 +171,7 @@ async def test_entries_are_those_of_a_worker_alone(
         pair.pool.clear()
         found = await pair.ask(*parts, recipe=recipe, max_tokens=4)
         assert expected.summary.chunks_missed == found.summary.chunks_missed == 0
-        assert found.ids == expected.ids
-        for a, b in zip(found.logits, expected.logits, strict=True):
-            assert error(a, b) < CLOSE
+        alike(found, expected)
 
 
 @pytest.mark.slow
@@ -204,14 +196,12 @@ async def test_requests_share_steps(pairs: Pairs, start: Any, parts: Any) -> Non
     plain = oracle("qwen2")
     system, chunks, _ = parts
     questions = [random_ids(3 + n, 200 + n) for n in range(8)]
-    asked = [
-        pair.ask(system, chunks, question, recipe="full_attention" if n % 2 else "full_reuse", max_tokens=4)
-        for n, question in enumerate(questions)
-    ]
-    ids = [*system, *(i for c in chunks for i in c)]
-    for n, found in enumerate(await asyncio.gather(*asked)):
-        context = plain.kv(ids) if n % 2 else plain.reused(system, chunks)
-        assert error(found.logits[0], plain.after(context, questions[n])) < CLOSE
+    kinds = ("full_reuse", plain.reused(system, chunks)), ("full_attention", plain.kv(whole((system, chunks, []))))
+    asked = []
+    for question, (recipe, context) in zip(questions, 4 * kinds, strict=True):
+        more = {"max_tokens": 4, "expected": plain.after(context, question)}
+        asked.append(pair.ask(system, chunks, question, recipe=recipe, **more))
+    await asyncio.gather(*asked)
 
 
 @pytest.mark.slow
@@ -266,13 +256,13 @@ def test_ranks_end_with_their_worker(launch: Any, reference_model: Path) -> None
 def test_heads_that_can_not_be_shared(count: int, tmp_path: Path) -> None:
     why = f"qwen2 has 4 KV heads, which can't be split evenly over {count} ranks: set tensor_parallel to a divisor"
     with pytest.raises(FailedPrecondition, match=f"{why} of 4"):
-        models.check_shareable(saved(tmp_path, "qwen2"), count)
+        models.check_shareable(saved(tmp_path / "qwen2", "qwen2"), count)
 
 
 def test_a_family_without_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.Qwen2Config.base_model_tp_plan", None)
     with pytest.raises(FailedPrecondition, match="qwen2 can't be split over ranks: transformers has no tp_plan"):
-        models.check_shareable(saved(tmp_path, "qwen2"), 2)
+        models.check_shareable(saved(tmp_path / "qwen2", "qwen2"), 2)
 
 
 def test_a_device_of_its_own() -> None:

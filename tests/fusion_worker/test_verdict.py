@@ -21,9 +21,8 @@ from tests.fusion_worker.oracle import CLOSE, error, oracle, whole
 
 
 def test_a_verdict_beside_its_model(tmp_path: Path) -> None:
-    made = Verdict(
-        b"f".hex(), {"epic": Judged(UNSAFE, 0.2, "bad", 0.5, 0.4, 0.6, 1.0, 8), "a3": Judged(SAFE, 0.15, "")}
-    )
+    recipes = {"epic": Judged(UNSAFE, 0.2, "bad", 0.5, 0.4, 0.6, 1.0, 8), "a3": Judged(SAFE, 0.15, "")}
+    made = Verdict(b"f".hex(), recipes)
     made.write(tmp_path / FILE)
     assert verdict.read(tmp_path, b"f") == made
     with pytest.raises(FailedPrecondition, match="is for another model, or this model has changed"):
@@ -31,9 +30,8 @@ def test_a_verdict_beside_its_model(tmp_path: Path) -> None:
 
 
 def test_only_what_is_unsafe_has_consequences() -> None:
-    found = Verdict(
-        "", {"epic": Judged(UNSAFE, 0.2, "bad"), "a3": Judged(SAFE, 0.15, ""), "ape": Judged(UNDECIDED, 0.0, "")}
-    )
+    recipes = {"epic": Judged(UNSAFE, 0.2, "bad"), "a3": Judged(SAFE, 0.15, ""), "ape": Judged(UNDECIDED, 0.0, "")}
+    found = Verdict("", recipes)
     for name in ("a3", "a3+window", "ape", "prophetkv", "full_attention", "prefix_cache"):
         assert found.unsafe(find(name), 0.2) == ""
     assert found.unsafe(find("epic"), 0.9) == "recipe 'epic' is unsafe on this model by `fusionkv check`: bad"
@@ -45,11 +43,9 @@ def test_only_what_is_unsafe_has_consequences() -> None:
 
 def test_a_recipe_with_modifiers_may_have_a_verdict_of_its_own() -> None:
     recipes = {"prophetkv": Judged(UNSAFE, 0.2, "bad"), "prophetkv+corrected": Judged(SAFE, 0.2, "")}
-    found = Verdict("", recipes)
-    assert found.unsafe(find("prophetkv"), 0.2)
-    assert found.unsafe(find("prophetkv+window"), 0.2)
-    assert found.unsafe(find("prophetkv+corrected"), 0.2) == ""
-    assert found.unsafe(find("prophetkv+corrected+window(8,5)"), 0.2) == ""
+    for name, safe in (("prophetkv", False), ("prophetkv+corrected", True)):
+        for modifier in ("", "+window(8,5)"):
+            assert (Verdict("", recipes).unsafe(find(name + modifier), 0.2) == "") == safe
 
 
 @pytest.mark.parametrize("own", [SAFE, UNDECIDED])
@@ -89,10 +85,8 @@ def test_a_verdict_that_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).write_text(text)
     with pytest.raises(FailedPrecondition, match="run `fusionkv check"):
         verdict.read(tmp_path, b"f")
-
-
-def test_no_verdict_replaces_nothing(tmp_path: Path) -> None:
-    assert verdict.read(tmp_path, b"f").unsafe(find("epic"), 0.0) == ""
+    (tmp_path / FILE).unlink()
+    assert verdict.read(tmp_path, b"f").unsafe(find("epic"), 0.0) == "", "no verdict replaces nothing"
 
 
 @pytest.mark.slow
@@ -116,25 +110,19 @@ async def test_a_worker_answers_with_full_attention_in_place_of_what_is_unsafe(
 
         async def ask(recipe: str, **more: Any) -> tuple[list[int], Summary, Explanation]:
             chunks = [pb.Chunk(ids=[5, 6, 7, 8, 9]), pb.Chunk(ids=[9, 8, 7, 6])]
-            asked = pb.GenerateRequest(
-                recipe=recipe, chunks=chunks, question=pb.Tokens(ids=[7]), explain=True, **more
-            )
-            answers = [r async for r in client.generate(asked)]
+            more |= {"recipe": recipe, "chunks": chunks, "question": pb.Tokens(ids=[7]), "explain": True}
+            answers = [r async for r in client.generate(pb.GenerateRequest(**more))]
             return [r.token.id for r in answers if r.HasField("token")], answers[-1].summary, answers[0].explanation
 
         full, summary, explained = await ask("full_attention")
         assert (summary.recipe, summary.recipe_replaced) == ("full_attention", "")
-        assert {found.recipe: found.verdict for found in explained.verdicts} == {
-            name: judged.verdict for name, judged in recipes.items()
-        }
+        verdicts = {found.recipe: found.verdict for found in explained.verdicts}
+        assert verdicts == {name: judged.verdict for name, judged in recipes.items()}
         for recipe, more in (("full_reuse", {}), ("full_reuse+corrected", {}), ("prophetkv", {"ratio": 0.0})):
             ids, summary, _ = await ask(recipe, **more)
-            assert ids == full
-            assert summary.recipe == "prefix_cache"
-            assert summary.recipe_replaced.endswith(
-                "recipe 'full_reuse' is unsafe on this model by `fusionkv check`: it strays"
-            )
-            assert not summary.degraded
+            assert (ids, summary.recipe, summary.degraded) == (full, "prefix_cache", False)
+            why = "recipe 'full_reuse' is unsafe on this model by `fusionkv check`: it strays"
+            assert summary.recipe_replaced.endswith(why)
         for recipe in ("prophetkv", "epic", "a3"):
             _, summary, _ = await ask(recipe)
             assert (summary.recipe, summary.recipe_replaced) == (recipe, "")
@@ -149,7 +137,7 @@ async def test_full_attention_over_the_same_answer(
     question: int, max_step_tokens: int, start: Any, parts: Any
 ) -> None:
     rig, plain = await start("llama", shadow_share=1.0, max_step_tokens=max_step_tokens), oracle("llama")
-    system, chunks, asked = parts[0], parts[1], parts[2][:question]
+    asked = *parts[:2], parts[2][:question]
     seen: list[tuple[Sample, torch.Tensor]] = []
     again = rig.servicer.answerer.shadow._again
 
@@ -158,13 +146,13 @@ async def test_full_attention_over_the_same_answer(
         return seen[-1][1]
 
     rig.servicer.answerer.shadow._again = watch
-    answer = await rig.ask(system, chunks, asked, recipe="full_reuse", max_tokens=4)
+    answer = await rig.ask(*asked, recipe="full_reuse", max_tokens=4)
     await rig.servicer.answerer.shadow.settle()
     ((sample, logits),) = seen
     assert list(sample.tokens) == answer.ids
     assert error(sample.logits, answer.logits[0]) == 0
     for at, row in enumerate(logits):
-        assert error(row, plain.logits([*whole((system, chunks, asked)), *answer.ids[:at]])) < CLOSE
+        assert error(row, plain.logits([*whole(asked), *answer.ids[:at]])) < CLOSE
 
 
 async def test_it_waits_until_nobody_else_does(start: Any, parts: Any) -> None:
@@ -200,18 +188,15 @@ async def test_what_cannot_differ_is_not_made_again(start: Any, parts: Any, more
 async def test_answers_that_stray_raise_the_ratio_then_recompute_all(start: Any, parts: Any) -> None:
     rig = await start("llama", shadow_share=1.0, shadow_floor=0.9)
     full = await rig.ask(*parts, recipe="full_attention", max_tokens=6)
-    ratios, reasons, answers = [], [], []
+    answers = []
     for _ in range(2 * SAMPLES + 1):
-        answer = await rig.ask(*parts, recipe="prophetkv", ratio=0.1, max_tokens=6)
-        ratios.append(round(answer.summary.ratio, 3))
-        reasons.append(answer.summary.ratio_raised)
-        answers.append(answer.ids)
+        answers.append(await rig.ask(*parts, recipe="prophetkv", ratio=0.1, max_tokens=6))
         await rig.servicer.answerer.shadow.settle()
-    assert answers[0] != full.ids, "the recipe does not stray, so this test shows nothing"
-    assert ratios == [0.1] * SAMPLES + [0.2] * SAMPLES + [1.0]
-    assert answers[-1] == full.ids
-    assert reasons[0] == ""
-    assert reasons[SAMPLES] == "0% of 20 answers matched full attention, below the floor of 90%"
+    assert answers[0].ids != full.ids, "the recipe does not stray, so this test shows nothing"
+    assert [round(a.summary.ratio, 3) for a in answers] == [0.1] * SAMPLES + [0.2] * SAMPLES + [1.0]
+    assert answers[-1].ids == full.ids
+    reasons = [answers[at].summary.ratio_raised for at in (0, SAMPLES)]
+    assert reasons == ["", "0% of 20 answers matched full attention, below the floor of 90%"]
     # Another corpus and another recipe are where they were.
     assert (await rig.ask(*parts, recipe="epic", ratio=0.1)).summary.ratio_raised == ""
 
@@ -234,14 +219,12 @@ async def test_an_answer_of_before_a_raise_does_not_count_after_it(start: Any, p
     made: list[Sample] = []
     rig.servicer.answerer.shadow.offer = made.append
     guard, epic = rig.servicer.answerer._guard, find("epic")
-    await rig.ask(*parts, recipe="epic", max_tokens=2)
-    for _ in range(2 * SAMPLES):
-        guard.record(made[0].allowed, same=False)
-    assert guard.ratio(epic, "", 0.2).ratio == 0.4, "40 answers at 0.2 say nothing about 0.4"
-    await rig.ask(*parts, recipe="epic", max_tokens=2)
-    for _ in range(SAMPLES):
-        guard.record(made[1].allowed, same=False)
-    assert guard.ratio(epic, "", 0.2).ratio == 1.0
+    # 40 answers at 0.2 say nothing about 0.4.
+    for times, ratio in ((2 * SAMPLES, 0.4), (SAMPLES, 1.0)):
+        await rig.ask(*parts, recipe="epic", max_tokens=2)
+        for _ in range(times):
+            guard.record(made[-1].allowed, same=False)
+        assert guard.ratio(epic, "", 0.2).ratio == ratio
 
 
 def record(guard: Fallback, recipe: str, corpus: str, asked: float, same: bool, times: int = SAMPLES) -> None:
@@ -292,12 +275,8 @@ def test_the_guard_looks_at_the_latest_answers_once_there_are_enough() -> None:
     record(guard, "epic", "", 0.2, False, 4)
     assert allowed(guard, "epic", "", 0.2) == (0.2, ""), "16 of the latest 20 are not below the floor"
     record(guard, "epic", "", 0.2, False, 1)
-    raised, why = allowed(guard, "epic", "", 0.2)
-    assert raised == 0.4
-    assert why == "75% of 20 answers matched full attention, below the floor of 80%"
-
-
-def test_the_guard_without_a_floor_raises_nothing() -> None:
+    why = "75% of 20 answers matched full attention, below the floor of 80%"
+    assert allowed(guard, "epic", "", 0.2) == (0.4, why)
     guard = Fallback(0.0)
     record(guard, "epic", "", 0.2, False, 3 * SAMPLES)
-    assert allowed(guard, "epic", "", 0.2) == (0.2, "")
+    assert allowed(guard, "epic", "", 0.2) == (0.2, ""), "without a floor nothing is raised"

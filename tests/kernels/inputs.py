@@ -1,4 +1,4 @@
-"""What tests give the kernels: a rotation, and tensors on the device that they run on."""
+"""What tests give the kernels: a rotation, tensors on the device that they run on, and Triton's interpreter."""
 
 import dataclasses
 import os
@@ -8,6 +8,8 @@ import torch
 
 from fusionkv.kernels.rope import Rotation
 from fusionkv.kernels.segments import KVSegment, QuerySpan
+from tests.commands import run_python
+from tests.examples import ALL
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Whether Triton's kernels run here.
@@ -41,3 +43,13 @@ def there(x: Any) -> Any:
     if isinstance(x, KVSegment):
         return dataclasses.replace(x, positions=there(x.positions), hidden=there(x.hidden))
     return x
+
+
+def interpreted(file: str, chosen: str) -> str:
+    """Runs the tests of `file` that `-k chosen` picks, in a process of its own, since Triton chooses its interpreter
+    when it is imported; returns what pytest printed.
+    """
+    flags = ("-q", "-p", "no:cacheprovider", "-m", "not weights", "--hypothesis-profile", ALL, "-k", chosen)
+    # Any of them may take long.
+    env = {"TRITON_INTERPRET": "1", "FUSIONKV_TEST_SLOWER": "100"}
+    return run_python("-m", "pytest", file, *flags, env=env, timeout=580).stdout

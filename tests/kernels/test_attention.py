@@ -16,28 +16,22 @@ from fusionkv.kernels.gpu.segment_table import Spans
 from fusionkv.kernels.rope import Rotation
 from fusionkv.kernels.segments import KVSegment, QuerySpan
 from tests.examples import examples
-from tests.kernels.inputs import HAS_KERNEL, rotary, rotation_matrix, there
-from tests.kernels.interpreter import interpreted
+from tests.kernels.inputs import HAS_KERNEL, interpreted, rotary, rotation_matrix, there
 
 torch.set_num_threads(1)  # tiny shapes: a second thread costs more in waiting than it saves
 # Outputs are means of values of about 1. float16 and bfloat16 round the turned query, the weights and the result.
 TOLERANCES = [(torch.float32, 2e-5, 2e-5), (torch.float16, 4e-3, 4e-3), (torch.bfloat16, 3e-2, 2e-2)]
 DIMS = [32, 64, 80, 96, 128, 256]
-OPERATIONS = {"kernel": sparse_attention.sparse_attention, "reference": reference.sparse_attention}
+OPERATIONS: dict[str, Any] = {"kernel": sparse_attention.sparse_attention, "reference": reference.sparse_attention}
+SCORES: dict[str, Any] = {"kernel": attention_scores.attention_scores, "reference": reference.attention_scores}
 if HAS_KERNEL:
     from fusionkv.kernels.gpu import attention_scores_triton, sparse_attention_triton
 
     OPERATIONS["triton"] = lambda q, k, v, spans, *rest: sparse_attention_triton.sparse_attention(
         there(q), there(k), there(v), Spans(there(tuple(spans))), *rest
     ).cpu()
-    TRITON_SCORES: dict[str, Any] = {
-        "triton": lambda q, k, *more: attention_scores_triton.attention_scores(
-            there(q), there(k), *map(there, more)
-        ).cpu()
-    }
-else:
-    TRITON_SCORES = {}
-SCORES = {"kernel": attention_scores.attention_scores, "reference": reference.attention_scores, **TRITON_SCORES}
+    SCORES["triton"] = lambda *given: attention_scores_triton.attention_scores(*map(there, given)).cpu()
+PARTS = [(20, 0), (1, 7), (61, -13), (30, 900)]
 
 
 @dataclass
@@ -80,8 +74,7 @@ class Case:
         totals = []
         groups = self.heads[0] // self.heads[1]
         for span in spans:
-            keys: dict[int, torch.Tensor] = {}
-            values: dict[int, torch.Tensor] = {}
+            keys, values = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
             for s in span.segments:
                 matrix = rotation_matrix(self.rotation.inv_freq, s.shift, self.dim, self.rotation.interleaved)
                 for i in range(s.length):
@@ -92,8 +85,9 @@ class Case:
                     keys[position] = k[s.start + i].double() @ matrix.T
                     values[position] = v[s.start + i].double()
             total = torch.zeros(int(span.positions[-1]) + 1, dtype=torch.float64)
-            ks = torch.stack([keys[p] for p in range(len(total))]).repeat_interleave(groups, 1)
-            vs = torch.stack([values[p] for p in range(len(total))]).repeat_interleave(groups, 1)
+            ks, vs = (
+                torch.stack([of[p] for p in range(len(total))]).repeat_interleave(groups, 1) for of in (keys, values)
+            )
             for row, p in zip(range(span.start, span.stop), span.positions.tolist(), strict=True):
                 low = 0 if self.window is None else max(0, p - self.window + 1)
                 logits = torch.einsum("hd,nhd->hn", q[row].double(), ks[low : p + 1]) * self.dim**-0.5
@@ -210,7 +204,7 @@ def test_ragged_batches(case: Case, row: tuple[torch.dtype, float, float]) -> No
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("kind", ["only itself", "gapless", "nothing selected", "everything selected", "scattered"])
 def test_every_path(kind: str, window: int | None, rows: int, dtype: torch.dtype, atol: float, rtol: float) -> None:
-    parts = {"only itself": [], "gapless": [(50, 0)]}.get(kind, [(20, 0), (1, 7), (61, -13), (30, 900)])
+    parts = {"only itself": [], "gapless": [(50, 0)]}.get(kind, PARTS)
     context = sum(length for length, _ in parts)
     fresh = {"everything selected": list(range(context)), "scattered": list(range(3, context, 5))}.get(kind, [])
     request = Request(parts, [*fresh, *range(context, context + rows)], [])
@@ -223,8 +217,7 @@ def test_every_path(kind: str, window: int | None, rows: int, dtype: torch.dtype
 def test_bfloat16_in_either_dtype(rows: int, computed_in: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever is faster on this CPU."""
     monkeypatch.setattr(sparse_attention_cpu, "compute_dtype", lambda _: computed_in)
-    parts = [(20, 0), (1, 7), (61, -13), (30, 900)]
-    request = Request(parts, [*range(3, 112, 5), *range(112, 112 + rows)], [])
+    request = Request(PARTS, [*range(3, 112, 5), *range(112, 112 + rows)], [])
     check(Case((4, 2), 64, rotary(64), None, rows, [request]), *TOLERANCES[2])
 
 
@@ -240,24 +233,21 @@ def test_a_chunk_twice_in_one_prompt(rows: int) -> None:
     check(Case((6, 2), 32, rotary(32), None, 0, [request]), *TOLERANCES[0])
 
 
+SMALL = Case((4, 2), 64, rotary(64), None, 3, [Request([(20, 0), (33, 41)], [5, 21, 22, *range(53, 60)], [])])
+
+
 def test_the_reference_in_double_precision() -> None:
     """The reference is the definition itself, but for the float32 in which angles and products of RoPE are kept."""
-    request = Request([(20, 0), (33, 41)], [5, 21, 22, *range(53, 60)], [])
-    case = Case((4, 2), 64, rotary(64), None, 3, [request])
-    q, k, v, spans = case.tensors(torch.float64)
-    expected, _ = case.expected(q, k, v, spans)
-    found = reference.sparse_attention(q, k, v, spans, case.rotation, 64**-0.5)
-    torch.testing.assert_close(found, expected, atol=2e-6, rtol=2e-6)
+    tensors = SMALL.tensors(torch.float64)
+    found = reference.sparse_attention(*tensors, SMALL.rotation, 64**-0.5)
+    torch.testing.assert_close(found, SMALL.expected(*tensors)[0], atol=2e-6, rtol=2e-6)
 
 
 @pytest.mark.parametrize("rows", [3, MOST_ROWS + 3])
 def test_rows_of_other_spans_are_not_touched_by_a_span(rows: int) -> None:
     """Each request alone gives what it gives in a batch, bit for bit."""
-    requests = [
-        Request([(9, 0), (30, 55)], [12, *range(39, 39 + rows)], []),
-        Request([(4, 0)], list(range(4, 9)), []),
-    ]
-    case = Case((4, 1), 80, rotary(80, True, True), None, 5, requests)
+    long, short = Request([(9, 0), (30, 55)], [12, *range(39, 39 + rows)], []), Request([(4, 0)], [*range(4, 9)], [])
+    case = Case((4, 1), 80, rotary(80, True, True), None, 5, [long, short])
     q, k, v, spans = case.tensors(torch.float32)
     both = sparse_attention.sparse_attention(q, k, v, spans, case.rotation, 0.1)
     for span in spans:
@@ -266,18 +256,16 @@ def test_rows_of_other_spans_are_not_touched_by_a_span(rows: int) -> None:
 
 
 def test_the_inputs_are_only_read() -> None:
-    request = Request([(20, 0), (33, 41)], [5, 21, 22, *range(53, 60)], [])
-    case = Case((4, 2), 64, rotary(64), None, 3, [request])
-    tensors = case.tensors(torch.float32)
-    before = [t.clone() for t in tensors[:3]]
-    sparse_attention.sparse_attention(*tensors[:3], tensors[3], case.rotation, 0.1)
-    attention_scores.attention_scores(tensors[0], tensors[1], tensors[3][0], case.rotation, 0.1)
-    for old, new in zip(before, tensors[:3], strict=True):
+    *tensors, spans = SMALL.tensors(torch.float32)
+    before = [t.clone() for t in tensors]
+    sparse_attention.sparse_attention(*tensors, spans, SMALL.rotation, 0.1)
+    attention_scores.attention_scores(*tensors[:2], spans[0], SMALL.rotation, 0.1)
+    for old, new in zip(before, tensors, strict=True):
         assert torch.equal(old.view(torch.uint8), new.view(torch.uint8))
 
 
 @pytest.mark.compile
-@pytest.mark.skipif(len(OPERATIONS) > 2, reason="this run has the Triton kernel already")
+@pytest.mark.skipif(HAS_KERNEL, reason="this run has the Triton kernel already")
 def test_the_triton_kernel_in_the_interpreter() -> None:
     pytest.importorskip("triton")
     chosen = "test_ragged_batches or (test_every_path and scattered) or test_a_chunk_twice"

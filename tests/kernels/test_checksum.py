@@ -1,6 +1,5 @@
 """Digests of pieces as the xxhash library gives them, by every implementation."""
 
-import os
 import random
 
 import pytest
@@ -9,11 +8,10 @@ import xxhash
 
 from fusionkv.kernels import checksum, xxh3
 from fusionkv.protos.runtime.checksum import PIECE_BYTES
-from tests.kernels.interpreter import interpreted
+from tests.kernels.inputs import DEVICE, HAS_KERNEL, interpreted
 
 ACCUMULATE = {"reference": xxh3.accumulate}
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-if DEVICE.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
+if HAS_KERNEL:
     from fusionkv.kernels.gpu import checksum_triton
 
     ACCUMULATE["triton"] = checksum_triton.accumulate
@@ -53,6 +51,6 @@ def test_on_whatever_device_there_is() -> None:
 
 
 @pytest.mark.compile
-@pytest.mark.skipif(len(ACCUMULATE) == 2, reason="these are the tests with the kernel")
+@pytest.mark.skipif(HAS_KERNEL, reason="these are the tests with the kernel")
 def test_the_kernel_in_the_interpreter() -> None:
     assert " passed" in interpreted(__file__, "triton")

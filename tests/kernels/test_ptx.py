@@ -53,8 +53,14 @@ def compile_for(kernel: Any, capability: int, dtype: torch.dtype, tile: tile_sha
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs=aligned,
     )
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return built_for(capability, source, num_warps=tile.warps, num_stages=tile.stages)
+
+
+def built_for(capability: int, source: ASTSource, **options: int) -> Any:
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    assert f".target sm_{capability}" in built.asm["ptx"]
+    assert built.metadata.shared <= SHARED[capability]
+    return built
 
 
 @pytest.mark.parametrize("capability", SHARED)
@@ -62,8 +68,7 @@ def test_checksum(capability: int) -> None:
     names = checksum_triton._accumulate.arg_names
     kinds = {name: "*i64" if name.endswith("_ptr") else "i32" for name in names}
     source = ASTSource(checksum_triton._accumulate, kinds, constexprs={}, attrs={})
-    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 1})
-    assert f".target sm_{capability}" in built.asm["ptx"]
+    built = built_for(capability, source, num_warps=1)
     # Products of halves, not of whole numbers: the second takes four instructions for one.
     assert "mul.wide.u32" in built.asm["ptx"] or "mul.lo.s64" in built.asm["ptx"]
 
@@ -98,8 +103,6 @@ def test_prefill_and_decode(capability: int, head_dim: int, dtype: torch.dtype, 
         taken = tile_shapes.Tile(rows, tile.keys, warps, tile.stages)
         constants = shape(head_dim, groups, rows, tile.keys) | {"PARTIAL": rows == 16}
         built = compile_for(sparse_attention_triton._attend, capability, dtype, taken, **constants)
-        assert f".target sm_{capability}" in built.asm["ptx"]
-        assert built.metadata.shared <= SHARED[capability]
         if capability == 80:
             assert built.metadata.shared <= tile_shapes.shared_bytes(taken, head_dim, dtype)
         # On sm_90 a tile of 64 rows or more is what the warpgroup product takes: without it half the rate is lost.
@@ -117,8 +120,6 @@ def test_shared_decode(capability: int, head_dim: int, dtype: torch.dtype, group
     tile = tile_shapes.shared_tile(head_dim, dtype)
     constants = shape(head_dim, groups, tile.rows, tile.keys)
     built = compile_for(shared_decode_triton.attend_shared, capability, dtype, tile, **constants)
-    assert f".target sm_{capability}" in built.asm["ptx"]
-    assert built.metadata.shared <= SHARED[capability]
     assert capability == 90 or built.metadata.shared <= tile_shapes.shared_bytes(tile, head_dim, dtype)
 
 
@@ -126,8 +127,6 @@ def test_shared_decode(capability: int, head_dim: int, dtype: torch.dtype, group
 def test_scores_and_merge(capability: int) -> None:
     tile = tile_shapes.Tile(64, 64, 4, 3)
     for kernel in (attention_scores_triton._denominators, attention_scores_triton._columns):
-        built = compile_for(kernel, capability, torch.bfloat16, tile, **shape(128, 7, 64, 64))
-        assert built.metadata.shared <= SHARED[capability]
+        compile_for(kernel, capability, torch.bfloat16, tile, **shape(128, 7, 64, 64))
     constants = {"PARTS_CEIL": 16, "HEAD_DIM": 128, "DIM": 128}
-    built = compile_for(sparse_attention_triton._merge, capability, torch.bfloat16, tile, **constants)
-    assert f".target sm_{capability}" in built.asm["ptx"]
+    compile_for(sparse_attention_triton._merge, capability, torch.bfloat16, tile, **constants)

@@ -28,18 +28,12 @@ def test_a_tile_without_a_measurement_fits_every_gpu(head_dim: int, dtype: torch
         assert min(tile.rows, tile.keys) >= 16, "the smallest matrix product"
 
 
-def remember_many(writer: int) -> None:
-    for i in range(20):
-        remember(f"{writer}.{i}", Tile(writer, i, 4, 2))
-
-
 def test_what_is_remembered_is_recalled() -> None:
     assert recall("a") is None
-    remember("a", TILE)
-    remember("b", Tile(128, 64, 8, 3))
-    assert (recall("a"), recall("b"), recall("c")) == (TILE, Tile(128, 64, 8, 3), None)
-    remember("a", Tile(16, 16, 4, 1))
-    assert recall("a") == Tile(16, 16, 4, 1)
+    for name, tile in (("a", TILE), ("b", Tile(128, 64, 8, 3)), ("a", Tile(16, 16, 4, 1))):
+        remember(name, tile)
+        assert recall(name) == tile
+    assert (recall("b"), recall("c")) == (Tile(128, 64, 8, 3), None)
 
 
 @pytest.mark.parametrize(
@@ -66,11 +60,10 @@ def test_junk_is_as_good_as_nothing_and_is_written_over(junk: bytes, store: Path
 
 def test_two_writers_lose_nothing(store: Path) -> None:
     # Each opens the lock's file anew, so threads exclude each other as processes do.
+    tiles = {str(number): Tile(16, number, 4, 2) for number in range(40)}
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(remember_many, range(2)))
-    for writer in range(2):
-        for i in range(20):
-            assert recall(f"{writer}.{i}") == Tile(writer, i, 4, 2)
+        list(pool.map(remember, tiles, tiles.values()))
+    assert {name: recall(name) for name in tiles} == tiles
     assert {path.name for path in store.parent.iterdir()} == {"tiles.json", "tiles.lock"}
 
 

@@ -4,6 +4,7 @@ import random
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -73,20 +74,16 @@ def test_the_second_tokenizer_loses_nothing(text: str, tokenizer: PreTrainedToke
 
 def test_scores_find_their_tokens_in_the_other_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
     """A score on each token of the second model in turn arrives at the primary's tokens over the same characters."""
-    primary, second, cuts = tokenizers.build().backend_tokenizer, tokenizer.backend_tokenizer, 0
+    primary, second = tokenizers.build().backend_tokenizer, tokenizer.backend_tokenizer
     for page in sample(random.Random(11), "heldout", PROMPT).pages:
-        told = page.text + "\n"
-        text, spans = spans_of(primary, primary.encode(told, add_special_tokens=False).ids)
-        assert text == told
+        text, spans = spans_of(primary, primary.encode(page.text + "\n", add_special_tokens=False).ids)
         own = second.encode(text, add_special_tokens=False).offsets
-        cuts += own != spans
-        for number, (start, stop) in enumerate(own):
-            one = torch.zeros(len(own))
-            one[number] = 1.0
+        assert text == page.text + "\n"
+        assert own != spans, "the tokenizers cut every page in another way"
+        for (start, stop), one in zip(own, torch.eye(len(own)), strict=True):
             found = carry_over(one, own, spans).nonzero().flatten().tolist()
             assert found == [i for i, (a, b) in enumerate(spans) if a < stop and start < b]
             assert found
-    assert cuts == 8, "the tokenizers cut every page in another way"
 
 
 def test_the_second_tokenizer_cuts_in_another_way(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -103,10 +100,7 @@ def test_the_second_tokenizer_cuts_in_another_way(tokenizer: PreTrainedTokenizer
 
 def test_a_row_is_what_the_worker_asks(tokenizer: PreTrainedTokenizerFast) -> None:
     """System text, page and question in the second model's tokens, as they are when each is encoded as a whole."""
-
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False)
-
+    encode = partial(tokenizer.encode, add_special_tokens=False)
     made = sample(random.Random(5), "heldout", PROMPT)
     asked = {tuple(encode("".join(question_pieces(question.text)))) for question in made.questions}
     found = PageEncoder(tokenizer).story(random.Random(5), made, True)

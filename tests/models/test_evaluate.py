@@ -41,9 +41,9 @@ def test_a_page_is_encoded_behind_the_system_text_alone(model: Qwen2ForCausalLM,
     count = ids.shape[1]
     causal = torch.ones(1, count, count, dtype=torch.bool).tril()
     _, alone = evaluate.forward(model, ids, torch.arange(count)[None], causal)
-    for (key, value), (alone_key, alone_value) in zip(states, alone, strict=True):
-        torch.testing.assert_close(key[row][:, kept], alone_key[0], atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(value[row][:, kept], alone_value[0], atol=1e-4, rtol=1e-4)
+    for together, apart in zip(states, alone, strict=True):
+        for one, other in zip(together, apart, strict=True):
+            torch.testing.assert_close(one[row][:, kept], other[0], atol=1e-4, rtol=1e-4)
 
 
 @torch.inference_mode()

@@ -16,10 +16,9 @@ WRONG = 3  # of 50 under full attention; a task at 97% has more in 6 of 100 draw
 
 
 def test_there_are_models_and_they_take_little_space() -> None:
-    recipes, seeds = zip(*(path.name.split("-") for path in MODELS), strict=True)
     assert len(MODELS) >= 3
-    assert len(set(recipes)) >= 2, "curricula"
-    assert len(set(seeds)) >= 2
+    # Curricula, and seeds.
+    assert all(len(set(parts)) >= 2 for parts in zip(*(path.name.split("-") for path in MODELS), strict=True))
     everything = [file for path in (*MODELS, *AUXILIARIES) for file in path.iterdir()]
     assert sum(file.stat().st_size for file in everything) <= 20 * 2**20
 
@@ -38,29 +37,19 @@ def test_second_models_are_smaller_and_have_a_tokenizer_of_their_own() -> None:
     for path in AUXILIARIES:
         weights, other = (each / "model.safetensors" for each in (path, MODELS[0]))
         assert weights.stat().st_size < other.stat().st_size / 4
-        words, others = (
-            json.loads((each / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
-            for each in (path, MODELS[0])
-        )
-        assert words != others
+        words, others = (json.loads((each / "tokenizer.json").read_text("utf-8")) for each in (path, MODELS[0]))
+        assert words["model"]["vocab"] != others["model"]["vocab"]
 
 
 # The first one is what everything else runs on; the others can only change with their files, and with it.
 OTHERS = (pytest.param(path, marks=pytest.mark.weights) for path in MODELS[1:])
 
 
-@pytest.fixture(scope="module", params=[MODELS[0], *OTHERS], ids=lambda path: path.name)
-def table(request: pytest.FixtureRequest) -> dict[str, dict[str, float]]:
-    return evaluate.evaluate(request.param, COUNT)
-
-
 @pytest.mark.slow
-def test_full_attention_answers_every_task(table: dict[str, dict[str, float]]) -> None:
+@pytest.mark.parametrize("path", [MODELS[0], *OTHERS], ids=lambda path: path.name)
+def test_full_attention_answers_every_task_and_full_reuse_fails_across_chunks(path: Path) -> None:
+    table = evaluate.evaluate(path, COUNT)
     for task in TASKS:
         assert table["full_attention"][task] >= 100 * (1 - WRONG / COUNT), task
-
-
-@pytest.mark.slow
-def test_full_reuse_fails_across_chunks(table: dict[str, dict[str, float]]) -> None:
     # Two values are a guess at worst, half of them by one page: a model may find both.
     assert all(table["full_reuse"][task] <= 50 for task in CROSS_CHUNK if task != "multivalue")

@@ -26,8 +26,7 @@ def names(made: Iterable[Sample]) -> set[str]:
 
 def solve(pages: list[str], question: str) -> str | None:
     """Answers a question from the pages' text alone, following references backwards through them."""
-    said = [line for page in pages for line in re.findall(r"[^.]+", page)]
-    said = [line.strip() for line in said]
+    said = [line.strip() for page in pages for line in re.findall(r"[^.]+", page)]
 
     def find(pattern: str) -> list[tuple[int, str]]:
         found = [(i, re.fullmatch(pattern, line)) for i, line in enumerate(said)]
@@ -65,8 +64,7 @@ def test_held_out_names_are_never_trained_on() -> None:
     assert len(trained) > 1000
     assert len(held_out) > 500
     assert not trained & held_out
-    syllables = {name[:3] for name in trained}
-    assert {name[:3] for name in held_out} <= syllables
+    assert {name[:3] for name in held_out} <= {name[:3] for name in trained}
 
 
 def solved(made: Sample) -> list[str]:

@@ -1,7 +1,6 @@
 """What was measured is found again under what it depends on, and nothing else; jobs measure the rest."""
 
 import argparse
-import dataclasses
 import multiprocessing
 import time
 from dataclasses import replace
@@ -41,11 +40,9 @@ def test_blocks_come_back_as_one_cell(tmp_path: Path) -> None:
     store.append(SUBJECT, second, [(CELL, measured(BLOCK, 5))])
     assert list(table(SUBJECT, [first, second], [CELL], store)) == []
     store.append(SUBJECT, first, [(CELL, measured(0, BLOCK, picture=True))])
+    whole = Measured(measured(0, BLOCK + 5).values, {"select": [0.5, 0.5]}, PICTURE)
     for found in (store, Store(path)):
-        ((cell, together),) = table(SUBJECT, [first, second], [CELL], found)
-        assert cell == CELL
-        assert together.values["kl"] == measured(0, BLOCK + 5).values["kl"]
-        assert (together.seconds, together.picture) == ({"select": [0.5, 0.5]}, PICTURE)
+        assert list(table(SUBJECT, [first, second], [CELL], found)) == [(CELL, whole)]
 
 
 def test_a_metric_that_a_block_lacks_is_left_out(tmp_path: Path) -> None:
@@ -56,24 +53,23 @@ def test_a_metric_that_a_block_lacks_is_left_out(tmp_path: Path) -> None:
         store.append(SUBJECT, blocks[0], [(CELL, more)])
         store.append(SUBJECT, blocks[1], [(CELL, Measured(measured(BLOCK, 5).values))])
         ((_, together),) = table(SUBJECT, [first, second], [CELL], store)
-        assert set(together.values) == {"kl"}
+        assert (set(together.values), together.seconds) == ({"kl"}, {"select": [0.5]})
         assert len(together.values["kl"]) == BLOCK + 5
-        assert together.seconds == {"select": [0.5]}
 
 
 FIRST = next(TASK.blocks(BLOCK))
 KEY = key(SUBJECT, FIRST, CELL)
-SELECT = dataclasses.replace(CELL.recipe, select=QuestionAttention(CachedAttention(first=1.0)))
+SELECT = replace(CELL.recipe, select=QuestionAttention(CachedAttention(first=1.0)))
 
 
 @pytest.mark.parametrize(
     ("subject", "block", "cell"),
     [
-        (dataclasses.replace(SUBJECT, fingerprint="ac"), FIRST, CELL),
-        (dataclasses.replace(SUBJECT, dtype="float16"), FIRST, CELL),
-        (dataclasses.replace(SUBJECT, chunk_tokens=256), FIRST, CELL),
+        (replace(SUBJECT, fingerprint="ac"), FIRST, CELL),
+        (replace(SUBJECT, dtype="float16"), FIRST, CELL),
+        (replace(SUBJECT, chunk_tokens=256), FIRST, CELL),
         (SUBJECT, next(TASK.blocks(BLOCK - 1)), CELL),
-        (SUBJECT, next(dataclasses.replace(TASK, metrics=("f1",)).blocks(BLOCK)), CELL),
+        (SUBJECT, next(replace(TASK, metrics=("f1",)).blocks(BLOCK)), CELL),
         (SUBJECT, [*TASK.blocks(BLOCK)][1], CELL),
         (SUBJECT, FIRST, Cell(CELL.recipe, 0.2)),
         (SUBJECT, FIRST, Cell(modifiers.find("prophetkv+window(8,5)"), 0.1)),
@@ -84,24 +80,17 @@ def test_whatever_changes_a_figure_changes_its_key(subject: Subject, block: Any,
     assert key(subject, block, cell) != KEY
 
 
-def test_a_second_model_counts_where_it_is_asked() -> None:
-    other, clip = dataclasses.replace(SUBJECT, auxiliary="cd"), Cell(modifiers.find("cacheclip"), 0.1)
+def test_what_changes_no_figure_changes_no_key() -> None:
+    """A second model counts where a recipe needs it, a file where neighbours come from it, and names never."""
+    other, clip = replace(SUBJECT, auxiliary="cd"), Cell(modifiers.find("cacheclip"), 0.1)
     assert key(SUBJECT, FIRST, clip) != key(other, FIRST, clip)
     assert key(other, FIRST, CELL) == KEY
-
-
-def test_a_file_counts_where_neighbours_come_from_it() -> None:
     more = Library((*TASK.samples, Sample("s", ("another page",), "q", ("x",))))
-    libraries = (Library(TASK.samples), more)
-    blocks = [next(dataclasses.replace(TASK, library=library).blocks(BLOCK)) for library in libraries]
+    blocks = [next(replace(TASK, library=library).blocks(BLOCK)) for library in (Library(TASK.samples), more)]
     guided = Cell(modifiers.find("fusionrag"), 0.1)
-    assert len({key(SUBJECT, block, guided) for block in blocks}) == 2
-    assert len({key(SUBJECT, block, CELL) for block in blocks}) == 1
-
-
-def test_names_that_change_no_figure_change_no_key() -> None:
-    renamed = dataclasses.replace(CELL.recipe, description="said otherwise")
-    assert key(dataclasses.replace(SUBJECT, model="moved"), FIRST, Cell(renamed, 0.1)) == KEY
+    assert [len({key(SUBJECT, block, cell) for block in blocks}) for cell in (guided, CELL)] == [2, 1]
+    renamed = replace(CELL.recipe, description="said otherwise")
+    assert key(replace(SUBJECT, model="moved"), FIRST, Cell(renamed, 0.1)) == KEY
 
 
 def test_a_line_cut_short_is_measured_again_and_harms_no_other(tmp_path: Path) -> None:
@@ -119,7 +108,7 @@ def test_a_line_cut_short_is_measured_again_and_harms_no_other(tmp_path: Path) -
 
 def test_tasks_of_the_same_contexts_share_a_job(tmp_path: Path) -> None:
     store = Store(tmp_path / "cells.jsonl")
-    one, two = (dataclasses.replace(TASK, name=name, contexts="stories") for name in ("one", "two"))
+    one, two = (replace(TASK, name=name, contexts="stories") for name in ("one", "two"))
     plan = [(task, [CELL]) for task in (one, TASK, two)]
     jobs = missing(SUBJECT, WorkerConfig(), plan, store)
     found = [[(part.block.task.name, part.block.start) for part in job.parts] for job in jobs]
@@ -133,7 +122,7 @@ def test_cells_are_ratios_where_a_recipe_leaves_them_open() -> None:
         *("full_attention r=1", "full_reuse r=0", "prophetkv r=0.1", "prophetkv r=0.2"),
         *("fusionrag r=0", "fusionrag r=0.1", "fusionrag r=0.2"),
     ]
-    words, reuse = dataclasses.replace(TASK, metrics=("f1",)), modifiers.find("full_reuse")
+    words, reuse = replace(TASK, metrics=("f1",)), modifiers.find("full_reuse")
     assert cells_of(words, [reuse], (0.1,)) == [Cell(reuse, 0.0), NO_CONTEXT]
 
 

@@ -1,7 +1,6 @@
 """`fusionkv check`: the oracles on every family, what is safe, and the file that says so."""
 
 import argparse
-import asyncio
 import json
 import sys
 from collections.abc import Sequence
@@ -24,16 +23,14 @@ from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.quality import verdict
 from fusionkv.fusion_worker.quality.verdict import FILE, SAFE, UNDECIDED, UNSAFE, Judged
 from fusionkv.fusion_worker.recipes.modifiers import find
-from tests.fusion_worker.oracle import byte_tokenizer, network
+from tests.fusion_worker.oracle import saved
 
 PAGES = [f"The {a} stands by the {b}, and {a}s are counted there. " for a, b in zip("abcd", "efgh", strict=True)]
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    network("llama").save_pretrained(tmp_path / "model")
-    byte_tokenizer().save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+    return saved(tmp_path / "model")
 
 
 @pytest.fixture
@@ -44,11 +41,12 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "own.json"
 
 
-def test_the_engine_holds_to_every_family(family: str, tmp_path: Path) -> None:
-    network(family).save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
-    model = models.load(tmp_path, "cpu")
-    found = asyncio.run(compare(tmp_path, model, WorkerConfig(model=tmp_path, pool_bytes=8 << 20)))
+async def compared(directory: Path, model: models.Model) -> Any:
+    return await compare(directory, model, WorkerConfig(model=directory, pool_bytes=8 << 20))
+
+
+async def test_the_engine_holds_to_every_family(family: str, tmp_path: Path) -> None:
+    found = await compared(saved(tmp_path, family), models.load(tmp_path, "cpu"))
     assert max(found.full_attention, found.full_reuse) < 1e-4
     assert found.held
 
@@ -62,14 +60,13 @@ def off(model: Path) -> models.Model:
     return loaded
 
 
-def test_an_engine_that_is_off_is_found_out(model: Path, off: models.Model) -> None:
-    assert not asyncio.run(compare(model, off, WorkerConfig(model=model, pool_bytes=8 << 20))).held
+async def test_an_engine_that_is_off_is_found_out(model: Path, off: models.Model) -> None:
+    assert not (await compared(model, off)).held
 
 
 def test_questions_that_come_with_the_check() -> None:
     (task,) = datasets.load(check.PASSAGES)
-    assert len(task.samples) >= 24
-    assert len({sample.question for sample in task.samples}) == len(task.samples)
+    assert len({sample.question for sample in task.samples}) == len(task.samples) >= 24
     behind_another = 0
     for sample in task.samples:
         assert len({*sample.passages}) == len(sample.passages) == 8
@@ -120,9 +117,8 @@ async def test_recipes_that_are_decided_are_asked_no_more() -> None:
     found = await judge(Runner(), tasks, recipes, lambda *at: rounds.append(at))  # type: ignore[arg-type]
     assert asked == [("one", 6, 4), ("two", 6, 4), ("one", 6, 2), ("two", 2, 2)]
     assert rounds == [(0, 3), (6, 3), (12, 1), (18, 1)]
-    verdicts = {"epic": SAFE, "a3": UNSAFE, "full_reuse": UNDECIDED}
-    assert {name: judged.verdict for name, judged in found.items()} == verdicts
-    assert [judged.answers for judged in found.values()] == [LEAST, LEAST, 20]
+    verdicts = {"epic": (SAFE, LEAST), "a3": (UNSAFE, LEAST), "full_reuse": (UNDECIDED, 20)}
+    assert {name: (judged.verdict, judged.answers) for name, judged in found.items()} == verdicts
 
 
 def parsed(*flags: object) -> argparse.Namespace:

@@ -40,9 +40,7 @@ def test_ruler(tmp_path: Path) -> None:
     assert first.instruction + first.passages[0] + first.question == NEEDLE["input"]
     (qa,) = load(lines(tmp_path / "qa_2.jsonl", NEEDLE))
     assert (qa.name, qa.metrics, qa.max_tokens) == ("ruler/qa_2", ("string_match_part",), 32)
-
-
-def test_a_ruler_input_without_an_instruction_line_is_all_context(tmp_path: Path) -> None:
+    # An input without a line of instruction is all context.
     words = " ".join(["abc", "xyz"] * 100)
     (task,) = load(lines(tmp_path / "fwe.jsonl", {"input": f"{words}\nWhich words?", "outputs": ["abc", "xyz"]}))
     assert (task.samples[0].instruction, task.samples[0].passages) == ("", (words,))

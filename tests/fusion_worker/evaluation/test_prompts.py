@@ -12,7 +12,6 @@ from fusionkv.bench.quality.data import tasks
 from fusionkv.bench.quality.data.neighbours import Neighbours, Similarity
 from fusionkv.bench.quality.data.prompts import Prompter
 from fusionkv.bench.quality.data.samples import Library, Sample
-from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Chunk
 from fusionkv.models import evaluate
@@ -100,8 +99,7 @@ def test_equals_come_in_the_order_of_the_pool_and_nothing_twice() -> None:
 
 
 @pytest.fixture(scope="module")
-def neighbours(reference_model: Path) -> Neighbours:
-    model = models.load(reference_model)
+def neighbours(model: Model) -> Neighbours:
     return Neighbours(model.max_tokens, Prompter(model, 512))
 
 

@@ -17,6 +17,7 @@ from fusionkv.fusion_worker.recipes import modifiers
 from tests.pages import Page
 
 TASK = Task("chain2", (Sample("", ("p",), "q", ("a",)),) * 8)
+BY = {"chain2": "exact_match"}
 HARD = '<b>"1" & 2</b>'
 
 
@@ -63,11 +64,11 @@ def find(figures: list[Row], model: str, recipe: str, r: float, metric: str) -> 
 def test_scores_differences_and_shares_brought_back(figures: list[Row]) -> None:
     exact_match = find(figures, "a", "prophetkv", 0.15, "exact_match")
     assert (exact_match.task, exact_match.score, exact_match.n) == ("chain2", 0.75, 8)
-    assert (exact_match.low, exact_match.high) == (pytest.approx(0.409, abs=1e-3), pytest.approx(0.929, abs=1e-3))
+    assert (exact_match.low, exact_match.high) == pytest.approx((0.409, 0.929), abs=1e-3)
     assert find(figures, "a", "prophetkv", 0.15, "exact_match_minus_full_attention").score == -0.25
     assert find(figures, "b", "prophetkv", 0.15, "normalised_exact_match").score == pytest.approx(4 / 7, abs=1e-6)
-    assert find(figures, "a", "epic", 0.15, "exact_match_minus_best").score == -0.5
-    assert find(figures, "a", "prophetkv", 0.15, "exact_match_minus_best").score == 0.5
+    for recipe, score in (("epic", -0.5), ("prophetkv", 0.5)):
+        assert find(figures, "a", recipe, 0.15, "exact_match_minus_best").score == score
     tokens = find(figures, "a", "prophetkv", 0.2, "recomputed_tokens")
     assert (tokens.score, tokens.low, tokens.high) == (20.0, 20.0, 20.0)
     seconds = find(figures, "a", "epic", 0.15, "select_seconds")
@@ -134,30 +135,24 @@ def test_a_data_task_is_judged_by_what_comes_back_and_f1_stands_beside() -> None
     assert re.search(r"epic +0.15 +50\.0 \(.*?\) +50\.0 \(.*?\) +100\.0 \(.*?\) +0\.100 +2\.250 ", page)
 
 
-def test_the_worst_model_counts(figures: list[Row]) -> None:
-    found = report.Figures.of(figures, {"chain2": "exact_match"})
+def test_the_worst_model_counts_and_a_program_gets_the_same_table(figures: list[Row]) -> None:
+    found = report.Figures.of(figures, BY)
     worst = found.worst("chain2", "prophetkv", 0.2)
     assert (worst.model, worst.score) == ("b", 0.75)
     assert found.worst("chain2", "prophetkv", 0.2, ["a"]) == find(figures, "a", "prophetkv", 0.2, "exact_match")
-    one_sided = [row for row in figures if row.model == "a" or row.recipe != "epic"]
-    assert report.Figures.of(one_sided, {"chain2": "exact_match"}).worst("chain2", "epic", 0.15) is None
     assert found.cost("prophetkv", 0.2, "recomputed_tokens") == 20.0
-    assert [(name, r) for name, r, _ in found.table(0.2)] == [
-        *(("full_attention", 1.0), ("full_reuse", 0.0), ("epic", 0.15), ("prophetkv", 0.2))
-    ]
-
-
-def test_a_program_gets_the_same_table(figures: list[Row]) -> None:
+    table = [("full_attention", 1.0), ("full_reuse", 0.0), ("epic", 0.15), ("prophetkv", 0.2)]
+    assert [(name, r) for name, r, _ in found.table(0.2)] == table
     one_sided = [row for row in figures if row.model == "a" or row.recipe != "epic"]
-    found = report.worst(one_sided, {"chain2": "exact_match"})
-    assert [(line["recipe"], line["r"], line["scores"]["chain2"]) for line in found] == [
-        *(("full_attention", 1.0, 1.0), ("full_reuse", 0.0, 0.125), ("epic", 0.15, None), ("prophetkv", 0.15, 0.625))
-    ]
+    assert report.Figures.of(one_sided, BY).worst("chain2", "epic", 0.15) is None
+    lines = [(line["recipe"], line["r"], line["scores"]["chain2"]) for line in report.worst(one_sided, BY)]
+    assert lines[:3] == [("full_attention", 1.0, 1.0), ("full_reuse", 0.0, 0.125), ("epic", 0.15, None)]
+    assert lines[3:] == [("prophetkv", 0.15, 0.625)]
 
 
 def test_the_page_is_whole_and_holds_everything(figures: list[Row]) -> None:
     found = [(model, TASK, table(shift)) for shift, model in enumerate(("a", "b"))]
-    text = report.page(figures, {"chain2": "exact_match"}, found)
+    text = report.page(figures, BY, found)
     page = Page(text)
     assert page.open == []
     assert not {name for _, attributes in page.seen for name in attributes} & {"src", "href", "onload"}
@@ -169,7 +164,7 @@ def test_the_page_is_whole_and_holds_everything(figures: list[Row]) -> None:
     assert len(re.findall(r'<i class="on"', text)) == 4
     assert re.search(r"prophetkv\s+0\.15\s+62\.5\s+30\.6\s+to\s+86\.3", said)
     assert re.search(r"epic: 1 of 2 tokens by chunk", re.sub(r"\s+", " ", said))
-    alone = report.page([r for r in figures if r.model == "a"], {"chain2": "exact_match"}, found[:1])
+    alone = report.page([r for r in figures if r.model == "a"], BY, found[:1])
     assert "Worst case over the models: score by" not in alone
 
 
@@ -180,7 +175,7 @@ def ticks_of(root: ElementTree.Element) -> dict[float, float]:
 
 
 def test_a_chart_is_well_formed_and_to_scale(figures: list[Row]) -> None:
-    found = report.Figures.of(figures, {"chain2": "exact_match"})
+    found = report.Figures.of(figures, BY)
     root = ElementTree.fromstring(charts.curves(found.lines("chain2", ["a"]), found.recipes))
     (line,) = (e for e in root.iter("polyline") if len((e.get("points") or "").split()) == 2)
     (x1, y1), (x2, y2) = (map(float, p.split(",")) for p in (line.get("points") or "").split())
@@ -201,7 +196,7 @@ def test_a_chart_is_well_formed_and_to_scale(figures: list[Row]) -> None:
 
 def test_a_point_stands_at_what_was_recomputed_not_at_what_was_asked_for() -> None:
     windows = {**table(0), cell("prophetkv+window", 0.2): measured(exact(0, 1, 2), 5)}
-    found = report.Figures.of(rows("a", TASK, windows), {"chain2": "exact_match"})
+    found = report.Figures.of(rows("a", TASK, windows), BY)
     (point,) = found.lines("chain2")["prophetkv+window"]
     assert (point.row.r, point.share, point.scored) == (0.2, 0.05, 16.0)
     root = ElementTree.fromstring(charts.curves(found.lines("chain2"), found.recipes))
@@ -215,6 +210,6 @@ def test_a_point_stands_at_what_was_recomputed_not_at_what_was_asked_for() -> No
 
 def test_the_terminal_gets_the_middle_ratio(figures: list[Row]) -> None:
     out = StringIO()
-    Console(file=out, width=100).print(report.summary(figures, {"chain2": "exact_match"}))
+    Console(file=out, width=100).print(report.summary(figures, BY))
     assert re.search(r"worst case over 2 models", out.getvalue())
     assert re.search(r"prophetkv +0.15 +62.5", out.getvalue())
