@@ -88,7 +88,7 @@ def choose(console: Console, model: str | None) -> Setting:
     references = sorted(file.parent for file in (ROOT / "models").glob("*/config.json"))
     # Names in the reports are invented, so lexical search suffices.
     small = Setting(str(references[0]) if references else "", ROOT / "examples/corpus", WORDS_ALONE, 10, True)
-    world = Setting(model or REAL_MODEL, ROOT / "examples/world", {"CHUNK_TOKENS": "512"}, 0, False)
+    world = Setting(model or REAL_MODEL, ROOT / "examples/world", {"CHUNK_TOKENS": "512", "TOP_K": "10"}, 0, False)
     if model is not None and Path(model).resolve() in references:
         return replace(small, model=model)
     if model is None and not fetched(console, REAL_MODEL, "93 MB"):
@@ -304,7 +304,10 @@ def main() -> int:
         setting = choose(console, flags.model)
         started, folder = time.monotonic(), flags.corpora or setting.corpora
         corpora = sorted(path for path in folder.iterdir() if path.is_dir())
-        rows = asyncio.run(run(setting, corpora, pick(folder, flags.questions), flags.out, console))
+        questions = pick(folder, flags.questions)
+        if folder == ROOT / "examples/world":
+            console.print(f"asking {len(questions)} questions, first those that {REAL_MODEL} can answer")
+        rows = asyncio.run(run(setting, corpora, questions, flags.out, console))
         made = summarize(Path(setting.model).name, rows)
         flags.out.write_text(json.dumps({"summary": made, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
         conclude(console, made)

@@ -1,7 +1,7 @@
 """Compares the cache service with its peers: chunks are put and got one after another (`make bench-peers`).
 
-All systems are processes on this machine, over TCP, and keep bytes in memory only. Over a Redis or a Mooncake Store, an
-entry is put into one service and fetched from another, and a put ends when a third one finds it.
+All systems are processes on this machine, over TCP, and keep bytes in memory only. Over a Redis or a Mooncake Store,
+an entry is put into one service and fetched from another, and a put ends when a third one finds it.
 The peers are the same engines used directly, with one value per entry, and LMCache's server. CPU time is that of all
 processes, including the caller. All fetched bytes are compared with those that were put.
 """

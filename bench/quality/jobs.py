@@ -92,8 +92,7 @@ def run(jobs: Sequence[Job], processes: int, threads: int) -> Iterator[tuple[Job
                     yield waiting.pop(future), future.result()
         except BaseException:
             # The others' results are not needed any more, and could take half an hour. The pool waits for its
-            # processes to end, in the one thread that may: of two that wait for a process, one never learns that it
-            # ended.
+            # processes, in the one thread that may: of two that wait for a process, one never learns that it ended.
             for child in multiprocessing.active_children():
                 child.terminate()
             raise

@@ -27,7 +27,7 @@ from fusionkv.fusion_worker.select.base import (
     Selector,
 )
 from fusionkv.fusion_worker.select.choose import budget
-from fusionkv.fusion_worker.select.selectors import FreshStates
+from fusionkv.fusion_worker.select.fresh_states import FreshStates
 from fusionkv.kernels.segments import KVSegment
 from fusionkv.kernels.tempered_attention import Temper
 from fusionkv.protos.runtime.errors import FailedPrecondition

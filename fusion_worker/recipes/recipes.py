@@ -5,17 +5,15 @@ from typing import Any
 
 import torch
 
+from fusionkv.fusion_worker.select.attended_deviation import AttendedDeviation
+from fusionkv.fusion_worker.select.auxiliary_attention import AuxiliaryAttention
 from fusionkv.fusion_worker.select.base import CachedAttention, Need, Selector
 from fusionkv.fusion_worker.select.choose import TOP_K, Choice, Window
-from fusionkv.fusion_worker.select.selectors import (
-    AttendedDeviation,
-    AuxiliaryAttention,
-    DistanceToStart,
-    InterChunkAttention,
-    QuestionAttention,
-    ShallowQuestionAttention,
-    ValueDeviation,
-)
+from fusionkv.fusion_worker.select.distance_to_start import DistanceToStart
+from fusionkv.fusion_worker.select.inter_chunk_attention import InterChunkAttention
+from fusionkv.fusion_worker.select.question_attention import QuestionAttention
+from fusionkv.fusion_worker.select.shallow_question_attention import ShallowQuestionAttention
+from fusionkv.fusion_worker.select.value_deviation import ValueDeviation
 from fusionkv.protos.runtime.errors import InvalidArgument
 
 # SnapKV's votes are averaged over neighbouring tokens, so that a fact is kept with the words around it (SnapKV 4.1).

@@ -200,8 +200,8 @@ def _parser() -> argparse.ArgumentParser:
     ask.add_argument(
         "--order",
         choices=ORDER_NAMES,
-        default="document",
-        help="order of the chunks in the prompt (default: %(default)s)",
+        default="rank",
+        help="order of the chunks in the prompt (default: %(default)s, best first)",
     )
     ask.add_argument(
         "--filter",

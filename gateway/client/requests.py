@@ -29,7 +29,7 @@ class Options(TypedDict, total=False):
         recipe: the recipe that fuses cached chunks.
         ratio: share of context tokens to recompute, 0 to 1.
         top_k: number of chunks to retrieve.
-        order: order of the chunks in the prompt: document (default), rank or rank_reversed.
+        order: order of the chunks in the prompt: rank (default, best first), document or rank_reversed.
         max_tokens: maximum length of the answer.
         temperature: sampling temperature; 0 is greedy.
         top_p: sample from the most likely tokens of this total probability.
@@ -79,7 +79,7 @@ def generate(corpus: str = "", question: str = "", **options: Unpack[Options]) -
             question=question,
             passages=[pb.Passage(**({"text": p} if isinstance(p, str) else asdict(p))) for p in passages],
             messages=[_message(message) for message in messages],
-            order=order_of(given.pop("order", "document")),
+            order=order_of(given.pop("order", "rank")),
             sampling=pb.Sampling(**sampling, top_k=given.pop("sample_top_k", 0)),
             **given,
         )

@@ -84,7 +84,7 @@ def test_everything_that_can_be_asked() -> None:
 def test_the_model_and_our_own_fields(model: str, own: dict[str, Any], more: dict[str, Any]) -> None:
     nothing = {"n": 1, "user": "u", "metadata": {}, "tools": [], "presence_penalty": 0.0, "seed": None}
     made = chat.read({**GOOD, **nothing, "model": model, "fusionkv": own}).request
-    wanted = {"corpus": "notes", "order": pb.ORDER_DOCUMENT, **own, **more}
+    wanted = {"corpus": "notes", "order": pb.ORDER_RANK, **own, **more}
     said = [pb.Message(role=pb.ROLE_USER, text="Which colour?")]
     assert made == pb.GenerateRequest(messages=said, sampling=pb.Sampling(max_tokens=1), **wanted)
 
@@ -107,7 +107,7 @@ def test_passages_and_roles() -> None:
         ],
         messages=[pb.Message(role=role, text=text) for role, text in zip(roles, texts, strict=True)],
         ratio=0.5,
-        order=pb.ORDER_DOCUMENT,
+        order=pb.ORDER_RANK,
         sampling=pb.Sampling(seed=0),
     )
     assert chat.read({**GOOD, "passages": documents}).request.passages == made.passages

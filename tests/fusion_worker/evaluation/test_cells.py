@@ -18,7 +18,7 @@ from fusionkv.bench.quality.report.cells import NO_CONTEXT, Cell, Measured, Stor
 from fusionkv.fusion_worker.config import STORES, WorkerConfig
 from fusionkv.fusion_worker.recipes import modifiers
 from fusionkv.fusion_worker.select.base import CachedAttention
-from fusionkv.fusion_worker.select.selectors import QuestionAttention
+from fusionkv.fusion_worker.select.question_attention import QuestionAttention
 from fusionkv.models.shipped import shipped
 from fusionkv.protos.runtime.errors import ResourceExhausted
 

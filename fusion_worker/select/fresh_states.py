@@ -1,0 +1,83 @@
+"""The states of stale tokens at layer 1 under full attention, for comparison with cached ones.
+
+Keys and values of layer 0 depend only on the token, so cached ones are correct there. After layer 0 a token has seen
+the whole prompt, so its query, key and value at layer 1 are fresh and can be compared with the cached ones.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from fusionkv.fusion_worker.compute.batch import States
+from fusionkv.fusion_worker.tensor_parallel.ranks import ALONE, Ranks
+from fusionkv.kernels.attention_scores import attention_scores
+from fusionkv.kernels.rope import Rotation
+from fusionkv.kernels.segments import KVSegment, QuerySpan
+
+
+@dataclass(frozen=True, slots=True)
+class FreshStates:
+    """Rows at layer 1: every stale token, then the question.
+
+    Tensors hold this rank's heads. `placed` and `attention` are all-reduced, so all ranks must call them in the same
+    order.
+
+    Attributes:
+        states: The inputs of layer 1's attention: q [rows, q_heads, head_dim], k and v [rows, kv_heads, head_dim].
+        kv: [2, slots, kv_heads, head_dim], layer 1 of the pool, stale.
+        span: The rows and all keys that they see in layer 0.
+        rotation: The RoPE of layer 1.
+        starts: int64, ascending: first position of the context, of every chunk after the first, and of the question.
+        ranks: The tensor-parallel ranks.
+    """
+
+    states: States
+    kv: torch.Tensor
+    span: QuerySpan
+    rotation: Rotation
+    starts: torch.Tensor
+    ranks: Ranks = ALONE
+
+    @property
+    def stale(self) -> int:
+        """Number of rows of stale tokens; the other rows are the question's."""
+        return int((self.span.positions < self.starts[-1]).sum())
+
+    def values_away(self) -> torch.Tensor:
+        """float32 [stale tokens, kv_heads, head_dim]: fresh minus cached values."""
+        rows = self.span.positions[: self.stale]
+        cached = self.kv[1].index_select(0, self.span.in_order(self.rotation).slots[rows])
+        return self.states.v[: self.stale].float() - cached.float()
+
+    def keys(self) -> torch.Tensor:
+        """[positions, kv_heads, head_dim]: rotated keys in prompt order; fresh where a row has one, else cached."""
+        slots, cos, sin = self.span.in_order(self.rotation)
+        cached = self.kv[0].index_select(0, slots).transpose(0, 1)
+        keys = self.rotation.apply(cached, cos, sin).transpose(0, 1).contiguous()
+        return keys.index_copy_(0, self.span.positions, self.states.k.to(keys.dtype))
+
+    def over(self, keys: torch.Tensor, first_row: int = 0) -> QuerySpan:
+        """The span of the rows from `first_row` on, over `keys` as `keys()` returns them."""
+        positions = self.span.positions[first_row:]
+        return QuerySpan(0, len(positions), positions, (KVSegment(0, len(keys), 0),))
+
+    def attention(self, first_row: int = 0) -> torch.Tensor:
+        """float32 [positions]: attention of rows from `first_row` into each position, summed over rows and heads."""
+        states, keys = self.states, self.keys()
+        over = self.over(keys, first_row)
+        q = states.q[first_row:]
+        return self.ranks.total(attention_scores(q, keys, over, self.rotation, states.scale, states.window))
+
+    def placed(self, each: torch.Tensor) -> torch.Tensor:
+        """Puts a number for each stale token at its position, and all-reduces over ranks.
+
+        Args:
+            each: float32 [stale tokens], summed over this rank's heads.
+
+        Returns:
+            float32 [positions]; 0 where there is no stale token.
+        """
+        positions = self.span.positions
+        out = torch.zeros(int(positions[-1]) + 1, device=positions.device)
+        out[positions[: len(each)]] = each
+        return self.ranks.total(out)
