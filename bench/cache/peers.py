@@ -293,7 +293,9 @@ def systems(folder: Path) -> Iterator[dict[str, Callable[[], System] | str]]:
         numbers = itertools.count()
 
         def ours(*flags: str, services: int, pids: Sequence[int] = ()) -> Callable[[], System]:
-            started = [service(next(numbers), "--memory-bytes", "1GiB", *flags) for _ in range(services)]
+            # On a busy machine, a lookup that took more than 50 ms would find nothing.
+            own = ("--memory-bytes", "1GiB", "--remote-lookup-ms", "2000", *flags)
+            started = [service(next(numbers), *own) for _ in range(services)]
             return lambda: FusionKV(started, pids)
 
         found["fusionkv"] = ours(services=1)
