@@ -42,7 +42,7 @@ def test_python(notes: str) -> None:
     assert re.search(r"^from: ballakmi-01.txt, ballakmi-02.txt\n *Janberg$", said, re.MULTILINE)
     assert re.search(r"^\d+ of \d+ context tokens were exact hits in the cache", said, re.MULTILINE)
     said = run_python("examples/python_client.py", "--gateway", notes, cwd=ROOT).stdout
-    assert "from: ballakmi-01.txt, ballakmi-02.txt" in said
+    assert "from: ballakmi-02.txt, ballakmi-01.txt" in said  # best first
     assert "as expected: gateway: no corpus 'no-such-corpus'" in said
     assert "Deleted(documents=2, chunks=2)" in said
 
