@@ -43,6 +43,7 @@ class Setting:
         corpora: folder of corpora, with questions.json.
         gateway: settings of the gateway.
         neighbours: number of neighbours to encode each chunk with; 0 encodes chunks alone.
+        order: order of the chunks in the prompt. The reference models were trained on pages in the order of a story.
         sure: whether full attention has to answer every question right.
     """
 
@@ -50,6 +51,7 @@ class Setting:
     corpora: Path
     gateway: dict[str, str]
     neighbours: int
+    order: str
     sure: bool
 
 
@@ -87,8 +89,12 @@ def choose(console: Console, model: str | None) -> Setting:
     """The real model with real documents, or the reference model if the real one can't be fetched."""
     references = sorted(file.parent for file in (ROOT / "models").glob("*/config.json"))
     # Names in the reports are invented, so lexical search suffices.
-    small = Setting(str(references[0]) if references else "", ROOT / "examples/corpus", WORDS_ALONE, 10, True)
-    world = Setting(model or REAL_MODEL, ROOT / "examples/world", {"CHUNK_TOKENS": "512", "TOP_K": "10"}, 0, False)
+    small = Setting(
+        str(references[0]) if references else "", ROOT / "examples/corpus", WORDS_ALONE, 10, "document", True
+    )
+    world = Setting(
+        model or REAL_MODEL, ROOT / "examples/world", {"CHUNK_TOKENS": "512", "TOP_K": "10"}, 0, "rank", False
+    )
     if model is not None and Path(model).resolve() in references:
         return replace(small, model=model)
     if model is None and not fetched(console, REAL_MODEL, "93 MB"):
@@ -182,8 +188,8 @@ def pick(corpora: Path, count: int) -> list[Question]:
     return picked[:count]
 
 
-async def ask(client: AsyncClient, question: Question, recipe: str) -> Row:
-    answer = await client.ask(question.corpus, question.question, recipe=recipe, max_tokens=32)
+async def ask(client: AsyncClient, question: Question, recipe: str, order: str) -> Row:
+    answer = await client.ask(question.corpus, question.question, recipe=recipe, order=order, max_tokens=32)
     return Row(
         question=question.question,
         kind=question.kind,
@@ -247,7 +253,7 @@ async def run(
         async with services(setting, folder, console) as address, AsyncClient(address) as client:
             await load(client, setting, corpora, console)
             for question in questions:
-                answers = [await ask(client, question, recipe) for recipe in RECIPES]
+                answers = [await ask(client, question, recipe, setting.order) for recipe in RECIPES]
                 show(console, answers)
                 rows += answers
             # Explain the first question that both recipes answer right, if there is one.
@@ -255,17 +261,19 @@ async def run(
                 all(row.right for row in rows[at : at + len(RECIPES)]) for at in range(0, len(rows), len(RECIPES))
             ]
             shown = questions[right.index(True) if True in right else 0]
-            await explain(address, shown, out.with_suffix(".html"))
+            await explain(address, shown, setting.order, out.with_suffix(".html"))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return rows
 
 
-async def explain(address: str, question: Question, page: Path) -> None:
+async def explain(address: str, question: Question, order: str, page: Path) -> None:
     """Writes the page that explains an answer, with `fusionkv ask --explain`."""
     command = (PROGRAM, "ask", question.corpus, question.question, "--gateway", address)
     process = await asyncio.create_subprocess_exec(
         *command,
+        "--order",
+        order,
         "--max-tokens",
         "32",
         "--explain",

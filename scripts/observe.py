@@ -25,7 +25,7 @@ CORPUS = ROOT / "examples/corpus"
 SERVICES = ("kvcache", "worker", "gateway")
 RECIPES = ("fusionrag", "prophetkv", "full_reuse")
 # The README's question, whose answer needs two pages.
-EXPLAINED = "Report Fenhinzu: city of Uma?"
+EXPLAINED = "Report Fenhinzu: choice of Gus?"
 UP_SECONDS = 300
 
 
