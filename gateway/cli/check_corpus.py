@@ -90,8 +90,9 @@ async def questions(client: AsyncClient, corpus: str, count: int, seconds: float
             if not nearby:
                 continue
             sentence = _sentence(chance.choice(nearby), chance)
+            # In the order in which the gateway puts passages into a prompt.
             together = await retry_while_busy(
-                lambda sentence=sentence: client.retrieve(corpus, sentence, order="document"),  # type: ignore[misc]
+                lambda sentence=sentence: client.retrieve(corpus, sentence),  # type: ignore[misc]
                 seconds,
             )
             if len(together) > 1:

@@ -216,14 +216,14 @@ class Corpus:
     """A gateway's client, as far as it is asked here."""
 
     def __init__(self, texts: list[str]) -> None:
-        self.asked: list[tuple[str, str]] = []
+        self.asked: list[str] = []
         self.passages = tuple(Passage("d", i, text, 1.0, 40) for i, text in enumerate(texts))
 
     async def list(self, corpus: str) -> list[Item]:
         return [Item("d", 1, len(self.passages), 100, 1000)] * bool(self.passages)
 
-    async def retrieve(self, corpus: str, question: str, order: str = "rank") -> tuple[Passage, ...]:
-        self.asked.append((question, order))
+    async def retrieve(self, corpus: str, question: str) -> tuple[Passage, ...]:
+        self.asked.append(question)
         return self.passages
 
 
@@ -239,8 +239,8 @@ async def test_questions_join_two_sentences() -> None:
         assert all(len(words.split()) == 6 and any(words in text for text in TEXTS) for words in begun)
         assert all(words in record["answers"][0] for words in begun)
     # Passages in the order in which the gateway puts them into a prompt.
-    assert [order for _, order in corpus.asked] == ["rank", "document"] * (len(corpus.asked) // 2)
-    assert all(question == "d" or any(question in text for text in TEXTS) for question, _ in corpus.asked)
+    assert corpus.asked[::2] == ["d"] * (len(corpus.asked) // 2)
+    assert all(any(question in text for text in TEXTS) for question in corpus.asked[1::2])
 
 
 async def test_corpora_without_two_passages_or_sentences() -> None:
