@@ -126,7 +126,7 @@ class FusionServicer:
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         checked, replaced = self._checked(request)
-        async with aclosing(self.answerer.answer(checked, _time_left(context))) as events:
+        async with aclosing(self.answerer.answer(checked, rpc.time_remaining(context))) as events:
             async for event in events:
                 if isinstance(event, Piece):
                     yield pb.GenerateResponse(token=_token(event))
@@ -135,7 +135,7 @@ class FusionServicer:
 
     async def Prefill(self, request: pb.PrefillRequest, context: Any) -> AsyncIterator[pb.PrefillResponse]:
         checked, replaced = self._checked(request.prompt)
-        async with aclosing(self.answerer.prefill(checked, _time_left(context))) as events:
+        async with aclosing(self.answerer.prefill(checked, rpc.time_remaining(context))) as events:
             async for event in events:
                 if isinstance(event, FirstPiece):
                     first = pb.FirstToken(
@@ -281,12 +281,6 @@ class FusionServicer:
             seed=sampling.seed if sampling.HasField("seed") else None,
             stop=tuple(sampling.stop),
         )
-
-
-def _time_left(context: Any) -> float | None:
-    """Seconds until the caller's deadline; None without one, as for a caller in this process."""
-    seconds_left: float | None = context.time_remaining() if context is not None else None
-    return seconds_left
 
 
 def _handle(request: pb.HoldPrefillRequest | pb.FetchPrefillRequest | pb.ReleasePrefillRequest) -> bytes:

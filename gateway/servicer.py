@@ -28,6 +28,7 @@ from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.observe import logs
+from fusionkv.protos.runtime import rpc
 from fusionkv.protos.runtime.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -47,16 +48,6 @@ _degraded = _meter.create_counter("fusionkv.gateway.degraded", description="answ
 _PAGE = 100
 _MAX_PAGE = 1000
 _MAX_NAME_BYTES = 4 * MAX_NAME
-# Seconds. A longer deadline counts as none, and request_seconds applies.
-_NO_DEADLINE = 1e6
-
-
-class Call:
-    """A call without a deadline, as all over HTTP are; calls over gRPC have a `grpc.aio.ServicerContext`."""
-
-    def time_remaining(self) -> float | None:
-        """Seconds until the caller's deadline; None without one."""
-        return None
 
 
 class GatewayServicer:
@@ -85,22 +76,24 @@ class GatewayServicer:
         self._active = Shares(config.max_requests, spare=int(config.several_tenants))
         self._served = self._failed = self._marked_degraded = 0
 
-    async def Ingest(self, request: pb.IngestRequest, context: Call) -> pb.IngestResponse:
+    async def Ingest(self, request: pb.IngestRequest, context: rpc.Call | None) -> pb.IngestResponse:
         async with self._admitted("Ingest") as (tenant, _):
             return await self._ingest.file(tenant, request, self._time_left(context))
 
-    def Precompute(self, request: pb.PrecomputeRequest, context: Call) -> AsyncGenerator[pb.PrecomputeResponse]:
+    def Precompute(
+        self, request: pb.PrecomputeRequest, context: rpc.Call | None
+    ) -> AsyncGenerator[pb.PrecomputeResponse]:
         return self._stream("Precompute", lambda tenant: self._precompute.run(tenant, request))
 
     def PlanPrecompute(
-        self, request: pb.PlanPrecomputeRequest, context: Call
+        self, request: pb.PlanPrecomputeRequest, context: rpc.Call | None
     ) -> AsyncGenerator[pb.PlanPrecomputeResponse]:
         return self._stream("PlanPrecompute", lambda tenant: self._precompute.plan(tenant, request))
 
-    def Move(self, request: pb.MoveRequest, context: Call) -> AsyncGenerator[pb.MoveResponse]:
+    def Move(self, request: pb.MoveRequest, context: rpc.Call | None) -> AsyncGenerator[pb.MoveResponse]:
         return self._stream("Move", lambda tenant: self._ingest.move(tenant.retrieval, request.corpus))
 
-    async def Delete(self, request: pb.DeleteRequest, context: Call) -> pb.DeleteResponse:
+    async def Delete(self, request: pb.DeleteRequest, context: rpc.Call | None) -> pb.DeleteResponse:
         async with self._admitted("Delete") as (tenant, _):
             check_corpus(request.corpus)
             if request.name:
@@ -108,7 +101,7 @@ class GatewayServicer:
             documents, chunks = await tenant.retrieval.delete(request.corpus, request.name)
             return pb.DeleteResponse(documents=documents, chunks=chunks)
 
-    async def List(self, request: pb.ListRequest, context: Call) -> pb.ListResponse:
+    async def List(self, request: pb.ListRequest, context: rpc.Call | None) -> pb.ListResponse:
         async with self._admitted("List") as (tenant, _):
             size = min(request.page_size or _PAGE, _MAX_PAGE)
             if request.corpus:
@@ -124,13 +117,13 @@ class GatewayServicer:
                 next_page_token=page_tokens.token(tenant.salt, request.corpus, items[size - 1].name) if more else "",
             )
 
-    async def Retrieve(self, request: pb.RetrieveRequest, context: Call) -> pb.RetrieveResponse:
+    async def Retrieve(self, request: pb.RetrieveRequest, context: rpc.Call | None) -> pb.RetrieveResponse:
         async with self._admitted("Retrieve") as (tenant, _):
             search, left = (request.corpus, request.question, request.top_k), self._time_left(context)
             found = await self._pipeline.retrieve(tenant, *search, left, where=request.filter)
             return pb.RetrieveResponse(passages=[source for _, source in order(found, request.order)])
 
-    async def embed(self, texts: Sequence[str], model: str, context: Call) -> tuple[np.ndarray, str, int]:
+    async def embed(self, texts: Sequence[str], model: str, context: rpc.Call | None) -> tuple[np.ndarray, str, int]:
         """Embeds texts with the embedder of retrieval.
 
         Returns:
@@ -155,11 +148,11 @@ class GatewayServicer:
             except TimeoutError as error:
                 raise DeadlineExceeded("embedding took longer than the request's deadline") from error
 
-    def Generate(self, request: pb.GenerateRequest, context: Call) -> AsyncGenerator[pb.GenerateResponse]:
+    def Generate(self, request: pb.GenerateRequest, context: rpc.Call | None) -> AsyncGenerator[pb.GenerateResponse]:
         return self.generate(request, context, self.history)
 
     async def generate(
-        self, request: pb.GenerateRequest, context: Call, history: History | None
+        self, request: pb.GenerateRequest, context: rpc.Call | None, history: History | None
     ) -> AsyncGenerator[pb.GenerateResponse]:
         """Generate, with the answer stored in `history`, if there is one."""
         async with self._admitted("Generate") as (tenant, log_fields):
@@ -174,7 +167,7 @@ class GatewayServicer:
                         self._summarised(response.summary, log_fields)
                     yield response
 
-    async def Stats(self, request: pb.StatsRequest, context: Call) -> pb.StatsResponse:
+    async def Stats(self, request: pb.StatsRequest, context: rpc.Call | None) -> pb.StatsResponse:
         corpora = [c for tenant in self._tenants.all for c in await tenant.retrieval.corpora()]
         response = pb.StatsResponse(
             version=version("fusionkv"),
@@ -203,9 +196,9 @@ class GatewayServicer:
         await self._search.close()
         await self._tenants.close()
 
-    def _time_left(self, context: Call) -> float:
-        remaining = context.time_remaining()
-        return self._config.request_seconds if remaining is None or remaining > _NO_DEADLINE else remaining
+    def _time_left(self, context: rpc.Call | None) -> float:
+        remaining = rpc.time_remaining(context)
+        return self._config.request_seconds if remaining is None else remaining
 
     async def _stream(self, method: str, start: Callable[[Tenant], AsyncGenerator[T]]) -> AsyncGenerator[T]:
         async with self._admitted(method) as (tenant, _), contextlib.aclosing(start(tenant)) as responses:

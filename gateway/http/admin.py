@@ -16,7 +16,7 @@ from fusionkv.gateway.history import Record
 from fusionkv.gateway.http import failures
 from fusionkv.gateway.http.listener import Listener
 from fusionkv.gateway.plan import Conversation
-from fusionkv.gateway.servicer import Call, GatewayServicer
+from fusionkv.gateway.servicer import GatewayServicer
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import NotFound, PermissionDenied
 
@@ -96,7 +96,7 @@ class AdminServer(Listener):
         again.recipe, again.explain = explain.REFERENCE, False
         again.ClearField("ratio")
         full = Record(original.tenant, again)
-        async with contextlib.aclosing(self._servicer.generate(again, Call(), None)) as responses:
+        async with contextlib.aclosing(self._servicer.generate(again, None, None)) as responses:
             async for response in responses:
                 full.add(response)
         _ = full.answer  # raises ServiceError if there was no summary

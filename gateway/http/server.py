@@ -15,7 +15,7 @@ from fusionkv.gateway.client.results import Event
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.http import chat, embeddings, failures, replies
 from fusionkv.gateway.http.listener import Listener
-from fusionkv.gateway.servicer import SERVICE, Call, GatewayServicer
+from fusionkv.gateway.servicer import SERVICE, GatewayServicer
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import InvalidArgument, NotFound
 
@@ -53,7 +53,7 @@ class HTTPServer(Listener):
 
     async def _complete(self, text: bool, request: web.Request) -> web.StreamResponse:
         completion = chat.read(await self._json(request), text)
-        async with contextlib.aclosing(self._servicer.Generate(completion.request, Call())) as responses:
+        async with contextlib.aclosing(self._servicer.Generate(completion.request, None)) as responses:
             events = (results.event(response) async for response in responses)
             if completion.stream:
                 return await self._stream(request, completion, events)
@@ -81,7 +81,7 @@ class HTTPServer(Listener):
 
     async def _embed(self, request: web.Request) -> web.Response:
         embedding = embeddings.read(await self._json(request))
-        vectors, model, tokens = await self._servicer.embed(embedding.texts, embedding.model, Call())
+        vectors, model, tokens = await self._servicer.embed(embedding.texts, embedding.model, None)
         if embedding.dimensions not in (0, vectors.shape[1]):
             raise chat.BadRequest(f"{model} supports only {vectors.shape[1]} dimensions", "dimensions")
         return web.json_response(await asyncio.to_thread(embeddings.reply, embedding, vectors, model, tokens))
@@ -101,7 +101,7 @@ class HTTPServer(Listener):
         items = [pb.Item(name=chat.NO_CORPUS)]
         token = ""
         while True:
-            page = await self._servicer.List(pb.ListRequest(page_size=_PAGE, page_token=token), Call())
+            page = await self._servicer.List(pb.ListRequest(page_size=_PAGE, page_token=token), None)
             items.extend(page.items)
             token = page.next_page_token
             if not token:

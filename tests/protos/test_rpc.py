@@ -256,3 +256,17 @@ async def test_who_is_cancelled_gets_no_error_that_could_be_tried_again() -> Non
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+@pytest.mark.parametrize(
+    ("readings", "seconds"), [((20.0, 20.0), 20.0), ((0.0, 20.0), 20.0), ((20.0, 0.0), 20.0), ((1e7, 1e7), None)]
+)
+def test_a_clock_that_jumps_leaves_a_call_its_time(readings: tuple[float, float], seconds: float | None) -> None:
+    class Call:
+        _readings = iter(readings)
+
+        def time_remaining(self) -> float | None:
+            return next(self._readings)
+
+    assert rpc.time_remaining(Call()) == seconds
+    assert rpc.time_remaining(None) is None
