@@ -107,7 +107,7 @@ async def test_loaded_kv_gives_the_answer_of_vllm_itself(stack: Stack, path: str
         plain = stack.ask(handed.prompt, 7, cache_salt="plain-1")
         before = stack.loaded()
         more = {} if path is None else {"path": path}
-        assert await answer(stack, handed, f"loaded from {path}", **more) == plain
+        assert await answer(stack, handed, f"loaded from {path}".replace("/", "-"), **more) == plain
         assert not (await handed.summary()).degraded
         assert stack.loaded() - before == len(handed.prompt) - 1
 
@@ -117,8 +117,8 @@ async def test_loaded_kv_gives_the_answer_of_vllm_itself(stack: Stack, path: str
     [
         ({"prompt_digest": "00" * 32}, "the KV is of another prompt"),
         ({"model_fingerprint": "00" * 32}, "the KV is of model 0000000000000000"),
-        ({"dtype": "float64"}, "the KV is KVLayout"),
-        ({"tokens": 10**6}, "the KV is of 1000000 tokens"),
+        ({"dtype": "float64"}, "the KV's layout is KVLayout"),
+        ({"tokens": 10**6}, "the KV has 1000000 tokens"),
     ],
 )
 async def test_what_does_not_fit_is_computed(stack: Stack, wrong: dict[str, Any], why: str) -> None:
@@ -145,7 +145,7 @@ async def test_damaged_kv_is_computed_and_told_of(stack: Stack) -> None:
         os.pwrite(file, b"\x55" * 4096, 8192)
         os.close(file)
         assert await answer(stack, handed, "damaged") == plain
-        assert (await handed.summary()).degraded_reason == "a prompt's KV is damaged"
+        assert (await handed.summary()).degraded_reason == "the KV of a prompt failed its checksum"
     assert stack.ask(handed.prompt, 7, cache_salt="damaged") == plain  # nothing of it stays
 
 
