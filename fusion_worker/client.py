@@ -14,9 +14,9 @@ from fusionkv.protos.runtime import errors, frames, rpc
 from fusionkv.protos.runtime.checksum import Checksum
 from fusionkv.protos.runtime.tls import ClientTLS
 
-# The default of the gateway's setting `default_recipe`.
+# The default of the gateway's setting `recipe`.
 DEFAULT_RECIPE = "midlayer+corrected"
-# The name of the gateway's `default_recipe` in requests; modifiers may follow it.
+# The name of that recipe in requests; modifiers may follow it.
 DEFAULT = "default"
 _MODEL_SECONDS = 30.0
 # Trailing metadata key of FetchPrefill.

@@ -33,8 +33,8 @@ def replaced(page: str, before: str, old: str, new: Iterable[str]) -> str:
 
 
 def page() -> str:
-    text = replaced(PAGE.read_text(), "`default_recipe`: `", r"[^`]+", DEFAULT_RECIPE)
-    text = replaced(text, "the reply names\n`", r"[^`]+(?=\+)", DEFAULT_RECIPE)
+    text = replaced(PAGE.read_text(), "setting `recipe`: `", r"[^`]+", DEFAULT_RECIPE)
+    text = replaced(text, "the reply names `", r"[^`]+(?=\+)", DEFAULT_RECIPE)
     head = "| recipe | chunks encoded | ratio | what it does |\n|---|---|---|---|\n"
     text = replaced(text, head, r"(?:\|.*\n)+", map(recipe_row, RECIPES.values()))
     head = "| modifier | numbers | what it changes |\n|---|---|---|\n"
