@@ -22,6 +22,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fusionkv.gateway.client.client import AsyncClient
+from fusionkv.gateway.client.defaults import ORDER_NAMES
 from fusionkv.gateway.client.results import fields
 from fusionkv.protos.runtime.errors import ServiceError
 
@@ -302,6 +303,10 @@ def main() -> int:
     )
     parser.add_argument("--corpora", type=Path, help="folders of *.md, and questions.json (default: examples/world)")
     parser.add_argument("--questions", type=int, default=12, help="number of questions (default: %(default)s)")
+    parser.add_argument("--order", choices=ORDER_NAMES, help="order of the chunks in a prompt (default: rank)")
+    parser.add_argument(
+        "--neighbours", type=int, help="encode every chunk after so many similar ones (default: 0, alone)"
+    )
     parser.add_argument(
         "--out", type=Path, default=ROOT / "build/demo.json", help="file for all answers (default: %(default)s)"
     )
@@ -310,6 +315,8 @@ def main() -> int:
     flags.out.parent.mkdir(parents=True, exist_ok=True)
     try:
         setting = choose(console, flags.model)
+        given = {name: getattr(flags, name) for name in ("order", "neighbours") if getattr(flags, name) is not None}
+        setting = replace(setting, **given)
         started, folder = time.monotonic(), flags.corpora or setting.corpora
         corpora = sorted(path for path in folder.iterdir() if path.is_dir())
         questions = pick(folder, flags.questions)
