@@ -11,6 +11,7 @@ from fusionkv.bench.quality.data.samples import Block, Task
 from fusionkv.bench.quality.report.cells import NO_CONTEXT, Cell, Measured, Store, Subject, key
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.recipes.recipes import Recipe
+from fusionkv.protos.runtime import process
 
 # Samples of a job, which an interrupted run loses at most for each process.
 BLOCK = 25
@@ -99,6 +100,8 @@ def run(jobs: Sequence[Job], processes: int, threads: int) -> Iterator[tuple[Job
 
 
 def _start(threads: int) -> None:
+    # Otherwise the processes of an evaluation that is killed keep their memory and finish their jobs for nobody.
+    process.end_with_parent()
     import torch
 
     torch.set_num_threads(threads)

@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import errno
 import functools
+import multiprocessing
 import os
 import resource
 import signal
@@ -22,9 +23,12 @@ _RETURN_SECONDS = 10.0
 
 
 def end_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
-    """Makes the system send this process a signal when its parent ends. Linux only."""
+    """Makes the system send this process a signal when its parent ends, also if it has ended already. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
+        parent = multiprocessing.parent_process()
+        if parent is not None and not parent.is_alive():
+            signal.raise_signal(by)
 
 
 def share_heaps() -> None:

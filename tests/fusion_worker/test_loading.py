@@ -71,7 +71,9 @@ async def test_a_request_whose_kv_is_loading_costs_the_engine_nothing(cached: An
 
 
 async def test_the_second_model_scores_while_the_first_one_s_kv_loads(cached: Any) -> None:
-    second = worker_models.wrap("second", copy.deepcopy(network("llama")), byte_tokenizer(), b"second".ljust(32), 2048)
+    second = worker_models.wrap(
+        "second", copy.deepcopy(network("llama")), byte_tokenizer(), b"second".ljust(32), 2048
+    )
     # Letters, since the second model reads the text: random bytes are none.
     system, question, *chunks = (list(text.encode()) for text in ("Answer.", "Who?", "a" * 20 + "b" * 20, "c" * 33))
     await (await cached("qwen3")).fill(system, chunks, question, ratio=0.0)

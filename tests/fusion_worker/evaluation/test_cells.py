@@ -2,6 +2,9 @@
 
 import argparse
 import multiprocessing
+import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -158,3 +161,29 @@ def test_when_a_job_fails_the_others_end(reference_model: Path) -> None:
         list(jobs.run([long, failing], processes=2, threads=1))
     assert multiprocessing.active_children() == []
     assert time.monotonic() - began < 90
+
+
+def runs(process: str) -> bool:
+    """False for a process that ended but has no parent to note it."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL])
+def test_an_evaluation_that_is_killed_leaves_no_process(reference_model: Path, tmp_path: Path, by: int) -> None:
+    flags = ("--tasks", "single", "--processes", "2", "--out", str(tmp_path))
+    command = (sys.executable, "-P", "-m", "fusionkv.bench.quality", str(reference_model), *flags)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as started:
+        children = Path(f"/proc/{started.pid}/task/{started.pid}/children")
+        deadline = time.monotonic() + 120
+        while len(found := children.read_text().split()) < 3:  # the third one tracks resources
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        started.send_signal(by)
+    deadline = time.monotonic() + 30
+    while any(runs(number) for number in found):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
