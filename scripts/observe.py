@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 TOOLS = ROOT / "build/observe"
 CORPUS = ROOT / "examples/corpus"
 SERVICES = ("kvcache", "worker", "gateway")
-RECIPES = ("fusionrag", "prophetkv", "full_reuse")
+RECIPES = ("default", "prophetkv", "full_reuse")
 # The README's question, whose answer needs two pages.
 EXPLAINED = "Report Fenhinzu: choice of Gus?"
 UP_SECONDS = 300
