@@ -13,7 +13,7 @@ from fusionkv.fusion_worker import models as worker_models
 from fusionkv.fusion_worker.auxiliary.mapping import carry_over, spans_of
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos.runtime.errors import FailedPrecondition
-from tests.fusion_worker.oracle import Parts, byte_tokenizer, network, oracle, whole, windows
+from tests.fusion_worker.oracle import Parts, byte_tokenizer, fallback_tokenizer, network, oracle, whole, windows
 
 SYSTEM = "Answer from the text."
 CHUNKS = (
@@ -122,6 +122,11 @@ def test_spans_of_tokens_that_make_half_a_character() -> None:
     # Three bytes of one sign, a letter, and the first of two bytes.
     ids = tokenizer.encode("\u20aca").ids + tokenizer.encode("\u00fc").ids[:1]
     assert spans_of(tokenizer, ids) == ("\u20aca", [(0, 1), (0, 1), (0, 1), (1, 2), (2, 2)])
+
+
+def test_spans_of_tokens_with_a_byte_that_is_no_text() -> None:
+    ids = [*"\u00e9".encode(), 0xA9, 257]
+    assert spans_of(fallback_tokenizer(), ids) == ("\u00e9 b", [(0, 1), (0, 1), (1, 3), (1, 3)])
 
 
 def test_a_token_takes_the_best_score_it_touches() -> None:
