@@ -106,26 +106,34 @@ class Scheduling:
         return True
 
     def _new(self, request: Any) -> _Request:
+        source: FusedPrompt | Prefix | None = None
+        # Keys of the cache service and the digest of a fused prompt cover the model and the tokens, and nothing else.
+        plain = not (request.lora_request or request.mm_features) and request.prompt_embeds is None
         try:
-            source: FusedPrompt | Prefix | None = FusedPrompt.of(request.kv_transfer_params)
+            source = FusedPrompt.of(request.kv_transfer_params)
         except ValueError as error:
             log.warning("%s: %s", request.request_id, error)
-            source = None
         else:
-            if source is None and self._background.cache is not None:
+            if source is None and self._background.cache is not None and plain:
                 source = Prefix.of(request.prompt_token_ids, request.cache_salt or "", self._chunk_tokens)
         state = self._requests[request.request_id] = _Request(source)
         if isinstance(source, FusedPrompt):
-            state.available = self._background.run(self._available_prompt(source, list(request.prompt_token_ids)))
+            prompt = list(request.prompt_token_ids) if plain else None
+            state.available = self._background.run(self._available_prompt(source, prompt))
         elif source is not None and source.digests:
             state.available = self._background.run(self._available_prefix(state, source))
         return state
 
-    async def _available_prompt(self, source: FusedPrompt, prompt: list[int]) -> int:
-        """Number of tokens of a fused prompt, if its KV is available and fits the request; otherwise 0."""
+    async def _available_prompt(self, source: FusedPrompt, prompt: list[int] | None) -> int:
+        """Number of tokens of a fused prompt, if its KV is available and fits the request; otherwise 0.
+
+        prompt: None for a request whose KV depends on more than its tokens.
+        """
         try:
             model = await asyncio.wrap_future(self._fingerprint)
-            why = source.mismatch(self._layout, model.hex(), prompt)
+            why = "the request has an adapter, images or embeddings, and the KV has none"
+            if prompt is not None:
+                why = source.mismatch(self._layout, model.hex(), prompt)
             if not why:
                 worker = self._background.worker(source.worker)
                 await worker.hold_prefill(bytes.fromhex(source.handle), _LOOKUP_SECONDS)
