@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,9 +91,8 @@ class Scheduling:
         state = self._requests.pop(request.request_id, None)
         if state is None:
             return False
-        if self._background.cache is not None:
-            for lease in state.leases:
-                self._background.run(self._background.cache.release(lease))
+        if isinstance(state.source, Prefix) and state.available is not None:
+            self._background.run(self._release_leases(state))
         if isinstance(state.source, FusedPrompt) and not state.tried:
             why = "the request ended before vLLM loaded its KV"
             self._background.run(self._background.release(state.source, why))
@@ -163,6 +163,15 @@ class Scheduling:
             log.warning("vLLM computes a prefix itself: %s", error)
             return 0
         return chunks * prefix.tokens
+
+    async def _release_leases(self, state: _Request) -> None:
+        """Releases the leases of a prefix, also those of lookups that are still to be answered."""
+        assert self._background.cache is not None
+        assert state.available is not None
+        await asyncio.wrap_future(state.available)
+        for lease in state.leases:
+            with suppress(ServiceError):  # it expires
+                await self._background.cache.release(lease)
 
     def _namespace(self, model: bytes, prefix: Prefix, rank: int) -> bytes:
         settings = {"engine": "vllm", "dtype": self._layout.dtype, "rank": f"{rank} of {self._ranks}"}

@@ -1,6 +1,8 @@
 """What the connector is made of, without vLLM: what it believes of a request, prefixes, and pages of any layout."""
 
+import asyncio
 import hashlib
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +18,8 @@ from fusionkv.vllm.background import Background
 from fusionkv.vllm.pages import Pages
 from fusionkv.vllm.prompts import FusedPrompt, KVLayout, Prefix, digest
 from fusionkv.vllm.scheduling import Scheduling
+from tests.kvcache_service.tools import serving
+from tests.waiting import until
 
 LAYOUT = KVLayout(30, 3, 64, "bfloat16")
 PROMPT = list(range(100, 120))
@@ -75,7 +79,7 @@ def scheduling(tmp_path: Path) -> Iterator[Scheduling]:
 
 def asked(**more: Any) -> Any:
     """A request as vLLM's scheduler has it."""
-    plain = {"kv_transfer_params": None, "cache_salt": None, "lora_request": None, "mm_features": []}
+    plain: dict[str, Any] = {"kv_transfer_params": None, "cache_salt": None, "lora_request": None, "mm_features": []}
     return SimpleNamespace(request_id="0", prompt_token_ids=PROMPT, **{**plain, "prompt_embeds": None, **more})
 
 
@@ -100,6 +104,29 @@ def test_kv_of_more_than_tokens_is_not_shared(
     assert available is not None
     assert available.result(5) == 0
     assert "the request has an adapter, images or embeddings" in caplog.text
+
+
+async def test_a_request_that_ends_during_its_lookup_leaves_no_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = threading.Event()
+    monkeypatch.setattr("fusionkv.vllm.scheduling.fingerprint", lambda _: known.wait(30) and b"f" * 32)
+    async with serving(tmp_path / "data") as service:
+        found = Scheduling(Background(service.client.address, None), str(tmp_path), LAYOUT, ranks=1, chunk_tokens=4)
+        try:
+            prefix = Prefix.of(PROMPT, "", 4)
+            namespace = found._namespace(b"f" * 32, prefix, 0)
+            await service.put(prefix.path(1), b"kv", namespace=namespace, tokens=4, base=0)
+            request = asked()
+            assert found.matched(request, 0) == (None, False)
+            available = found._requests["0"].available
+            assert available is not None
+            assert not found.finished(request, (0, 1, 2, 3, 4), completed=False)
+            known.set()
+            assert await asyncio.wrap_future(available) == 4
+            await until(lambda: not any(entry.leases for entry in service.store.residents))
+        finally:
+            found._background.close()
 
 
 def test_prefixes() -> None:
