@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from fusionkv.fusion_worker import models as worker_models
 from fusionkv.fusion_worker.auxiliary.mapping import carry_over, spans_of
 from fusionkv.kvcache_service.client import CacheClient
-from fusionkv.protos.runtime.errors import FailedPrecondition
+from fusionkv.protos.runtime.errors import FailedPrecondition, ResourceExhausted
 from tests.fusion_worker.oracle import Parts, byte_tokenizer, fallback_tokenizer, network, oracle, whole, windows
 
 SYSTEM = "Answer from the text."
@@ -102,6 +102,12 @@ async def test_its_cache_out_of_reach_is_plain_prefill(cached: Any, parts: Parts
     async with asyncio.timeout(120):
         expected = oracle("llama").full_attention(parts)
         assert (await rig.ask(*parts, recipe="cacheclip", ratio=0.4, expected=expected)).summary.degraded
+
+
+async def test_a_pool_too_small_for_a_chunk_names_its_own_setting(start: Any, parts: Any, second: Any) -> None:
+    rig = await start("llama", auxiliary=second, auxiliary_pool_bytes=16 * second.kv.token_bytes)
+    with pytest.raises(ResourceExhausted, match="raise auxiliary_pool_bytes to"):
+        await rig.ask(*parts, recipe="cacheclip", ratio=0.4)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
