@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,9 +91,8 @@ class Scheduling:
         state = self._requests.pop(request.request_id, None)
         if state is None:
             return False
-        if self._background.cache is not None:
-            for lease in state.leases:
-                self._background.run(self._background.cache.release(lease))
+        if isinstance(state.source, Prefix) and state.available is not None:
+            self._background.run(self._release_leases(state))
         if isinstance(state.source, FusedPrompt) and not state.tried:
             why = "the request ended before vLLM loaded its KV"
             self._background.run(self._background.release(state.source, why))
@@ -106,26 +106,34 @@ class Scheduling:
         return True
 
     def _new(self, request: Any) -> _Request:
+        source: FusedPrompt | Prefix | None = None
+        # Keys of the cache service and the digest of a fused prompt cover the model and the tokens, and nothing else.
+        plain = not (request.lora_request or request.mm_features) and request.prompt_embeds is None
         try:
-            source: FusedPrompt | Prefix | None = FusedPrompt.of(request.kv_transfer_params)
+            source = FusedPrompt.of(request.kv_transfer_params)
         except ValueError as error:
             log.warning("%s: %s", request.request_id, error)
-            source = None
         else:
-            if source is None and self._background.cache is not None:
+            if source is None and self._background.cache is not None and plain:
                 source = Prefix.of(request.prompt_token_ids, request.cache_salt or "", self._chunk_tokens)
         state = self._requests[request.request_id] = _Request(source)
         if isinstance(source, FusedPrompt):
-            state.available = self._background.run(self._available_prompt(source, list(request.prompt_token_ids)))
+            prompt = list(request.prompt_token_ids) if plain else None
+            state.available = self._background.run(self._available_prompt(source, prompt))
         elif source is not None and source.digests:
             state.available = self._background.run(self._available_prefix(state, source))
         return state
 
-    async def _available_prompt(self, source: FusedPrompt, prompt: list[int]) -> int:
-        """Number of tokens of a fused prompt, if its KV is available and fits the request; otherwise 0."""
+    async def _available_prompt(self, source: FusedPrompt, prompt: list[int] | None) -> int:
+        """Number of tokens of a fused prompt, if its KV is available and fits the request; otherwise 0.
+
+        prompt: None for a request whose KV depends on more than its tokens.
+        """
         try:
             model = await asyncio.wrap_future(self._fingerprint)
-            why = source.mismatch(self._layout, model.hex(), prompt)
+            why = "the request has an adapter, images or embeddings, and the KV has none"
+            if prompt is not None:
+                why = source.mismatch(self._layout, model.hex(), prompt)
             if not why:
                 worker = self._background.worker(source.worker)
                 await worker.hold_prefill(bytes.fromhex(source.handle), _LOOKUP_SECONDS)
@@ -155,6 +163,15 @@ class Scheduling:
             log.warning("vLLM computes a prefix itself: %s", error)
             return 0
         return chunks * prefix.tokens
+
+    async def _release_leases(self, state: _Request) -> None:
+        """Releases the leases of a prefix, also those of lookups that are still to be answered."""
+        assert self._background.cache is not None
+        assert state.available is not None
+        await asyncio.wrap_future(state.available)
+        for lease in state.leases:
+            with suppress(ServiceError):  # it expires
+                await self._background.cache.release(lease)
 
     def _namespace(self, model: bytes, prefix: Prefix, rank: int) -> bytes:
         settings = {"engine": "vllm", "dtype": self._layout.dtype, "rank": f"{rank} of {self._ranks}"}

@@ -27,7 +27,8 @@ class Auxiliary:
     def __init__(self, config: WorkerConfig, primary: Model, model: Model, cache: CacheClient | None) -> None:
         self._primary = primary
         self._model = model
-        self._pool = KVPool.of(model.kv, config.auxiliary_pool_bytes, config.page_tokens, model.device)
+        size = config.auxiliary_pool_bytes
+        self._pool = KVPool.of(model.kv, size, config.page_tokens, model.device, "auxiliary_pool_bytes")
         self._engine = Engine(model, self._pool, config)
         self._loader = Loader(config, model, self._pool, self._engine, cache)
         # Cached by the main model's ids.

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import torch
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
+
+from fusionkv.fusion_worker.decode.text import Characters
 
 # Characters `[start, stop)` of a text.
 CharacterSpan = tuple[int, int]
@@ -16,11 +17,11 @@ def spans_of(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, list[Charac
     Tokens that only together form a character each cover it. Tokens of an incomplete character at the end cover
     nothing.
     """
-    stream = DecodeStream(skip_special_tokens=False)
+    characters = Characters(tokenizer, skip_special_tokens=False)
     text, spans, open_tokens = "", list[CharacterSpan](), 0
     for token in ids:
         open_tokens += 1
-        piece = stream.step(tokenizer, token)
+        piece = characters.step(token)
         if piece is not None:
             spans += [(len(text), len(text) + len(piece))] * open_tokens
             text, open_tokens = text + piece, 0

@@ -21,6 +21,7 @@ from fusionkv.fusion_worker.tensor_parallel.group import TPGroup
 from fusionkv.kernels.gpu.segment_table import Spans
 from fusionkv.kernels.segments import QuerySpan
 from fusionkv.protos.observe import logs
+from fusionkv.protos.runtime.cancellation import to_the_end
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +48,10 @@ class Engine:
             return await asyncio.shield(waiting)
         except asyncio.CancelledError:
             work.abandoned = True
+            # Nobody reads its error any more; the event loop must not report it as never retrieved.
+            waiting.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
             if not work.future.cancel():
-                await asyncio.wait([waiting])
+                await to_the_end(asyncio.wait([waiting]))
             raise
 
     def streaming(self) -> AbstractContextManager[None]:

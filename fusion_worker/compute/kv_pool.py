@@ -47,12 +47,16 @@ class PooledChunk:
 
 @dataclass(slots=True, weakref_slot=True)
 class KVPool:
-    """Slots, each with the KV of one token, allocated in runs of whole pages."""
+    """Slots, each with the KV of one token, allocated in runs of whole pages.
+
+    setting: the name of the setting of its size, for messages.
+    """
 
     shape: KVShape
     page_tokens: int
     pages: int
     kv: torch.Tensor
+    setting: str
     _free: list[SlotRange] = field(default_factory=list)
     _residents: "OrderedDict[bytes, PooledChunk]" = field(default_factory=OrderedDict)
     _hidden: set[PooledChunk] = field(default_factory=set)
@@ -61,16 +65,23 @@ class KVPool:
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @classmethod
-    def of(cls, shape: KVShape, pool_bytes: int, page_tokens: int, device: torch.device) -> "KVPool":
+    def of(
+        cls,
+        shape: KVShape,
+        pool_bytes: int,
+        page_tokens: int,
+        device: torch.device,
+        setting: str = "pool_bytes",
+    ) -> "KVPool":
         """A pool of at most `pool_bytes`. Its tensor is `[layers, 2, slots, kv_heads, head_dim]`."""
         pages = pool_bytes // (shape.token_bytes * page_tokens)
         if pages < 1:
             raise ValueError(
-                f"pool_bytes = {pool_bytes} is less than one page of {shape.token_bytes * page_tokens} bytes"
+                f"{setting} = {pool_bytes} is less than one page of {shape.token_bytes * page_tokens} bytes"
             )
         slots = pages * page_tokens
         kv = _zeros((shape.layers, 2, slots, shape.kv_heads, shape.head_dim), shape.dtype, device)
-        return cls(shape, page_tokens, pages, kv, [SlotRange(0, slots)])
+        return cls(shape, page_tokens, pages, kv, setting, [SlotRange(0, slots)])
 
     def own(self, model: Model) -> list[Any]:
         """The objects that each rank has its own copy of (`TPGroup.own`)."""
@@ -113,8 +124,8 @@ class KVPool:
         total = need + sum(map(self.slots_for, pinned))
         if total > self.capacity:
             raise ResourceExhausted(
-                f"the request needs {total} tokens of KV and the pool holds {self.capacity}: raise pool_bytes to "
-                f"{total * self.shape.token_bytes}, or send a shorter prompt"
+                f"the request needs {total} tokens of KV and the pool holds {self.capacity}: raise "
+                f"{self.setting} to {total * self.shape.token_bytes}, or send a shorter prompt"
             )
         # `idle` visits every chunk of the pool, so it is computed only if the free slots do not suffice.
         while self.free < need and self.free + self.idle < need:

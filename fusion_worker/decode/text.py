@@ -6,19 +6,38 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 
+class Characters:
+    """Decodes token ids to whole characters, one after another. Bytes that are no UTF-8 are left out."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+
+    def step(self, token: int) -> str | None:
+        """The text that this token completes; None if it completes no character."""
+        try:
+            return self._stream.step(self._tokenizer, token)
+        except Exception:  # tokenizers raises no other class
+            # With a token for each byte (Mistral, Gemma), a byte that is no UTF-8 also spoils the characters right
+            # before it, which were decoded already; DecodeStream then refuses the next token of text.
+            self._stream = DecodeStream(skip_special_tokens=self._skip)
+            self._stream.step(self._tokenizer, token)  # the first token of a stream would lose its leading space
+            return self._stream.step(self._tokenizer, token)
+
+
 class TextStream:
     """Turns token ids into text incrementally."""
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
-        self._tokenizer = tokenizer
-        self._decode = DecodeStream(skip_special_tokens=True)
+        self._characters = Characters(tokenizer, skip_special_tokens=True)
         self._stop = tuple(stop)
         self._held = ""
         self.stopped = False
 
     def push(self, token: int) -> str:
         """Text that this token completes. Sets `stopped` at a stop string, before which the text ends."""
-        self._held += self._decode.step(self._tokenizer, token) or ""
+        self._held += self._characters.step(token) or ""
         matches = [at for at in (self._held.find(s) for s in self._stop) if at >= 0]
         if matches:
             self.stopped = True

@@ -155,6 +155,7 @@ class Stages:
         """Resets the counts before another lookup; seconds and bytes stay."""
         self.hits.clear()
         self.hit_tokens.clear()
+        self.origins.clear()
         self.missed = self.encoded_tokens = 0
 
 

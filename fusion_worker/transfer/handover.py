@@ -79,7 +79,7 @@ class Handover:
         """Allocates memory for a prompt's KV, and frees it on exit. Its handle is unknown until `fill`.
 
         Raises:
-            ResourceExhausted: the size limit is reached.
+            ResourceExhausted: the size limit is reached, or the process is out of file descriptors or memory.
         """
         size = tokens * self._model.token_bytes
         if self.bytes + size > self._max_bytes:
@@ -87,7 +87,10 @@ class Handover:
                 f"the prompt's KV takes {size} bytes, and prompts that are not yet fetched take {self.bytes} of "
                 f"{self._max_bytes} bytes: try again, or raise prefill_bytes"
             )
-        held = HeldPrompt(size)
+        try:
+            held = HeldPrompt(size)
+        except OSError as error:
+            raise ResourceExhausted(f"there is no room for the prompt's KV of {size} bytes: {error}") from error
         self.bytes += size
         try:
             yield held

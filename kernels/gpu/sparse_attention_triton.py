@@ -192,9 +192,11 @@ def attend(
     heads, kv_heads = q.shape[1], k_pool.shape[1]
     assert k_pool.stride() == v_pool.stride()
     assert q.stride(2) == k_pool.stride(2) == 1
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if not spans:  # all rows are tempered
+        return out
     grid = Grid.of(heads, kv_heads, tile.rows, processors(q.device), shared.rows if shared else 0)
     table = spans.table(rotation, grid, q.device)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for launch in table.launches:
         _launch(launch, table, tile, shared, q, k_pool, v_pool, out, rotation, scale, window)
     return out

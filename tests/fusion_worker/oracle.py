@@ -75,6 +75,14 @@ def byte_tokenizer(**more: Any) -> transformers.PreTrainedTokenizerFast:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>", **more)
 
 
+def fallback_tokenizer() -> Tokenizer:
+    """A token for each byte, as Mistral and Gemma have beside their tokens of text; 256 is "a", 257 is " b"."""
+    raw = Tokenizer(models.BPE({**{f"<0x{byte:02X}>": byte for byte in range(256)}, "a": 256, "\u2581b": 257}, []))
+    parts = decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    raw.decoder = decoders.Sequence([*parts])
+    return raw
+
+
 def random_ids(count: int, seed: int) -> list[int]:
     return torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 

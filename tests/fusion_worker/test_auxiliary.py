@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from fusionkv.fusion_worker import models as worker_models
 from fusionkv.fusion_worker.auxiliary.mapping import carry_over, spans_of
 from fusionkv.kvcache_service.client import CacheClient
-from fusionkv.protos.runtime.errors import FailedPrecondition
-from tests.fusion_worker.oracle import Parts, byte_tokenizer, network, oracle, whole, windows
+from fusionkv.protos.runtime.errors import FailedPrecondition, ResourceExhausted
+from tests.fusion_worker.oracle import Parts, byte_tokenizer, fallback_tokenizer, network, oracle, whole, windows
 
 SYSTEM = "Answer from the text."
 CHUNKS = (
@@ -104,6 +104,12 @@ async def test_its_cache_out_of_reach_is_plain_prefill(cached: Any, parts: Parts
         assert (await rig.ask(*parts, recipe="cacheclip", ratio=0.4, expected=expected)).summary.degraded
 
 
+async def test_a_pool_too_small_for_a_chunk_names_its_own_setting(start: Any, parts: Any, second: Any) -> None:
+    rig = await start("llama", auxiliary=second, auxiliary_pool_bytes=16 * second.kv.token_bytes)
+    with pytest.raises(ResourceExhausted, match="raise auxiliary_pool_bytes to"):
+        await rig.ask(*parts, recipe="cacheclip", ratio=0.4)
+
+
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
 async def test_without_a_choice_it_is_not_asked(start: Any, parts: Any, second: Any, ratio: float) -> None:
     rig = await start("llama", auxiliary=second)
@@ -122,6 +128,11 @@ def test_spans_of_tokens_that_make_half_a_character() -> None:
     # Three bytes of one sign, a letter, and the first of two bytes.
     ids = tokenizer.encode("\u20aca").ids + tokenizer.encode("\u00fc").ids[:1]
     assert spans_of(tokenizer, ids) == ("\u20aca", [(0, 1), (0, 1), (0, 1), (1, 2), (2, 2)])
+
+
+def test_spans_of_tokens_with_a_byte_that_is_no_text() -> None:
+    ids = [*"\u00e9".encode(), 0xA9, 257]
+    assert spans_of(fallback_tokenizer(), ids) == ("\u00e9 b", [(0, 1), (0, 1), (1, 3), (1, 3)])
 
 
 def test_a_token_takes_the_best_score_it_touches() -> None:

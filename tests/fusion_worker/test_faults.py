@@ -1,6 +1,7 @@
 """A cache service that fails in the middle: every answer is full attention's, says so, and comes in time."""
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing, suppress
@@ -10,6 +11,7 @@ import pytest
 
 from fusionkv.fusion_worker.load.placement import ChunkSource, Stages
 from fusionkv.fusion_worker.prompt import Chunk
+from fusionkv.kvcache_service.client import Entry
 from tests.fusion_worker.oracle import Parts, oracle, prompt, random_ids
 
 pytestmark = pytest.mark.system
@@ -261,3 +263,15 @@ async def test_no_room_to_wait(cached: Any) -> None:
     for _ in range(2):
         assert not (await rig.fill(*parts)).summary.degraded
     assert (await (await cached("llama")).ask(*parts)).summary.chunks_missed == 1
+
+
+def test_an_entry_that_is_gone_is_a_miss_of_the_second_lookup() -> None:
+    """In the explanation as well."""
+    chunk, stages = Chunk(tuple(random_ids(20, 1))), Stages()
+    entry = Entry(chunk.digest, 1, 20, 0, b"", "remote", b"")
+    gone = ChunkSource(chunk, 0, 0, (b"system", chunk.digest), chunk.digest, entry=entry, lossless=True)
+    stages.count(gone, present=False)
+    stages.start_over()
+    stages.count(dataclasses.replace(gone, entry=None), present=False)
+    assert (stages.missed, stages.encoded_tokens, stages.hits) == (1, 20, {})
+    assert stages.origins == {chunk.digest: ("miss", "none")}

@@ -4,8 +4,10 @@ import asyncio
 import dataclasses
 import hashlib
 import mmap
+import os
+import resource
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import ExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +149,16 @@ async def test_room(start: Any, parts: Parts) -> None:
             await anext(first)
             with pytest.raises(ResourceExhausted, match="try again, or raise prefill_bytes"):
                 await anext(rig.servicer.Prefill(request, None))
+
+
+async def test_no_file_for_the_kv(start: Any, parts: Parts) -> None:
+    """The gateway then has vLLM prefill the prompt; other errors end the answer."""
+    rig = await start("llama")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), hard))
+    try:
+        with ExitStack() as opened, pytest.raises(ResourceExhausted, match="Too many open files"):
+            [opened.enter_context(rig.servicer.answerer.handover.room(1)) for _ in range(soft)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert rig.servicer.answerer.handover.bytes == 0

@@ -12,7 +12,7 @@ from fusionkv.fusion_worker.decode.sampling import Sampler, SamplingParams
 from fusionkv.fusion_worker.decode.text import TextStream
 from fusionkv.protos.runtime.errors import InvalidArgument
 from tests.examples import examples
-from tests.fusion_worker.oracle import byte_tokenizer
+from tests.fusion_worker.oracle import byte_tokenizer, fallback_tokenizer
 
 LOGITS = torch.tensor([0.0, 2.0, -1.0, 1.0, 0.5])
 
@@ -135,6 +135,19 @@ def test_characters_are_sent_whole_and_nothing_of_a_stop_string_early() -> None:
 def test_stop_strings(text: str, stop: tuple[str, ...], sent: str, stopped: bool) -> None:
     pieces, ended = read(text, stop)
     assert ("".join(pieces), ended) == (sent, stopped)
+
+
+def test_bytes_that_are_no_text_end_no_answer() -> None:
+    """A byte that belongs to no character, right behind a character of bytes."""
+    stream = TextStream(fallback_tokenizer(), ())
+    assert [stream.push(token) for token in (256, *"\u00e9".encode(), 0xA9, 257, 256)] == [
+        "a",
+        "",
+        "\u00e9",
+        "",
+        " b",
+        "a",
+    ]
 
 
 alphabet = st.sampled_from(["a", "b", "é", "😀"])

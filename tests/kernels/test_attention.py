@@ -264,6 +264,17 @@ def test_the_inputs_are_only_read() -> None:
         assert torch.equal(old.view(torch.uint8), new.view(torch.uint8))
 
 
+def test_a_batch_without_spans() -> None:
+    """All rows of a batch may be tempered: a request by `ape` that is computed alone."""
+    triton = pytest.importorskip("fusionkv.kernels.gpu.sparse_attention_triton")
+    q, k, v, _ = (there(x) for x in SMALL.tensors(torch.float32))
+    for found in (
+        sparse_attention.sparse_attention(q, k, v, Spans(), SMALL.rotation, 0.1),
+        triton.sparse_attention(q, k, v, Spans(), SMALL.rotation, 0.1),
+    ):
+        assert found.shape == q.shape
+
+
 @pytest.mark.compile
 @pytest.mark.skipif(HAS_KERNEL, reason="this run has the Triton kernel already")
 def test_the_triton_kernel_in_the_interpreter() -> None:

@@ -1,7 +1,11 @@
 """What the connector is made of, without vLLM: what it believes of a request, prefixes, and pages of any layout."""
 
+import asyncio
 import hashlib
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,8 +14,12 @@ import torch
 
 from fusionkv.kvcache_service.client import Entry, Hit, HitKind, Lookup
 from fusionkv.kvcache_service.keys import chunk_digest
+from fusionkv.vllm.background import Background
 from fusionkv.vllm.pages import Pages
 from fusionkv.vllm.prompts import FusedPrompt, KVLayout, Prefix, digest
+from fusionkv.vllm.scheduling import Scheduling
+from tests.kvcache_service.tools import serving
+from tests.waiting import until
 
 LAYOUT = KVLayout(30, 3, 64, "bfloat16")
 PROMPT = list(range(100, 120))
@@ -57,6 +65,68 @@ def test_a_prompt_that_does_not_fit(wrong: dict[str, Any], why: str) -> None:
 def test_what_is_no_prompt(wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"fusionkv|hexadecimal"):
         FusedPrompt.of({"fusionkv": {**GOOD, **wrong} if isinstance(wrong, dict) else wrong or {}})
+
+
+@pytest.fixture
+def scheduling(tmp_path: Path) -> Iterator[Scheduling]:
+    """Without a cache service or a worker that answers."""
+    (tmp_path / "config.json").write_text("{}")
+    made = Scheduling(Background("127.0.0.1:1", None), str(tmp_path), LAYOUT, ranks=1, chunk_tokens=4)
+    made._fingerprint.result(5)
+    yield made
+    made._background.close()
+
+
+def asked(**more: Any) -> Any:
+    """A request as vLLM's scheduler has it."""
+    plain: dict[str, Any] = {"kv_transfer_params": None, "cache_salt": None, "lora_request": None, "mm_features": []}
+    return SimpleNamespace(request_id="0", prompt_token_ids=PROMPT, **{**plain, "prompt_embeds": None, **more})
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"lora_request": object()}, {"mm_features": [object()]}, {"prompt_embeds": torch.zeros(20, 8)}],
+    ids=["adapter", "image", "embeddings"],
+)
+def test_kv_of_more_than_tokens_is_not_shared(
+    more: dict[str, Any], scheduling: Scheduling, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither the keys of the cache service nor a fused prompt's digest tell it apart."""
+    request = asked(**more)
+    assert scheduling.matched(request, 0) == (0, False)
+    assert not scheduling.finished(request, (0, 1, 2, 3, 4), completed=True), "saved"
+    assert scheduling.transfers() == []
+
+    fitting = {**GOOD, "model_fingerprint": scheduling._fingerprint.result().hex(), "worker": "127.0.0.1:1"}
+    request = asked(kv_transfer_params={"fusionkv": fitting}, **more)
+    scheduling.matched(request, 0)
+    available = scheduling._requests["0"].available
+    assert available is not None
+    assert available.result(5) == 0
+    assert "the request has an adapter, images or embeddings" in caplog.text
+
+
+async def test_a_request_that_ends_during_its_lookup_leaves_no_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = threading.Event()
+    monkeypatch.setattr("fusionkv.vllm.scheduling.fingerprint", lambda _: known.wait(30) and b"f" * 32)
+    async with serving(tmp_path / "data") as service:
+        found = Scheduling(Background(service.client.address, None), str(tmp_path), LAYOUT, ranks=1, chunk_tokens=4)
+        try:
+            prefix = Prefix.of(PROMPT, "", 4)
+            namespace = found._namespace(b"f" * 32, prefix, 0)
+            await service.put(prefix.path(1), b"kv", namespace=namespace, tokens=4, base=0)
+            request = asked()
+            assert found.matched(request, 0) == (None, False)
+            available = found._requests["0"].available
+            assert available is not None
+            assert not found.finished(request, (0, 1, 2, 3, 4), completed=False)
+            known.set()
+            assert await asyncio.wrap_future(available) == 4
+            await until(lambda: not any(entry.leases for entry in service.store.residents))
+        finally:
+            found._background.close()
 
 
 def test_prefixes() -> None:
