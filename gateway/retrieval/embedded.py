@@ -30,6 +30,7 @@ from fusionkv.gateway.retrieval.base import (
     check_model,
 )
 from fusionkv.gateway.retrieval.table import CorpusGone, CorpusTable, disk_error, disk_errors
+from fusionkv.protos.runtime import cancellation
 from fusionkv.protos.runtime.errors import FailedPrecondition, NotFound, ServiceError
 
 log = logging.getLogger(__name__)
@@ -170,22 +171,8 @@ class EmbeddedRetrieval(Retrieval):
                 async with contextlib.aclosing(self._rewritten(table, rewrite, model, staging)) as done:
                     async for chunks in done:
                         yield chunks
-                if self._tables.get(corpus) is not table:
-                    raise NotFound(f"corpus {corpus!r} was deleted while it was moved")
-                # No await until the new table has replaced the old one: nothing else of this process may run.
-                with disk_errors():
-                    _place(self._folder, staging / _STAGED, f"{_PREFIX}{corpus}.lance")
-                table.retire()
-                try:
-                    opened = await self._open(corpus)
-                except Exception:
-                    if self._tables.get(corpus) is table:
-                        del self._tables[corpus]  # opened by the next change of the corpus
-                    raise
-                if self._tables.get(corpus) is table:
-                    self._tables[corpus] = opened
-                else:
-                    await opened.close()
+                # Even if the caller leaves: the old table can't be used any more once the new one is in its place.
+                await cancellation.to_the_end(self._exchange(corpus, table, staging / _STAGED))
         except CorpusGone as error:
             raise NotFound(f"no corpus {corpus!r}") from error
         finally:
@@ -193,6 +180,25 @@ class EmbeddedRetrieval(Retrieval):
             with contextlib.suppress(OSError):  # another move is running, or nothing was written
                 staging.parent.rmdir()
         await table.close()
+
+    async def _exchange(self, corpus: str, table: CorpusTable, staged: Path) -> None:
+        """Puts a rebuilt table in the place of a corpus's table, which is frozen, and opens it."""
+        if self._tables.get(corpus) is not table:
+            raise NotFound(f"corpus {corpus!r} was deleted while it was moved")
+        # No await until the new table has replaced the old one: nothing else of this process may run.
+        with disk_errors():
+            _place(self._folder, staged, f"{_PREFIX}{corpus}.lance")
+        table.retire()
+        try:
+            opened = await self._open(corpus)
+        except Exception:
+            if self._tables.get(corpus) is table:
+                del self._tables[corpus]  # opened by the next change of the corpus
+            raise
+        if self._tables.get(corpus) is table:
+            self._tables[corpus] = opened
+        else:
+            await opened.close()
 
     async def _rewritten(
         self, table: CorpusTable, rewrite: Rewrite, model: ModelIdentity, staging: Path

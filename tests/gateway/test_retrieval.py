@@ -247,6 +247,22 @@ async def test_what_changes_during_a_move_waits_for_it(tmp_path: Path, reopen: R
     assert await engine.corpora() == []
 
 
+async def test_a_move_that_is_left_at_its_end_is_finished(tmp_path: Path, reopen: Reopen) -> None:
+    engine = await reopen(tmp_path)
+    await put(engine, "c", "d", "text")
+    old = engine._tables["c"]
+    moving = asyncio.create_task(moved(engine, OTHER, 3))
+    while not old._gone:  # noqa: ASYNC110 - until the new table is in its place, but not open
+        await asyncio.sleep(0)
+    moving.cancel()
+    await asyncio.gather(moving, return_exceptions=True)
+    async with asyncio.timeout(10):
+        assert [c.text for c, _ in await engine.chunks("c", "d", OTHER)] == ["TEXT"]
+        await engine.replace("c", "e", [Chunk("e", 0, "x", (1,))], np.ones((1, 3), np.float32), OTHER)
+        with pytest.raises(FailedPrecondition, match="another model"):
+            await put(engine, "c", "d", "text")
+
+
 async def test_a_move_that_was_cut_short_at_its_end_is_finished(tmp_path: Path, reopen: Reopen) -> None:
     engine = await reopen(tmp_path)
     await put(engine, "c", "d", "old")
