@@ -232,7 +232,8 @@ class EmbeddedRetrieval(Retrieval):
         await write()
 
     async def close(self) -> None:
-        for table in self._tables.values():
+        while self._tables:  # emptied, so that a call that is still running ends as NOT_FOUND
+            _, table = self._tables.popitem()
             await table.close()
         self._connection.close()
         self._lock.close()
@@ -245,11 +246,8 @@ class EmbeddedRetrieval(Retrieval):
             table = self._table(corpus, model)
             try:
                 return await work(table)
-            except (CorpusGone, NotFound) as error:
-                if self._tables.get(corpus) is table:
-                    if isinstance(error, NotFound):
-                        raise
-                    await asyncio.sleep(0)  # wait until the new table is open
+            except CorpusGone as error:
+                await table.thawed()  # until the table that replaces it is open
                 if corpus not in self._tables:
                     raise NotFound(f"no corpus {corpus!r}") from error
 

@@ -263,6 +263,19 @@ async def test_a_move_that_is_left_at_its_end_is_finished(tmp_path: Path, reopen
             await put(engine, "c", "d", "text")
 
 
+async def test_readers_wait_for_the_end_of_a_move(tmp_path: Path, reopen: Reopen) -> None:
+    engine = await reopen(tmp_path)
+    for i in range(10):
+        await put(engine, "c", f"d{i}", f"text {i}")
+    old = engine._tables["c"]
+    moving = asyncio.create_task(moved(engine, MODEL, DIM))
+    while not moving.done():
+        assert len(await engine.chunks("c", "d3", MODEL)) == 1
+        if old._gone:
+            assert len(await engine.candidates("c", "text", vector("text"), 50, MODEL)) == 10
+    await moving
+
+
 async def test_a_move_that_was_cut_short_at_its_end_is_finished(tmp_path: Path, reopen: Reopen) -> None:
     engine = await reopen(tmp_path)
     await put(engine, "c", "d", "old")
