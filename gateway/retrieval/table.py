@@ -275,6 +275,8 @@ class CorpusTable:
                         await self._changed.wait()
                     continue
             async with self._lock:
+                if self._gone:  # another table may have its place, whose files are not known here
+                    return
                 self._commits = 0
                 try:
                     await self._table.optimize(cleanup_older_than=_KEEP_VERSIONS)

@@ -171,6 +171,10 @@ async def moved(engine: Retrieval, model: ModelIdentity, dim: int) -> list[int]:
     return [done async for done in engine.move("c", rewrite, model)]
 
 
+async def same(chunks: Sequence[Chunk], vectors: np.ndarray) -> tuple[Sequence[Chunk], np.ndarray]:
+    return chunks, vectors
+
+
 OTHER = replace(MODEL, fingerprint=b"g" * 32, embedder="another", name="a new one")
 
 
@@ -274,6 +278,22 @@ async def test_readers_wait_for_the_end_of_a_move(tmp_path: Path, reopen: Reopen
         if old._gone:
             assert len(await engine.candidates("c", "text", vector("text"), 50, MODEL)) == 10
     await moving
+
+
+async def test_a_move_leaves_nothing_to_the_old_table(
+    tmp_path: Path, reopen: Reopen, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not even the indexing of its last changes, which would find the files of the new one."""
+    monkeypatch.setattr(table, "_IDLE_SECONDS", 0.0)
+    engine = await reopen(tmp_path)
+    for i in range(3):
+        await put(engine, "c", f"d{i}", "text")
+    moving = engine.move("c", same, OTHER)
+    lock = engine._tables["c"]._lock
+    await anext(moving)
+    await until(lambda: bool(lock._waiters))
+    _ = [done async for done in moving]
+    assert "not added to the indexes" not in caplog.text
 
 
 async def test_a_move_that_was_cut_short_at_its_end_is_finished(tmp_path: Path, reopen: Reopen) -> None:
