@@ -100,21 +100,9 @@ class EmbeddedRetrieval(Retrieval):
                 return await table.replace(document, data)
 
     async def delete(self, corpus: str, document: str = "") -> tuple[int, int]:
-        table = self._table(corpus)
         if document:
             return 1, await self._with(corpus, lambda table: table.delete(document))
-        async with self._changing:
-            if self._tables.pop(corpus, None) is not table:
-                raise NotFound(f"no corpus {corpus!r}")
-            item = table.item(corpus)
-            await table.close()
-            try:
-                with disk_errors():
-                    await asyncio.to_thread(self._discard, corpus)
-            except Exception:
-                self._tables[corpus] = await self._open(corpus)
-                raise
-        return item.documents, item.chunks
+        return await cancellation.to_the_end(self._drop(corpus))
 
     async def corpora(self) -> list[Item]:
         return [self._tables[name].item(name) for name in sorted(self._tables)]
@@ -180,6 +168,22 @@ class EmbeddedRetrieval(Retrieval):
             with contextlib.suppress(OSError):  # another move is running, or nothing was written
                 staging.parent.rmdir()
         await table.close()
+
+    async def _drop(self, corpus: str) -> tuple[int, int]:
+        """Deletes a corpus."""
+        table = self._table(corpus)
+        async with self._changing:
+            if self._tables.pop(corpus, None) is not table:
+                raise NotFound(f"no corpus {corpus!r}")
+            item = table.item(corpus)
+            await table.close()
+            try:
+                with disk_errors():
+                    await asyncio.to_thread(self._discard, corpus)
+            except Exception:
+                self._tables[corpus] = await self._open(corpus)
+                raise
+        return item.documents, item.chunks
 
     async def _exchange(self, corpus: str, table: CorpusTable, staged: Path) -> None:
         """Puts a rebuilt table in the place of a corpus's table, which is frozen, and opens it."""

@@ -1,6 +1,7 @@
 """The contract of retrieval engines, run over each of them."""
 
 import asyncio
+import contextlib
 import hashlib
 import os
 from collections.abc import AsyncIterator, Sequence
@@ -399,6 +400,17 @@ async def test_a_corpus_deleted_during_ingest_is_made_again_or_gone(engine: Retr
     assert names <= {f"d{i}" for i in range(10)}
     await put(engine, "c", "last", "text")
     assert "last" in {i.name for i in await engine.documents("c")}
+
+
+async def test_a_corpus_whose_deletion_is_left_is_deleted(engine: Retrieval) -> None:
+    await put(engine, "c", "d", "old")
+    async with engine._tables["c"].frozen() if isinstance(engine, EmbeddedRetrieval) else contextlib.nullcontext():
+        deleting = asyncio.create_task(engine.delete("c"))
+        await asyncio.sleep(0.01)
+        deleting.cancel()
+    await asyncio.gather(deleting, return_exceptions=True)
+    await put(engine, "c", "e", "new")
+    assert [i.name for i in await engine.documents("c")] == ["e"]
 
 
 async def test_what_a_crash_left_of_a_corpus_is_nothing(tmp_path: Path, reopen: Reopen) -> None:
