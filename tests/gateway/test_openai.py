@@ -92,6 +92,16 @@ def test_a_stream_holds_the_same(client: openai.OpenAI) -> None:
     assert {chunk.id for chunk in (first, *middle, last, usage)} == {first.id}
 
 
+def test_a_stream_that_was_read_to_its_end_was_not_cancelled(gateway: Any, client: openai.OpenAI) -> None:
+    before = len(gateway.log)
+    asked: dict[str, Any] = {"model": "notes", "messages": ASKED, "max_completion_tokens": 3}
+    stream = client.chat.completions.create(**asked, stream=True)
+    assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
+    wait_until(lambda: "first token after" in gateway.log[before:])
+    (line,) = [line for line in gateway.log[before:].splitlines() if "first token after" in line]
+    assert "Generate OK after" in line
+
+
 def test_a_text_completion_is_the_answer_to_its_prompt(client: openai.OpenAI) -> None:
     question = ASKED[0]["content"]
     chat = client.chat.completions.create(model="notes", messages=ASKED, max_tokens=8)
