@@ -299,6 +299,8 @@ def test_embeddings_are_those_of_retrieval(embedding: Any) -> None:
         ):
             with pytest.raises((openai.BadRequestError, openai.NotFoundError), match=message):
                 client.embeddings.create(**{"model": "tiny", "input": "x", **change})
+    half = httpx2.post(f"{url(embedding)}/embeddings", content=b'{"input": ["x", "\\ud800"]}')
+    assert (half.status_code, half.json()["error"]["param"]) == (400, "input")
     with Client(embedding.address, timeout=60) as own:
         assert [item.embedder.partition("@")[0] for item in own.list()] == ["tiny"]
         # By meaning all are found, whatever their words.
