@@ -158,9 +158,11 @@ class WorkerPool:
     async def model(self, timeout: float = 30.0) -> Vocabulary:
         """The workers' tokenizer and template, from the first that replies. Raises Unavailable if none does."""
         failures: list[ServiceError] = []
-        for member in await self._order({}):
+        order = await self._order({})
+        for member in order:
             try:
-                model = await member.client.model(timeout)
+                asked = member.client.model(timeout)
+                model = await (asked if member is order[-1] else _monitored(member, asked))
             except _RETRYABLE as error:
                 failures.append(error)
                 continue

@@ -58,8 +58,13 @@ async def encoded(pool: WorkerPool) -> bool:
     return not (await pool.encode(ENCODE)).existed
 
 
+async def described(pool: WorkerPool) -> bool:
+    async with asyncio.timeout(25):
+        return bool((await pool.model(600)).model.name)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("call", "heard"), [(generated, True), (encoded, True), (encoded, False)])
+@pytest.mark.parametrize(("call", "heard"), [(generated, True), (encoded, True), (encoded, False), (described, True)])
 async def test_one_that_stops_is_not_waited_for(
     cache: Any, start: Start, monkeypatch: pytest.MonkeyPatch, call: Any, heard: bool
 ) -> None:
