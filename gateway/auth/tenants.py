@@ -12,6 +12,7 @@ from fusionkv.gateway import plan
 from fusionkv.gateway.auth import access
 from fusionkv.gateway.auth.quotas import Meter, Quotas
 from fusionkv.gateway.retrieval.base import Retrieval
+from fusionkv.protos.runtime import cancellation
 from fusionkv.protos.runtime.watched import BadFile, read_bytes
 
 log = logging.getLogger(__name__)
@@ -66,11 +67,8 @@ class Tenants:
             return known
         async with self._opening:
             if name not in self._known:
-                retrieval = await self._open("" if name == self._own else name)
-                meter = Meter(lambda: self._quotas.of(name))
-                self._known[name] = Tenant(self._salt(name), retrieval, meter)
-                if name:
-                    log.info("tenant %s is %s in telemetry", name, self._known[name].label)
+                # Even if the caller leaves: what is half open keeps its lock, or its connection.
+                await cancellation.to_the_end(self._add(name))
             return self._known[name]
 
     @property
@@ -82,6 +80,13 @@ class Tenants:
         """Ends all work in flight and closes the corpora."""
         for tenant in self._known.values():
             await tenant.retrieval.close()
+
+    async def _add(self, name: str) -> None:
+        retrieval = await self._open("" if name == self._own else name)
+        meter = Meter(lambda: self._quotas.of(name))
+        self._known[name] = Tenant(self._salt(name), retrieval, meter)
+        if name:
+            log.info("tenant %s is %s in telemetry", name, self._known[name].label)
 
     def _salt(self, name: str) -> str:
         if not self._key:

@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fusionkv.gateway.auth.quotas import Quotas
+from fusionkv.gateway.auth.tenants import Tenants
 from fusionkv.gateway.retrieval import hybrid, table
 from fusionkv.gateway.retrieval.base import Chunk, ModelIdentity, Retrieval
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
@@ -447,6 +449,18 @@ async def test_changes_keep_few_files_open(tmp_path: Path, reopen: Reopen, monke
             pass  # that is done, too
         assert set(await texts(engine, "c", f"version {i}", count=3)) >= {words[0]}
     assert open_files(tmp_path) < 8
+
+
+async def test_a_tenant_whose_first_caller_leaves_is_opened(tmp_path: Path) -> None:
+    tenants = Tenants("", b"", Quotas(None), lambda name: EmbeddedRetrieval.open(tmp_path / name))
+    first = asyncio.create_task(tenants.get("acme"))
+    while not (tmp_path / "acme/lock").exists():  # noqa: ASYNC110 - until the folder is locked, but not open
+        await asyncio.sleep(0)
+    first.cancel()
+    left = await asyncio.gather(first, return_exceptions=True)
+    assert isinstance(left[0], asyncio.CancelledError)
+    await put((await tenants.get("acme")).retrieval, "c", "d", "text")
+    await tenants.close()
 
 
 async def test_a_damaged_corpus_is_named(tmp_path: Path, reopen: Reopen) -> None:
