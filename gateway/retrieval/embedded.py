@@ -134,7 +134,8 @@ class EmbeddedRetrieval(Retrieval):
         return await asyncio.to_thread(rows.candidates, by_words, by_meaning, vector)
 
     async def chunks(self, corpus: str, document: str, model: ModelIdentity) -> list[tuple[Chunk, np.ndarray]]:
-        return _in_order(await self._with(corpus, lambda table: table.of_document(document), model))
+        found = await self._with(corpus, lambda table: table.of_document(document), model)
+        return await asyncio.to_thread(_in_order, found)
 
     async def nearest(
         self, corpus: str, text: str, vector: np.ndarray | None, count: int, model: ModelIdentity
@@ -223,7 +224,7 @@ class EmbeddedRetrieval(Retrieval):
             pending.clear()
 
         for item in table.documents("", 0):
-            stored = _in_order(await table.of_document(item.name))
+            stored = await asyncio.to_thread(_in_order, await table.of_document(item.name))
             chunks, vectors = await rewrite([c for c, _ in stored], np.stack([v for _, v in stored]))
             schema = schema or rows.schema(model, vectors.shape[1])
             pending.append(await asyncio.to_thread(rows.full, chunks, vectors))
