@@ -49,8 +49,9 @@ class Record:
         return results.answer([Token(text=self._text), *map(results.event, self._events)])
 
     @property
-    def explanation(self) -> Explanation:
-        return next(event for event in map(results.event, self._events) if isinstance(event, Explanation))
+    def explanation(self) -> Explanation | None:
+        """None if no worker computed the prompt: vLLM explains nothing."""
+        return next((event for event in map(results.event, self._events) if isinstance(event, Explanation)), None)
 
 
 class History:

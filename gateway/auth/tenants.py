@@ -12,9 +12,13 @@ from fusionkv.gateway import plan
 from fusionkv.gateway.auth import access
 from fusionkv.gateway.auth.quotas import Meter, Quotas
 from fusionkv.gateway.retrieval.base import Retrieval
+from fusionkv.protos.observe import logs
+from fusionkv.protos.runtime import cancellation
+from fusionkv.protos.runtime.errors import Unavailable
 from fusionkv.protos.runtime.watched import BadFile, read_bytes
 
 log = logging.getLogger(__name__)
+_faults = logs.RateLimitedLog(log)
 _MIN_KEY_BYTES = 32
 # Opens the corpora of a tenant; the empty name means the gateway's default tenant.
 Open = Callable[[str], Awaitable[Retrieval]]
@@ -56,21 +60,22 @@ class Tenants:
         self._opening = asyncio.Lock()
 
     async def current(self) -> Tenant:
-        """The tenant of the current call. Raises OSError if the tenant's corpora can't be opened."""
+        """The tenant of the current call. Raises Unavailable if the tenant's corpora can't be opened."""
         caller = access.CALLER.get()
-        return await self.get(caller.tenant if caller else self._own)
+        try:
+            return await self.get(caller.tenant if caller else self._own)
+        except OSError as error:
+            _faults.warning("a tenant's corpora can't be opened", error)
+            raise Unavailable("the tenant's corpora can't be opened at the moment; try again later") from error
 
     async def get(self, name: str) -> Tenant:
-        """The tenant with a name, whose corpora are opened at the first use. Raises as `current`."""
+        """The tenant with a name, whose corpora are opened at the first use. Raises OSError if they can't be."""
         if (known := self._known.get(name)) is not None:
             return known
         async with self._opening:
             if name not in self._known:
-                retrieval = await self._open("" if name == self._own else name)
-                meter = Meter(lambda: self._quotas.of(name))
-                self._known[name] = Tenant(self._salt(name), retrieval, meter)
-                if name:
-                    log.info("tenant %s is %s in telemetry", name, self._known[name].label)
+                # Even if the caller leaves: what is half open keeps its lock, or its connection.
+                await cancellation.to_the_end(self._add(name))
             return self._known[name]
 
     @property
@@ -82,6 +87,13 @@ class Tenants:
         """Ends all work in flight and closes the corpora."""
         for tenant in self._known.values():
             await tenant.retrieval.close()
+
+    async def _add(self, name: str) -> None:
+        retrieval = await self._open("" if name == self._own else name)
+        meter = Meter(lambda: self._quotas.of(name))
+        self._known[name] = Tenant(self._salt(name), retrieval, meter)
+        if name:
+            log.info("tenant %s is %s in telemetry", name, self._known[name].label)
 
     def _salt(self, name: str) -> str:
         if not self._key:

@@ -93,6 +93,8 @@ class URLReranker(_Endpoint, Reranker):
     path = "/rerank"
 
     async def score(self, question: str, passages: Sequence[str]) -> list[float]:
+        if not passages:  # servers refuse a request without documents
+            return []
         texts = [text[:_CHARACTERS] for text in passages]
         reply = await self._post({"query": question[:_CHARACTERS], "documents": texts})
         try:

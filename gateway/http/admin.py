@@ -78,6 +78,9 @@ class AdminServer(Listener):
         reference = kept.answer.summary.recipe == explain.REFERENCE
         compare = "" if kept.full is not None or reference else f"{kept.id}/full"
         question, answer, explanation = Conversation.of(kept.request).question, kept.answer, kept.explanation
+        if explanation is None:
+            reason = answer.summary.degraded_reason
+            raise NotFound(f"this answer has no explanation: no worker computed its prompt: {reason}")
         full = kept.full.answer if kept.full is not None else None
         served = {"at": _when(kept), "home": "../", "compare": compare}
         return _html(explain.render(self._page, question, answer, explanation, full, **served))

@@ -39,6 +39,10 @@ def read(body: Any) -> EmbeddingRequest:
         raise BadRequest("input must be a string or a list of strings that are not empty", "input")
     if len(texts) > _MAX_TEXTS or any(len(text) > _MAX_CHARACTERS for text in texts):
         raise BadRequest(f"input takes at most {_MAX_TEXTS} texts of at most {_MAX_CHARACTERS} characters", "input")
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError:
+        raise BadRequest("input contains half of a surrogate pair", "input") from None
     model, dimensions = given.get("model", ""), given.get("dimensions", 0)
     if not isinstance(model, str):
         raise BadRequest("model must be a string", "model")

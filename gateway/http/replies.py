@@ -37,6 +37,8 @@ async def chunks(chat: Chat, events: AsyncIterator[Event]) -> AsyncIterator[dict
     """
     frame = _frame(chat, "chat.completion.chunk")
     sources: Sources | None = Sources(())
+    summary: Summary | None = None
+    # To the end, also behind the summary: a call that is left counts as cancelled.
     async for event in events:
         if isinstance(event, Sources):
             sources = event
@@ -50,12 +52,13 @@ async def chunks(chat: Chat, events: AsyncIterator[Event]) -> AsyncIterator[dict
             if event.text:
                 yield {**frame, "choices": [_delta(chat, content=event.text)]}
         elif isinstance(event, Summary):
+            summary = event
             choice = {**_delta(chat), "finish_reason": _finish(event)}
             yield {**frame, "choices": [choice], _OWNER: {"summary": fields(event)}}
             if chat.usage:
                 yield {**frame, "choices": [], "usage": _usage(event)}
-            return
-    raise ServiceError("the answer ended without a summary")
+    if summary is None:
+        raise ServiceError("the answer ended without a summary")
 
 
 def model(item: pb.Item) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from fusionkv.gateway.retrieval.base import (
     check_model,
 )
 from fusionkv.gateway.retrieval.table import CorpusGone, CorpusTable, disk_error, disk_errors
+from fusionkv.protos.runtime import cancellation
 from fusionkv.protos.runtime.errors import FailedPrecondition, NotFound, ServiceError
 
 log = logging.getLogger(__name__)
@@ -99,21 +100,9 @@ class EmbeddedRetrieval(Retrieval):
                 return await table.replace(document, data)
 
     async def delete(self, corpus: str, document: str = "") -> tuple[int, int]:
-        table = self._table(corpus)
         if document:
             return 1, await self._with(corpus, lambda table: table.delete(document))
-        async with self._changing:
-            if self._tables.pop(corpus, None) is not table:
-                raise NotFound(f"no corpus {corpus!r}")
-            item = table.item(corpus)
-            await table.close()
-            try:
-                with disk_errors():
-                    await asyncio.to_thread(self._discard, corpus)
-            except Exception:
-                self._tables[corpus] = await self._open(corpus)
-                raise
-        return item.documents, item.chunks
+        return await cancellation.to_the_end(self._drop(corpus))
 
     async def corpora(self) -> list[Item]:
         return [self._tables[name].item(name) for name in sorted(self._tables)]
@@ -145,7 +134,8 @@ class EmbeddedRetrieval(Retrieval):
         return await asyncio.to_thread(rows.candidates, by_words, by_meaning, vector)
 
     async def chunks(self, corpus: str, document: str, model: ModelIdentity) -> list[tuple[Chunk, np.ndarray]]:
-        return _in_order(await self._with(corpus, lambda table: table.of_document(document), model))
+        found = await self._with(corpus, lambda table: table.of_document(document), model)
+        return await asyncio.to_thread(_in_order, found)
 
     async def nearest(
         self, corpus: str, text: str, vector: np.ndarray | None, count: int, model: ModelIdentity
@@ -170,22 +160,8 @@ class EmbeddedRetrieval(Retrieval):
                 async with contextlib.aclosing(self._rewritten(table, rewrite, model, staging)) as done:
                     async for chunks in done:
                         yield chunks
-                if self._tables.get(corpus) is not table:
-                    raise NotFound(f"corpus {corpus!r} was deleted while it was moved")
-                # No await until the new table has replaced the old one: nothing else of this process may run.
-                with disk_errors():
-                    _place(self._folder, staging / _STAGED, f"{_PREFIX}{corpus}.lance")
-                table.retire()
-                try:
-                    opened = await self._open(corpus)
-                except Exception:
-                    if self._tables.get(corpus) is table:
-                        del self._tables[corpus]  # opened by the next change of the corpus
-                    raise
-                if self._tables.get(corpus) is table:
-                    self._tables[corpus] = opened
-                else:
-                    await opened.close()
+                # Even if the caller leaves: the old table can't be used any more once the new one is in its place.
+                await cancellation.to_the_end(self._exchange(corpus, table, staging / _STAGED))
         except CorpusGone as error:
             raise NotFound(f"no corpus {corpus!r}") from error
         finally:
@@ -193,6 +169,41 @@ class EmbeddedRetrieval(Retrieval):
             with contextlib.suppress(OSError):  # another move is running, or nothing was written
                 staging.parent.rmdir()
         await table.close()
+
+    async def _drop(self, corpus: str) -> tuple[int, int]:
+        """Deletes a corpus."""
+        table = self._table(corpus)
+        async with self._changing:
+            if self._tables.pop(corpus, None) is not table:
+                raise NotFound(f"no corpus {corpus!r}")
+            item = table.item(corpus)
+            await table.close()
+            try:
+                with disk_errors():
+                    await asyncio.to_thread(self._discard, corpus)
+            except Exception:
+                self._tables[corpus] = await self._open(corpus)
+                raise
+        return item.documents, item.chunks
+
+    async def _exchange(self, corpus: str, table: CorpusTable, staged: Path) -> None:
+        """Puts a rebuilt table in the place of a corpus's table, which is frozen, and opens it."""
+        if self._tables.get(corpus) is not table:
+            raise NotFound(f"corpus {corpus!r} was deleted while it was moved")
+        # No await until the new table has replaced the old one: nothing else of this process may run.
+        with disk_errors():
+            _place(self._folder, staged, f"{_PREFIX}{corpus}.lance")
+        table.retire()
+        try:
+            opened = await self._open(corpus)
+        except Exception:
+            if self._tables.get(corpus) is table:
+                del self._tables[corpus]  # opened by the next change of the corpus
+            raise
+        if self._tables.get(corpus) is table:
+            self._tables[corpus] = opened
+        else:
+            await opened.close()
 
     async def _rewritten(
         self, table: CorpusTable, rewrite: Rewrite, model: ModelIdentity, staging: Path
@@ -213,7 +224,7 @@ class EmbeddedRetrieval(Retrieval):
             pending.clear()
 
         for item in table.documents("", 0):
-            stored = _in_order(await table.of_document(item.name))
+            stored = await asyncio.to_thread(_in_order, await table.of_document(item.name))
             chunks, vectors = await rewrite([c for c, _ in stored], np.stack([v for _, v in stored]))
             schema = schema or rows.schema(model, vectors.shape[1])
             pending.append(await asyncio.to_thread(rows.full, chunks, vectors))
@@ -226,7 +237,8 @@ class EmbeddedRetrieval(Retrieval):
         await write()
 
     async def close(self) -> None:
-        for table in self._tables.values():
+        while self._tables:  # emptied, so that a call that is still running ends as NOT_FOUND
+            _, table = self._tables.popitem()
             await table.close()
         self._connection.close()
         self._lock.close()
@@ -239,11 +251,8 @@ class EmbeddedRetrieval(Retrieval):
             table = self._table(corpus, model)
             try:
                 return await work(table)
-            except (CorpusGone, NotFound) as error:
-                if self._tables.get(corpus) is table:
-                    if isinstance(error, NotFound):
-                        raise
-                    await asyncio.sleep(0)  # wait until the new table is open
+            except CorpusGone as error:
+                await table.thawed()  # until the table that replaces it is open
                 if corpus not in self._tables:
                     raise NotFound(f"no corpus {corpus!r}") from error
 

@@ -191,8 +191,13 @@ class CorpusTable:
                 raise CorpusGone
             yield
 
+    async def thawed(self) -> None:
+        """Waits until the table is not frozen."""
+        async with self._lock:
+            pass
+
     def retire(self) -> None:
-        """Marks the table as replaced: waiting changes raise CorpusGone. Call it within `frozen`."""
+        """Marks the table as replaced: waiting changes and failing reads raise CorpusGone. Call it in `frozen`."""
         self._gone = True
 
     async def close(self) -> None:
@@ -210,7 +215,7 @@ class CorpusTable:
                 return await query.select([*self._columns, *more]).to_arrow()
         except (RuntimeError, OSError, ValueError) as error:
             if self._gone:
-                raise NotFound("the corpus was deleted during the search") from error
+                raise CorpusGone from error
             raise
 
     async def _change(self, change: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -270,6 +275,8 @@ class CorpusTable:
                         await self._changed.wait()
                     continue
             async with self._lock:
+                if self._gone:  # another table may have its place, whose files are not known here
+                    return
                 self._commits = 0
                 try:
                     await self._table.optimize(cleanup_older_than=_KEEP_VERSIONS)

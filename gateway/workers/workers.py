@@ -93,6 +93,8 @@ class Member:
 
     client: WorkerClient
     in_flight: int = 0
+    users: int = 0
+    """Requests that call it, or may still choose it."""
     holdings: PrefixAffinity = field(default_factory=PrefixAffinity)
     _failures: int = 0
     _deprioritised_until: float = 0.0
@@ -158,18 +160,20 @@ class WorkerPool:
     async def model(self, timeout: float = 30.0) -> Vocabulary:
         """The workers' tokenizer and template, from the first that replies. Raises Unavailable if none does."""
         failures: list[ServiceError] = []
-        for member in await self._order({}):
-            try:
-                model = await member.client.model(timeout)
-            except _RETRYABLE as error:
-                failures.append(error)
-                continue
-            async with self._loading:
-                known = self._vocabulary
-                # `is` first: comparing the messages compares tokenizers of up to 10 MB.
-                if known is None or (known.model is not model and known.model != model):
-                    self._vocabulary = known = await asyncio.to_thread(Vocabulary, model)
-                return known
+        with _used(await self._order({})) as order:
+            for member in order:
+                try:
+                    asked = member.client.model(timeout)
+                    model = await (asked if member is order[-1] else _monitored(member, asked))
+                except _RETRYABLE as error:
+                    failures.append(error)
+                    continue
+                async with self._loading:
+                    known = self._vocabulary
+                    # `is` first: comparing the messages compares tokenizers of up to 10 MB.
+                    if known is None or (known.model is not model and known.model != model):
+                        self._vocabulary = known = await asyncio.to_thread(Vocabulary, model)
+                    return known
         raise _reported(failures)
 
     async def encode(self, request: pb.EncodeRequest) -> pb.EncodeResponse:
@@ -203,34 +207,35 @@ class WorkerPool:
     ) -> AsyncGenerator[tuple[str, R]]:
         """The responses of the first worker that replies, with its address; `chunks` as for `_order`."""
         failures: list[ServiceError] = []
-        order = await self._answering(chunks)
-        for member in order:
-            started = False
-            try:
-                with member.counted():
-                    member.holdings.use(chunks)
-                    async with contextlib.aclosing(call(member.client)) as responses:
-                        first = anext(responses, None)
-                        response = await (first if member is order[-1] else _monitored(member, first))
-                        started = True
-                        member.record_reply()
-                        while response is not None:
-                            if tokens := getattr(response, "pool_tokens", 0):
-                                member.holdings.resize(tokens)
-                            yield member.client.address, response
-                            response = await anext(responses, None)
-                return
-            except DeadlineExceeded:
-                if not started:
-                    member.record_timeout()
-                raise
-            except _RETRYABLE as error:
-                if started:
+        with _used(await self._order(chunks)) as members:
+            order = await _answering(members)
+            for member in order:
+                started = False
+                try:
+                    with member.counted():
+                        member.holdings.use(chunks)
+                        async with contextlib.aclosing(call(member.client)) as responses:
+                            first = anext(responses, None)
+                            response = await (first if member is order[-1] else _monitored(member, first))
+                            started = True
+                            member.record_reply()
+                            while response is not None:
+                                if tokens := getattr(response, "pool_tokens", 0):
+                                    member.holdings.resize(tokens)
+                                yield member.client.address, response
+                                response = await anext(responses, None)
+                    return
+                except DeadlineExceeded:
+                    if not started:
+                        member.record_timeout()
                     raise
-                # Being busy is not a fault.
-                if not isinstance(error, ResourceExhausted):
-                    _faults.warning("a worker failed; trying the next one, if any", error)
-                failures.append(error)
+                except _RETRYABLE as error:
+                    if started:
+                        raise
+                    # Being busy is not a fault.
+                    if not isinstance(error, ResourceExhausted):
+                        _faults.warning("a worker failed; trying the next one, if any", error)
+                    failures.append(error)
         raise _reported(failures)
 
     def address(self) -> str:
@@ -262,14 +267,6 @@ class WorkerPool:
         await self._looked_up.wait()
         return sorted(self.members, key=load)
 
-    async def _answering(self, chunks: Mapping[bytes, int]) -> list[Member]:
-        """As `_order`, beginning with the first worker that passes a health check, if there are several workers."""
-        order = await self._order(chunks)
-        for i, member in enumerate(order if len(order) > 1 else ()):
-            if await member.is_responsive():
-                return [*order[i:], *order[:i]]
-        return order
-
     async def _follow(self, name: str) -> None:
         while True:
             await self._resolve(name)
@@ -293,6 +290,26 @@ class WorkerPool:
             task = asyncio.create_task(_retire(known.pop(address)))
             self._retiring.add(task)
             task.add_done_callback(self._retiring.discard)
+
+
+@contextlib.contextmanager
+def _used(members: Sequence[Member]) -> Iterator[Sequence[Member]]:
+    """Keeps the connections of members open, even if they are removed meanwhile."""
+    for member in members:
+        member.users += 1
+    try:
+        yield members
+    finally:
+        for member in members:
+            member.users -= 1
+
+
+async def _answering(order: Sequence[Member]) -> Sequence[Member]:
+    """The members, beginning with the first that passes a health check, if there are several."""
+    for i, member in enumerate(order if len(order) > 1 else ()):
+        if await member.is_responsive():
+            return [*order[i:], *order[:i]]
+    return order
 
 
 def _chunks(request: pb.GenerateRequest) -> dict[bytes, int]:
@@ -327,6 +344,6 @@ def _address(host: str, port: int) -> str:
 
 
 async def _retire(member: Member) -> None:
-    while member.in_flight:  # noqa: ASYNC110 - rare, and calls take up to minutes
+    while member.users:  # noqa: ASYNC110 - rare, and calls take up to minutes
         await asyncio.sleep(0.5)
     await member.client.close()

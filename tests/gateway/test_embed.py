@@ -187,6 +187,8 @@ async def test_a_reranker_behind_a_url(endpoint: Endpoint) -> None:
     reranker = URLReranker(f"{endpoint.url}/rerank", "", "")
     assert await reranker.score("q", ["xxx", "x"]) == [-3.0, -1.0]
     assert endpoint.said == [("/v1/rerank", {"query": "q", "documents": ["xxx", "x"]}, "")]
+    endpoint.status = 400  # as servers answer that get no document
+    assert await reranker.score("q", []) == []
     await reranker.close()
 
 

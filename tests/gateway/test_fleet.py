@@ -20,7 +20,7 @@ from fusionkv.gateway.workers import workers
 from fusionkv.gateway.workers.workers import PrefixAffinity, WorkerPool
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.observe import logs
-from fusionkv.protos.runtime.errors import Unavailable
+from fusionkv.protos.runtime.errors import ServiceError, Unavailable
 from tests.gateway.conftest import Serve, Start
 from tests.ports import free_port
 from tests.services import Launch, start_cache, start_worker
@@ -58,8 +58,13 @@ async def encoded(pool: WorkerPool) -> bool:
     return not (await pool.encode(ENCODE)).existed
 
 
+async def described(pool: WorkerPool) -> bool:
+    async with asyncio.timeout(25):
+        return bool((await pool.model(600)).model.name)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("call", "heard"), [(generated, True), (encoded, True), (encoded, False)])
+@pytest.mark.parametrize(("call", "heard"), [(generated, True), (encoded, True), (encoded, False), (described, True)])
 async def test_one_that_stops_is_not_waited_for(
     cache: Any, start: Start, monkeypatch: pytest.MonkeyPatch, call: Any, heard: bool
 ) -> None:
@@ -126,6 +131,27 @@ def test_workers_of_a_name_come_and_go(start: Start, serve: Serve, hosts: tuple[
     file.write_text("127.0.0.1 localhost\n")
     gateway.wait_for_line("keeping its known workers")
     assert client.ask("c", "another?", max_tokens=2).summary.tokens_generated == 2
+
+
+@pytest.mark.parametrize("place", [0, 1])
+async def test_a_worker_that_is_removed_while_one_is_chosen_ends_no_request(
+    monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    monkeypatch.setattr(workers, "_CHECK_SECONDS", 0.3)
+    kept: list[asyncio.StreamWriter] = []
+    # They are connected to, and say nothing.
+    silent = [await asyncio.start_server(lambda _, writer: kept.append(writer), "127.0.0.1", 0) for _ in range(2)]
+    pool = WorkerPool([f"127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in silent])
+    member = (await pool._order({}))[place]
+    asking = asyncio.create_task(anext(pool.generate(ASK, 0.5)))
+    await until(lambda: kept)
+    removing = asyncio.create_task(workers._retire(member))
+    with pytest.raises(ServiceError):
+        await asking
+    await removing
+    await pool.close()
+    for each in (*kept, *silent):
+        each.close()
 
 
 async def test_one_line_for_all_workers(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,8 @@ from unittest.mock import Mock
 
 import pytest
 
+from fusionkv.gateway.auth.quotas import Quotas
+from fusionkv.gateway.auth.tenants import Tenants
 from fusionkv.gateway.retrieval import milvus_rows as rows
 from fusionkv.gateway.retrieval.base import Chunk, within
 from fusionkv.gateway.retrieval.milvus import Gate, MilvusRetrieval
@@ -43,6 +45,12 @@ async def test_gateways_see_each_others_changes_at_once(two: Two, milvus: str, t
     await other.close()
     await two[0].delete("c")
     assert await two[1].corpora() == []
+
+
+async def test_a_tenant_that_comes_while_milvus_is_away_may_come_again() -> None:
+    tenants = Tenants("", b"", Quotas(None), lambda _: MilvusRetrieval.open("http://127.0.0.1:1"))
+    with pytest.raises(Unavailable, match="can't be opened at the moment"):
+        await tenants.current()
 
 
 async def test_gateways_that_replace_one_document_leave_one_version(two: Two) -> None:

@@ -92,6 +92,16 @@ def test_a_stream_holds_the_same(client: openai.OpenAI) -> None:
     assert {chunk.id for chunk in (first, *middle, last, usage)} == {first.id}
 
 
+def test_a_stream_that_was_read_to_its_end_was_not_cancelled(gateway: Any, client: openai.OpenAI) -> None:
+    before = len(gateway.log)
+    asked: dict[str, Any] = {"model": "notes", "messages": ASKED, "max_completion_tokens": 3}
+    stream = client.chat.completions.create(**asked, stream=True)
+    assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
+    wait_until(lambda: "first token after" in gateway.log[before:])
+    (line,) = [line for line in gateway.log[before:].splitlines() if "first token after" in line]
+    assert "Generate OK after" in line
+
+
 def test_a_text_completion_is_the_answer_to_its_prompt(client: openai.OpenAI) -> None:
     question = ASKED[0]["content"]
     chat = client.chat.completions.create(model="notes", messages=ASKED, max_tokens=8)
@@ -289,6 +299,8 @@ def test_embeddings_are_those_of_retrieval(embedding: Any) -> None:
         ):
             with pytest.raises((openai.BadRequestError, openai.NotFoundError), match=message):
                 client.embeddings.create(**{"model": "tiny", "input": "x", **change})
+    half = httpx2.post(f"{url(embedding)}/embeddings", content=b'{"input": ["x", "\\ud800"]}')
+    assert (half.status_code, half.json()["error"]["param"]) == (400, "input")
     with Client(embedding.address, timeout=60) as own:
         assert [item.embedder.partition("@")[0] for item in own.list()] == ["tiny"]
         # By meaning all are found, whatever their words.

@@ -1,16 +1,21 @@
 """The contract of retrieval engines, run over each of them."""
 
 import asyncio
+import contextlib
 import hashlib
 import os
+import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
-from fusionkv.gateway.retrieval import hybrid, table
+from fusionkv.gateway.auth.quotas import Quotas
+from fusionkv.gateway.auth.tenants import Tenants
+from fusionkv.gateway.retrieval import hybrid, rows, table
 from fusionkv.gateway.retrieval.base import Chunk, ModelIdentity, Retrieval
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 from fusionkv.gateway.retrieval.milvus import MilvusRetrieval
@@ -171,6 +176,10 @@ async def moved(engine: Retrieval, model: ModelIdentity, dim: int) -> list[int]:
     return [done async for done in engine.move("c", rewrite, model)]
 
 
+async def same(chunks: Sequence[Chunk], vectors: np.ndarray) -> tuple[Sequence[Chunk], np.ndarray]:
+    return chunks, vectors
+
+
 OTHER = replace(MODEL, fingerprint=b"g" * 32, embedder="another", name="a new one")
 
 
@@ -245,6 +254,51 @@ async def test_what_changes_during_a_move_waits_for_it(tmp_path: Path, reopen: R
     assert await engine.delete("c") == (2, 2)
     await asyncio.gather(gone, return_exceptions=True)
     assert await engine.corpora() == []
+
+
+async def test_a_move_that_is_left_at_its_end_is_finished(tmp_path: Path, reopen: Reopen) -> None:
+    engine = await reopen(tmp_path)
+    await put(engine, "c", "d", "text")
+    old = engine._tables["c"]
+    moving = asyncio.create_task(moved(engine, OTHER, 3))
+    while not old._gone:  # noqa: ASYNC110 - until the new table is in its place, but not open
+        await asyncio.sleep(0)
+    moving.cancel()
+    await asyncio.gather(moving, return_exceptions=True)
+    async with asyncio.timeout(10):
+        assert [c.text for c, _ in await engine.chunks("c", "d", OTHER)] == ["TEXT"]
+        await engine.replace("c", "e", [Chunk("e", 0, "x", (1,))], np.ones((1, 3), np.float32), OTHER)
+        with pytest.raises(FailedPrecondition, match="another model"):
+            await put(engine, "c", "d", "text")
+
+
+async def test_readers_wait_for_the_end_of_a_move(tmp_path: Path, reopen: Reopen) -> None:
+    engine = await reopen(tmp_path)
+    for i in range(10):
+        await put(engine, "c", f"d{i}", f"text {i}")
+    old = engine._tables["c"]
+    moving = asyncio.create_task(moved(engine, MODEL, DIM))
+    while not moving.done():
+        assert len(await engine.chunks("c", "d3", MODEL)) == 1
+        if old._gone:
+            assert len(await engine.candidates("c", "text", vector("text"), 50, MODEL)) == 10
+    await moving
+
+
+async def test_a_move_leaves_nothing_to_the_old_table(
+    tmp_path: Path, reopen: Reopen, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not even the indexing of its last changes, which would find the files of the new one."""
+    monkeypatch.setattr(table, "_IDLE_SECONDS", 0.0)
+    engine = await reopen(tmp_path)
+    for i in range(3):
+        await put(engine, "c", f"d{i}", "text")
+    moving = engine.move("c", same, OTHER)
+    lock = engine._tables["c"]._lock
+    await anext(moving)
+    await until(lambda: bool(lock._waiters))
+    _ = [done async for done in moving]
+    assert "not added to the indexes" not in caplog.text
 
 
 async def test_a_move_that_was_cut_short_at_its_end_is_finished(tmp_path: Path, reopen: Reopen) -> None:
@@ -352,6 +406,17 @@ async def test_a_corpus_deleted_during_ingest_is_made_again_or_gone(engine: Retr
     assert "last" in {i.name for i in await engine.documents("c")}
 
 
+async def test_a_corpus_whose_deletion_is_left_is_deleted(engine: Retrieval) -> None:
+    await put(engine, "c", "d", "old")
+    async with engine._tables["c"].frozen() if isinstance(engine, EmbeddedRetrieval) else contextlib.nullcontext():
+        deleting = asyncio.create_task(engine.delete("c"))
+        await asyncio.sleep(0.01)
+        deleting.cancel()
+    await asyncio.gather(deleting, return_exceptions=True)
+    await put(engine, "c", "e", "new")
+    assert [i.name for i in await engine.documents("c")] == ["e"]
+
+
 async def test_what_a_crash_left_of_a_corpus_is_nothing(tmp_path: Path, reopen: Reopen) -> None:
     engine = await reopen(tmp_path)
     await put(engine, "c", "d", "text")
@@ -386,6 +451,37 @@ async def test_changes_keep_few_files_open(tmp_path: Path, reopen: Reopen, monke
             pass  # that is done, too
         assert set(await texts(engine, "c", f"version {i}", count=3)) >= {words[0]}
     assert open_files(tmp_path) < 8
+
+
+async def test_documents_are_unpacked_beside_the_event_loop(
+    tmp_path: Path, reopen: Reopen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of 10,000 chunks takes 0.4 s."""
+    engine = await reopen(tmp_path)
+    await put(engine, "c", "d", "text")
+    unpack, unpacking = rows.chunks, set()
+
+    def unpacked(table: pa.Table) -> list[Chunk]:
+        unpacking.add(threading.current_thread())
+        return unpack(table)
+
+    monkeypatch.setattr(rows, "chunks", unpacked)
+    assert len(await engine.chunks("c", "d", MODEL)) == 1
+    assert await moved(engine, MODEL, DIM) == [1]
+    assert unpacking
+    assert threading.current_thread() not in unpacking
+
+
+async def test_a_tenant_whose_first_caller_leaves_is_opened(tmp_path: Path) -> None:
+    tenants = Tenants("", b"", Quotas(None), lambda name: EmbeddedRetrieval.open(tmp_path / name))
+    first = asyncio.create_task(tenants.get("acme"))
+    while not (tmp_path / "acme/lock").exists():  # noqa: ASYNC110 - until the folder is locked, but not open
+        await asyncio.sleep(0)
+    first.cancel()
+    left = await asyncio.gather(first, return_exceptions=True)
+    assert isinstance(left[0], asyncio.CancelledError)
+    await put((await tenants.get("acme")).retrieval, "c", "d", "text")
+    await tenants.close()
 
 
 async def test_a_damaged_corpus_is_named(tmp_path: Path, reopen: Reopen) -> None:
