@@ -152,6 +152,7 @@ class KVCacheServicer:
         _check_digests(keys, "a key")
         _check_digests([namespace] if namespace else [], "the namespace")
         sharing = None if request.here else self._sharing
+        await self._store.opened()  # before, not all keys of a namespace are known
         shared = await sharing.known(keys, namespace) if sharing is not None else []
         deleted = await self._store.delete(keys or self._store.residents.index.namespace_keys(namespace))
         if sharing is not None:

@@ -35,9 +35,9 @@ def shorten(text: str, left_out: float) -> str:
 
 def _sentences(text: str) -> list[str]:
     """Splits a text into sentences that concatenate to it; none is blank unless the text is."""
-    pieces, start = list[str](), 0
+    pieces, start, end = list[str](), 0, len(text.rstrip())
     for match in _BORDER.finditer(text):
-        if text[start : match.end()].strip() and text[match.end() :].strip():
+        if match.end() < end and text[start : match.end()].strip():
             pieces.append(text[start : match.end()])
             start = match.end()
     return [*pieces, text[start:]] if text else []

@@ -119,6 +119,16 @@ async def test_puts_and_deletes_wait(tmp_path: Path, monkeypatch: Any) -> None:
         assert len(service.store.residents) == len(DATA) + 1
 
 
+async def test_all_of_a_namespace_is_deleted(tmp_path: Path, monkeypatch: Any) -> None:
+    await filled(tmp_path)
+    async with opening(tmp_path, 3, monkeypatch) as (service, release):
+        deletion = asyncio.create_task(service.client.delete(namespace=tools.NAMESPACE))
+        await until(lambda: len(service.store.ready._waiters or ()) == 1)
+        await release()
+        assert await deletion == len(DATA) + 1
+        assert len(service.store.residents) == 0
+
+
 async def test_what_waits_too_long_is_unavailable(tmp_path: Path, monkeypatch: Any) -> None:
     await filled(tmp_path)
     monkeypatch.setattr(store, "_OPEN_SECONDS", 0.05)

@@ -205,6 +205,17 @@ async def test_stock_protobuf_clients_read_and_write_the_same_bytes(service: Any
     assert await service.get(*"SA") == data
 
 
+async def test_an_entry_may_come_in_small_messages(service: Any) -> None:
+    """The system writes at most 1024 pieces at once."""
+    data = payload("small", 1025)
+    names = {"namespace": digest("namespace"), "path": [digest("S")]}
+    head = pb.PutHeader(**names, size_bytes=len(data), tokens=1, checksum=checksum_of(data))
+    messages = [pb.PutRequest(header=head), *(pb.PutRequest(data=data[at : at + 1]) for at in range(len(data)))]
+    response = await service.stub.Put(iter(messages), timeout=20)
+    assert response.outcome == pb.PutResponse.OUTCOME_STORED
+    assert await service.get("S") == data
+
+
 async def test_sixteen_clients_at_once(start: Any) -> None:
     service = await start(memory=2 * MIB, disk=64 * MIB)
     sizes = [i * 70_001 + 1 for i in range(16)]

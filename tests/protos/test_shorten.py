@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusionkv.protos.runtime.errors import FailedPrecondition
-from fusionkv.protos.runtime.shorten import shorten
+from fusionkv.protos.runtime.shorten import _sentences, shorten
+from tests.fuzz import growth
 
 PAGE = (
     "Report Velnora. The code of Delgan is 599. Zoe scored 41. The grey lake rests near the code house.\n"
@@ -46,6 +47,10 @@ def test_a_long_text_keeps_its_share_everywhere() -> None:
     short = shorten(text, 0.5)
     for part in range(5):
         assert 40 <= short.count(f"part {part} ") <= 60
+
+
+def test_the_time_to_find_sentences_grows_with_the_text() -> None:
+    growth.check(lambda n: "A sentence. " * n, growth.in_thread(_sentences), 15_000)
 
 
 def test_without_sumy_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
