@@ -72,6 +72,8 @@ class KVCacheServicer:
         except BaseException:  # the caller hung up, and never learns of the lease
             self._store.leases.release(lease)
             raise
+        # Their lease may be over by now.
+        local = [(kind, entry) if entry is None or entry.places else (HitKind.MISS, None) for kind, entry in local]
         kinds = [remote[i][0] if i in remote else kind for i, (kind, _) in enumerate(local)]
         for kind, n in Counter(kinds).items():
             self._store.counters.add("lookups", n, kind=kind.value)

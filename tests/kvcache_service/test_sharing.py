@@ -246,6 +246,18 @@ async def test_a_lookup_that_hangs_up_holds_nothing(serve: Any, engine: Dictiona
         await until(lambda: not len(service.store.leases))
 
 
+async def test_what_is_gone_with_its_lease_before_it_answers_is_a_miss(serve: Any, engine: Dictionary) -> None:
+    service = await serve()
+    key = await share(service, "S", b"data")
+    with engine.late() as asked:
+        lookup = asyncio.create_task(service.find(*"SA", lease_ms=1))
+        await until(asked.is_set)
+        await service.client.delete([key], here=True)
+        service.clock.now += 1
+        service.store.leases.expire()
+    assert [hit.kind for hit in (await lookup).hits] == [HitKind.MISS] * 2
+
+
 async def test_one_that_is_full_keeps_nothing_back(serve: Any, engine: Dictionary) -> None:
     service = await serve()
     engine.full = True
