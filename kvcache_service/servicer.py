@@ -67,7 +67,13 @@ class KVCacheServicer:
         lease_ms = min(request.lease_ms or self._config.lease_ms, self._config.max_lease_ms)
         variants = [list(element.variants) for element in request.path]
         local, lease = self._store.lookup(request.namespace, path, variants, lease_ms / 1000)
-        remote = await self._sharing.find(request.namespace, path, variants, local) if self._sharing else {}
+        try:
+            remote = await self._sharing.find(request.namespace, path, variants, local) if self._sharing else {}
+        except BaseException:  # the caller hung up, and never learns of the lease
+            self._store.leases.release(lease)
+            raise
+        # Their lease may be over by now.
+        local = [(kind, entry) if entry is None or entry.places else (HitKind.MISS, None) for kind, entry in local]
         kinds = [remote[i][0] if i in remote else kind for i, (kind, _) in enumerate(local)]
         for kind, n in Counter(kinds).items():
             self._store.counters.add("lookups", n, kind=kind.value)

@@ -86,7 +86,7 @@ class DiskTier(Tier):
         file, offset = self._at(place, at)
         data = os.pread(file, size, offset)
         if len(data) != size:
-            raise OSError(f"segment {offset // SEGMENT_BYTES} of {self._directory} is truncated")
+            raise OSError(f"segment {place.offset // SEGMENT_BYTES} of {self._directory} is truncated")
         return memoryview(data)
 
     def commit(self, record: Record, place: Place, heat: float) -> None:

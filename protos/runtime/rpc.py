@@ -100,7 +100,7 @@ def dial(
     """
     from opentelemetry.instrumentation.grpc import aio_client_interceptors  # blocking clients need not load it
 
-    interceptors = list(aio_client_interceptors()) if traced else None
+    interceptors = [*aio_client_interceptors(), _UnaryEnd(), _StreamEnd()] if traced else None
     options = _RETRYING_OPTIONS if retries else _CLIENT_OPTIONS
     if address.startswith("unix:"):
         options = [*(option for option in options if option[0] != _LOCAL_BACKOFF[0]), _LOCAL_BACKOFF]
@@ -110,6 +110,29 @@ def dial(
     return tls.channel(
         lambda credentials: grpc.aio.secure_channel(address, credentials, options=options, interceptors=interceptors)
     )
+
+
+async def _ended(call: Any) -> Any:
+    """Waits for a call's end; cancels it with the caller.
+
+    The interceptors of telemetry wait for the status alone: the server would go on after its caller was cancelled.
+    """
+    try:
+        await call.code()
+    except asyncio.CancelledError:
+        call.cancel()
+        raise
+    return call
+
+
+class _UnaryEnd(grpc.aio.UnaryUnaryClientInterceptor):
+    async def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return await _ended(await continuation(client_call_details, request))
+
+
+class _StreamEnd(grpc.aio.StreamUnaryClientInterceptor):
+    async def intercept_stream_unary(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+        return await _ended(await continuation(client_call_details, request_iterator))
 
 
 def dial_sync(address: str, *, tls: ClientTLS | None = None, retries: bool = False) -> grpc.Channel:

@@ -1,8 +1,9 @@
 """What a service does with its remote tier, over an engine that is a dictionary and fails as it is told."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -55,6 +56,23 @@ class Dictionary(Engine):
         self.calls.append(name)
         if self.away:
             raise Unreachable("away")
+
+    @contextmanager
+    def late(self) -> Iterator[threading.Event]:
+        """Holds back the results of `get` until its end; the event says that it was called."""
+        asked, ended, get = threading.Event(), threading.Event(), self.get
+
+        def held(names: Sequence[str]) -> list[bytes | None]:
+            asked.set()
+            ended.wait(20)
+            return get(names)
+
+        self.get = held  # type: ignore[method-assign]
+        try:
+            yield asked
+        finally:
+            self.get = get  # type: ignore[method-assign]
+            ended.set()
 
     @property
     def blocks(self) -> list[str]:
@@ -215,6 +233,29 @@ async def test_it_goes_away_between_lookup_and_fetch(serve: Any, engine: Diction
         await b.fetch(entry)
     assert await kind(b, "S") is HitKind.MISS
     engine.away = False
+
+
+async def test_a_lookup_that_hangs_up_holds_nothing(serve: Any, engine: Dictionary) -> None:
+    service = await serve()
+    await share(service, "S", b"data")
+    with engine.late() as asked:
+        lookup = asyncio.create_task(service.find(*"SA"))
+        await until(asked.is_set)
+        assert len(service.store.leases) == 1
+        lookup.cancel()
+        await until(lambda: not len(service.store.leases))
+
+
+async def test_what_is_gone_with_its_lease_before_it_answers_is_a_miss(serve: Any, engine: Dictionary) -> None:
+    service = await serve()
+    key = await share(service, "S", b"data")
+    with engine.late() as asked:
+        lookup = asyncio.create_task(service.find(*"SA", lease_ms=1))
+        await until(asked.is_set)
+        await service.client.delete([key], here=True)
+        service.clock.now += 1
+        service.store.leases.expire()
+    assert [hit.kind for hit in (await lookup).hits] == [HitKind.MISS] * 2
 
 
 async def test_one_that_is_full_keeps_nothing_back(serve: Any, engine: Dictionary) -> None:

@@ -283,3 +283,10 @@ def test_a_read_behind_the_end_is_an_error(filled: Filled) -> None:
     with pytest.raises(OSError, match="truncated"):
         tier.read(filled.entries[filled.keys[0]][1], 0, 100)
     tier.close()
+
+
+def test_a_truncated_segment_is_named(tmp_path: Path) -> None:
+    tier = DiskTier(tmp_path / "data", 2 * disk.SEGMENT_BYTES)
+    with pytest.raises(OSError, match=r"segment 1 of .* is truncated"):
+        tier.read(Place(disk.SEGMENT_BYTES, BLOCK), 0, BLOCK)
+    tier.close()

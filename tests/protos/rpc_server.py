@@ -33,7 +33,12 @@ class Servicer:
             print("ended", flush=True)
 
     async def Prefetch(self, request: pb.PrefetchRequest, context: Any) -> pb.PrefetchResponse:
-        return pb.PrefetchResponse()
+        """Never ends by itself."""
+        print("begun", flush=True)
+        try:
+            return await asyncio.get_running_loop().create_future()
+        finally:
+            print("ended", flush=True)
 
     async def Put(self, requests: AsyncIterator[pb.PutRequest], context: Any) -> pb.PutResponse:
         """Answers with the number of bytes received."""

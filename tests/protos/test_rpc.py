@@ -115,6 +115,18 @@ async def test_a_cancelled_call_ends_the_method(serve: Serve) -> None:
     await asyncio.to_thread(server.wait_for, lambda: server.log.count("ended") == 30, 60)
 
 
+async def test_a_method_ends_with_the_task_that_called_it(serve: Serve) -> None:
+    server, channel = serve("5", "0")
+
+    async def call() -> None:
+        await stub_of(channel).Prefetch(pb.PrefetchRequest())
+
+    task = asyncio.create_task(call())
+    await asyncio.to_thread(server.wait_for_line, "begun")
+    task.cancel()
+    await asyncio.to_thread(server.wait_for_line, "ended")
+
+
 async def test_health_is_checked_listed_and_watched(channel: Any, server: Any) -> None:
     health = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
     serving, unknown = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
