@@ -18,7 +18,6 @@ from fusionkv.kvcache_service import keys
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime.errors import (
-    DeadlineExceeded,
     FailedPrecondition,
     ResourceExhausted,
     ServiceError,
@@ -225,10 +224,6 @@ class WorkerPool:
                                 yield member.client.address, response
                                 response = await anext(responses, None)
                     return
-                except DeadlineExceeded:
-                    if not started:
-                        member.record_timeout()
-                    raise
                 except _RETRYABLE as error:
                     if started:
                         raise

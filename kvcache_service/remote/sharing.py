@@ -57,7 +57,7 @@ class Sharing:
         self._turns = asyncio.Semaphore(_PULLS)
         self._found: dict[bytes, Record] = {}
         self._pulls: dict[bytes, asyncio.Task[bool]] = {}
-        self._waiting: dict[bytes, None] = {}
+        self._waiting: dict[bytes, Record | None] = {}
         self._used: dict[bytes, None] = {}
         self._confirmed: dict[bytes, float] = {}
         """Time at which an entry was last known to be in the remote tier."""
@@ -122,7 +122,7 @@ class Sharing:
         return await asyncio.shield(pull)
 
     def stored(self, record: Record) -> None:
-        _renew(self._waiting, record.key, None, _MAX_ENTRIES)
+        _renew(self._waiting, record.key, record, _MAX_ENTRIES)
         if self.reachable:
             self._wake.set()
 
@@ -239,7 +239,7 @@ class Sharing:
         return True
 
     async def _write_back(self, key: bytes) -> None:
-        entry = self._store.residents.get(key)
+        entry, stored = self._store.residents.get(key), self._waiting.get(key)
         try:
             if entry is not None and not (await self._call(self._tier.touch, [entry.record]))[0]:
                 await self._copy_there(entry.record)
@@ -254,7 +254,9 @@ class Sharing:
             _faults.warning(f"entry {key.hex()} is not written to the remote tier", error)
         else:
             self._confirm(key)
-        self._waiting.pop(key, None)
+        # An entry that was deleted and stored anew meanwhile is written again.
+        if self._waiting.get(key) is stored:
+            self._waiting.pop(key, None)
 
     async def _copy_there(self, record: Record) -> None:
         """Raises NotFound if the entry is gone, DataLoss if it is damaged here, OSError as the tier does."""

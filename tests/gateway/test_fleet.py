@@ -20,7 +20,7 @@ from fusionkv.gateway.workers import workers
 from fusionkv.gateway.workers.workers import PrefixAffinity, WorkerPool
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.observe import logs
-from fusionkv.protos.runtime.errors import ServiceError, Unavailable
+from fusionkv.protos.runtime.errors import DeadlineExceeded, ServiceError, Unavailable
 from tests.gateway.conftest import Serve, Start
 from tests.ports import free_port
 from tests.services import Launch, start_cache, start_worker
@@ -86,6 +86,15 @@ async def test_one_that_stops_is_not_waited_for(
     finally:
         process.send_signal(signal.SIGCONT)
     assert first.in_flight == 0
+    await pool.close()
+
+
+async def test_a_caller_in_a_hurry_puts_no_worker_back(cache: Any, start: Start) -> None:
+    pool = WorkerPool([start(cache=cache).address for _ in range(2)])
+    await until(lambda: all(member.client.connected for member in pool.members))
+    with pytest.raises(DeadlineExceeded):
+        await anext(pool.generate(ASK, 0.0001))
+    assert not any(member.deprioritised for member in pool.members)
     await pool.close()
 
 

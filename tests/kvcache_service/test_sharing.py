@@ -58,20 +58,21 @@ class Dictionary(Engine):
             raise Unreachable("away")
 
     @contextmanager
-    def late(self) -> Iterator[threading.Event]:
-        """Holds back the results of `get` until its end; the event says that it was called."""
-        asked, ended, get = threading.Event(), threading.Event(), self.get
+    def late(self, name: str) -> Iterator[threading.Event]:
+        """Holds back the results of a method until its end; the event says that it was called."""
+        asked, ended, method = threading.Event(), threading.Event(), getattr(self, name)
 
-        def held(names: Sequence[str]) -> list[bytes | None]:
+        def held(names: Sequence[str]) -> Any:
+            found = method(names)
             asked.set()
             ended.wait(20)
-            return get(names)
+            return found
 
-        self.get = held  # type: ignore[method-assign]
+        setattr(self, name, held)
         try:
             yield asked
         finally:
-            self.get = get  # type: ignore[method-assign]
+            setattr(self, name, method)
             ended.set()
 
     @property
@@ -238,7 +239,7 @@ async def test_it_goes_away_between_lookup_and_fetch(serve: Any, engine: Diction
 async def test_a_lookup_that_hangs_up_holds_nothing(serve: Any, engine: Dictionary) -> None:
     service = await serve()
     await share(service, "S", b"data")
-    with engine.late() as asked:
+    with engine.late("get") as asked:
         lookup = asyncio.create_task(service.find(*"SA"))
         await until(asked.is_set)
         assert len(service.store.leases) == 1
@@ -249,13 +250,28 @@ async def test_a_lookup_that_hangs_up_holds_nothing(serve: Any, engine: Dictiona
 async def test_what_is_gone_with_its_lease_before_it_answers_is_a_miss(serve: Any, engine: Dictionary) -> None:
     service = await serve()
     key = await share(service, "S", b"data")
-    with engine.late() as asked:
+    with engine.late("get") as asked:
         lookup = asyncio.create_task(service.find(*"SA", lease_ms=1))
         await until(asked.is_set)
         await service.client.delete([key], here=True)
         service.clock.now += 1
         service.store.leases.expire()
     assert [hit.kind for hit in (await lookup).hits] == [HitKind.MISS] * 2
+
+
+async def test_what_is_put_anew_while_it_is_written_is_written_again(serve: Any, engine: Dictionary) -> None:
+    one, other = await serve(), await serve()
+    key = await share(one, "S", b"data")
+    with engine.late("touch") as asked:
+        await one.put("S", b"data")
+        await one.client.delete([key], here=True)
+        await one.put("S", b"data")
+        await until(asked.is_set)
+        await one.client.delete([key])
+        await one.put("S", b"data")
+    await shared(one)
+    assert await kind(other, "S") is HitKind.EXACT
+    assert await other.get("S") == b"data"
 
 
 async def test_one_that_is_full_keeps_nothing_back(serve: Any, engine: Dictionary) -> None:
