@@ -89,6 +89,7 @@ async def test_one_that_stops_is_not_waited_for(
     await pool.close()
 
 
+@pytest.mark.slow
 async def test_a_caller_in_a_hurry_puts_no_worker_back(cache: Any, start: Start) -> None:
     pool = WorkerPool([start(cache=cache).address for _ in range(2)])
     await until(lambda: all(member.client.connected for member in pool.members))
