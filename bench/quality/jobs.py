@@ -2,6 +2,7 @@
 
 import asyncio
 import multiprocessing
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
@@ -79,7 +80,7 @@ def run(jobs: Sequence[Job], processes: int, threads: int) -> Iterator[tuple[Job
     """
     # Not forked: a child would inherit locks held by the parent's threads.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, context, _start, (threads,)) as pool:
+    with ProcessPoolExecutor(processes, context, _start, (threads, os.getpid())) as pool:
         waiting: dict[Future[list[list[Measured]]], Job] = {}
         queue = iter(jobs)
         try:
@@ -99,9 +100,9 @@ def run(jobs: Sequence[Job], processes: int, threads: int) -> Iterator[tuple[Job
             raise
 
 
-def _start(threads: int) -> None:
+def _start(threads: int, parent: int) -> None:
     # Otherwise the processes of an evaluation that is killed keep their memory and finish their jobs for nobody.
-    process.end_with_parent()
+    process.end_with_parent(parent=parent)
     import torch
 
     torch.set_num_threads(threads)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fusionkv.fusion_worker.cores import cores
+from fusionkv.protos.runtime import process
 from fusionkv.protos.runtime.errors import FailedPrecondition, ResourceExhausted, ServiceError, Unavailable
 
 if TYPE_CHECKING:
@@ -223,15 +224,16 @@ class _Process(Encoder):
     def _start(self) -> ProcessPoolExecutor:
         # A fork would break gRPC's threads and connections.
         spawn = multiprocessing.get_context("spawn")
-        return ProcessPoolExecutor(1, mp_context=spawn, initializer=_hold, initargs=self._arguments)
+        return ProcessPoolExecutor(1, mp_context=spawn, initializer=_hold, initargs=(os.getpid(), *self._arguments))
 
 
 _held: _Holder
 
 
-def _hold(file: Path | None, flags: Mapping[str, Any], number: int) -> None:
+def _hold(parent: int, file: Path | None, flags: Mapping[str, Any], number: int) -> None:
     """Runs in the process of a `_Process`, as does `_do`."""
     global _held
+    process.end_with_parent(parent=parent)
     _held = _Holder(file, flags, number)
 
 

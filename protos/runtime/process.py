@@ -5,7 +5,6 @@ import contextlib
 import ctypes
 import errno
 import functools
-import multiprocessing
 import os
 import resource
 import signal
@@ -22,13 +21,16 @@ _M_ARENA_MAX, _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -8, -1, -3
 _RETURN_SECONDS = 10.0
 
 
-def end_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
-    """Makes the system send this process a signal when its parent ends, also if it has ended already. Linux only."""
+def end_with_parent(by: signal.Signals = signal.SIGKILL, parent: int | None = None) -> None:
+    """Makes the system send this process a signal when its parent ends. Linux only.
+
+    Args:
+        parent: process id of the parent. If it ended before this call, this process exits.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
-        parent = multiprocessing.parent_process()
-        if parent is not None and not parent.is_alive():
-            signal.raise_signal(by)
+        if parent is not None and os.getppid() != parent:
+            raise SystemExit
 
 
 def share_heaps() -> None:

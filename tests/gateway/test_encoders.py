@@ -22,6 +22,7 @@ from fusionkv.protos.runtime.errors import InvalidArgument, Unavailable
 from tests.gateway.conftest import Stack
 from tests.ports import free_port
 from tests.services import Launch, start_cache, start_worker
+from tests.waiting import until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(480), pytest.mark.slow]
 # Chunks that are handed out together, and how many of such an encoder has at once.
@@ -107,6 +108,17 @@ async def test_one_is_killed(where: str, encode: Encode, stack: Stack, request: 
     # What the gateway's workers find afterwards is all of it.
     assert progress(encoder, "precompute")[-1]["skipped"] == total
     assert total <= await stored(stack) - before <= total + HELD * BATCH
+
+
+async def test_a_command_that_is_killed_takes_its_encoders_with_it(encode: Encode, stack: Stack) -> None:
+    ingest(stack.client, "orphans", 6)
+    encoder = encode("orphans", "--recipe", "full_reuse", "--encoders", "2")
+    encoder.wait_for_line('{"event": "encode"', timeout=120)
+    started = [Path(f"/proc/{child}/cmdline") for child in children(encoder.process.pid, "spawn_main")]
+    assert len(started) == 2
+    encoder.kill9()
+    # One that ended, and that nobody asked how, has an empty command line.
+    await until(lambda: not any(line.exists() and line.read_text() for line in started))
 
 
 @pytest.mark.parametrize("recipe", ["fusionrag", "full_reuse+corrected+similarity_guided"])
