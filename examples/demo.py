@@ -302,7 +302,7 @@ def main() -> int:
         "--model", help=f"directory, or a name of `fusionkv model list` (default: {REAL_MODEL} if it can be fetched)"
     )
     parser.add_argument("--corpora", type=Path, help="folders of *.md, and questions.json (default: examples/world)")
-    parser.add_argument("--questions", type=int, default=12, help="number of questions (default: %(default)s)")
+    parser.add_argument("--questions", type=int, default=10, help="number of questions (default: %(default)s)")
     parser.add_argument("--order", choices=ORDER_NAMES, help="order of the chunks in a prompt (default: rank)")
     parser.add_argument(
         "--neighbours", type=int, help="encode every chunk after so many similar ones (default: 0, alone)"
