@@ -11,7 +11,8 @@ from fusionkv.protos.runtime.errors import InvalidArgument
 _INVISIBLE = ("head", "title", "script", "style", "noscript", "template", "svg")
 _SPACES = re.compile(r"[\t \r\n]+")
 _BLANK = re.compile(r"[ \n]+")
-_OPENED = re.compile(r"<(?!!\[)")
+# Not a marked section of a name that html.parser refuses.
+_OPENED = re.compile(r"<(?!!\[(?!(?:temp|cdata|ignore|include|rcdata|if|else|endif)\b))", re.IGNORECASE)
 _LINE = re.compile(r"^(?=.)", re.MULTILINE)
 # Consecutive blanks kept in <pre>: markdownify's time is quadratic in them.
 _MAX_BLANKS = 100
