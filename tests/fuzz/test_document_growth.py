@@ -26,7 +26,8 @@ SQUARES: Mapping[str, Bytes] = {
 _HTML = datas(
     "<p>a« »b</p>", "<p>a«\t\n»b</p>", "<pre>a«\n »b</pre>", "<pre>\n« »b</pre>", "<pre>a« <b> </b>\n»b</pre>",
     "«<a»", "«<a»>", "«<a b='c' »", "«<a b='»>", "«</a»", "«<!--»", "«<!a»", "«<?a»", "«<![CDATA[»", "«<»", "«&»",
-    "«<![if»", "«&#»", "«&amp;&#65;&#x41;»", "«&aaaaa»", "<p« a=1»>x", "<p« a%d=1»>x", "<p a« »>x", "<p class='«a »'>x",
+    "«<![if»", "«&#»", "«&amp;&#65;&#x41;»", "«&aaaaa»",
+    "<p« a=1»>x", "<p« a%d=1»>x", "<p a« »>x", "<p class='«a »'>x",
     "«<p>x</p>»", "«<p>x»", "«</p>x»", "«<b> x </b>»", "«<a href='/x' title='y'>x</a>»", "«<img src='x' alt='y'>»",
     "«x<br>»", "«<!-- x -->»", "«<p>x</p><script>y</script>»", "<script>«</s»", "<title>t</title>«<h1>x</h1>»",
     "<title>t</title><template>«<h1>x</h1>»",
