@@ -1,8 +1,11 @@
 """Converts HTML to Markdown with markdownify, and limits input that would take too much time or memory."""
 
 import re
+from collections import Counter
+from typing import Any
 
 from bs4 import BeautifulSoup, NavigableString, ParserRejectedMarkup, Tag
+from bs4.builder._htmlparser import BeautifulSoupHTMLParser, HTMLParserTreeBuilder
 from markdownify import MarkdownConverter
 
 from fusionkv.gateway.ingest.document import check_text
@@ -37,7 +40,7 @@ def markdown(text: str, limit: int) -> str:
     end = text.rfind(">") + 1
     text = text[:end] + _OPENED.sub("&lt;", text[end:])
     try:
-        soup = BeautifulSoup(text, "html.parser")
+        soup = BeautifulSoup(text, builder=_Builder())
         title = soup.title.get_text(strip=True) if soup.title else ""
         if title and not any(h1.find_parent(_INVISIBLE) is None for h1 in soup("h1")):
             heading = soup.new_tag("h1")
@@ -49,6 +52,30 @@ def markdown(text: str, limit: int) -> str:
         raise InvalidArgument("the HTML can't be read: its markup is broken") from error
     except RecursionError as error:
         raise InvalidArgument("the HTML can't be read: its elements are nested too deeply") from error
+
+
+class _Closed(Counter[str]):
+    """Replaces a list of names, which bs4 searches at each end tag: with many `<br>`, the time would be quadratic."""
+
+    def append(self, name: str) -> None:
+        self[name] += 1
+
+    def remove(self, name: str) -> None:
+        self[name] -= 1
+
+    def __contains__(self, name: object) -> bool:
+        return self.get(str(name), 0) > 0
+
+
+class _Parser(BeautifulSoupHTMLParser):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.already_closed_empty_element = _Closed()  # type: ignore[assignment]
+
+
+class _Builder(HTMLParserTreeBuilder):
+    def feed(self, markup: Any, _parser_class: type[BeautifulSoupHTMLParser] = _Parser) -> None:
+        super().feed(markup, _parser_class)
 
 
 def _clamp_tables(soup: BeautifulSoup) -> None:
