@@ -75,7 +75,7 @@ class Ingest:
         Raises:
             InvalidArgument: the corpus's name is invalid.
             NotFound: the corpus does not exist.
-            FailedPrecondition: the engine does not support it.
+            FailedPrecondition: the engine does not support it, or another call moved the corpus meanwhile.
             Unavailable: no worker, or the embedder can't be reached.
         """
         check_corpus(corpus)

@@ -163,7 +163,8 @@ class EmbeddedRetrieval(Retrieval):
                 # Even if the caller leaves: the old table can't be used any more once the new one is in its place.
                 await cancellation.to_the_end(self._exchange(corpus, table, staging / _STAGED))
         except CorpusGone as error:
-            raise NotFound(f"no corpus {corpus!r}") from error
+            self._table(corpus)
+            raise FailedPrecondition(f"corpus {corpus!r} was moved or replaced meanwhile") from error
         finally:
             await asyncio.to_thread(_remove, staging, self._folder / _DELETED)
             with contextlib.suppress(OSError):  # another move is running, or nothing was written

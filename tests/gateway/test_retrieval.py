@@ -256,6 +256,16 @@ async def test_what_changes_during_a_move_waits_for_it(tmp_path: Path, reopen: R
     assert await engine.corpora() == []
 
 
+async def test_the_second_of_two_moves_at_once_says_that_the_corpus_was_moved(tmp_path: Path, reopen: Reopen) -> None:
+    engine = await reopen(tmp_path)
+    await put(engine, "c", "d", "text")
+    first, second = asyncio.create_task(moved(engine, OTHER, 3)), asyncio.create_task(moved(engine, OTHER, 3))
+    assert await first == [1]
+    with pytest.raises(FailedPrecondition, match="corpus 'c' was moved or replaced meanwhile"):
+        await second
+    assert [c.text for c, _ in await engine.chunks("c", "d", OTHER)] == ["TEXT"]
+
+
 async def test_a_move_that_is_left_at_its_end_is_finished(tmp_path: Path, reopen: Reopen) -> None:
     engine = await reopen(tmp_path)
     await put(engine, "c", "d", "text")
