@@ -29,7 +29,7 @@ from fusionkv.gateway.retrieval.base import (
     by_shared_words,
     check_model,
 )
-from fusionkv.gateway.retrieval.table import CorpusGone, CorpusTable, disk_error, disk_errors
+from fusionkv.gateway.retrieval.table import CorpusGone, CorpusTable, create_indexes, disk_error, disk_errors
 from fusionkv.protos.runtime import cancellation
 from fusionkv.protos.runtime.errors import FailedPrecondition, NotFound, ServiceError
 
@@ -213,13 +213,16 @@ class EmbeddedRetrieval(Retrieval):
         schema: pa.Schema | None = None
         pending: list[pa.Table] = []
 
-        async def write() -> None:
+        async def write(last: bool = False) -> None:
             with disk_errors():
                 connection = await connect_async(str(staging))
                 try:
                     rebuilt = await connection.create_table(Path(_STAGED).stem, schema=schema, exist_ok=True)
                     if pending:
                         await rebuilt.add(pa.concat_tables(pending))
+                    if last:
+                        # Before the exchange, while the old table still answers, and stays if this fails.
+                        await create_indexes(rebuilt, self._language)
                 finally:
                     connection.close()
             pending.clear()
@@ -235,7 +238,7 @@ class EmbeddedRetrieval(Retrieval):
         if schema is None:  # the corpus is empty
             _, vectors = await rewrite([], np.zeros((0, table.dim), np.float32))
             schema = rows.schema(model, vectors.shape[1])
-        await write()
+        await write(last=True)
 
     async def close(self) -> None:
         while self._tables:  # emptied, so that a call that is still running ends as NOT_FOUND

@@ -65,6 +65,16 @@ def text_index(language: str) -> FTS:
     )
 
 
+async def create_indexes(table: AsyncTable, language: str) -> None:
+    """Creates the indexes that a table lacks. Raises as `disk_errors`."""
+    indexed = {column for index in await table.list_indices() for column in index.columns}
+    with disk_errors():
+        if "text" not in indexed:
+            await table.create_index("text", config=text_index(language))
+        if "document" not in indexed:
+            await table.create_index("document", config=BTree())
+
+
 class CorpusGone(Exception):
     """The corpus was deleted or replaced while the call waited."""
 
@@ -109,12 +119,7 @@ class CorpusTable:
         table = await reopen()
         schema = await table.schema()
         rows.check_format(schema)
-        indexed = {column for index in await table.list_indices() for column in index.columns}
-        with disk_errors():
-            if "text" not in indexed:
-                await table.create_index("text", config=text_index(language))
-            if "document" not in indexed:
-                await table.create_index("document", config=BTree())
+        await create_indexes(table, language)
         opened = cls(table, schema, reopen)
         columns = {"document": "document", "tokens": "tokens", "bytes": "octet_length(text)"}
         sizes = await table.query().select(columns).to_arrow()

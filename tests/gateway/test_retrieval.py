@@ -266,6 +266,15 @@ async def test_the_second_of_two_moves_at_once_says_that_the_corpus_was_moved(tm
     assert [c.text for c, _ in await engine.chunks("c", "d", OTHER)] == ["TEXT"]
 
 
+async def test_a_move_whose_indexes_can_not_be_made_changes_nothing(tmp_path: Path, reopen: Reopen) -> None:
+    engine = await reopen(tmp_path)
+    await put(engine, "c", "d", "text")
+    engine._language = "Klingon"
+    with pytest.raises(ValueError, match="Klingon"):
+        await moved(engine, OTHER, 3)
+    assert await texts(engine, "c", "text") == ["text"]
+
+
 async def test_a_move_that_is_left_at_its_end_is_finished(tmp_path: Path, reopen: Reopen) -> None:
     engine = await reopen(tmp_path)
     await put(engine, "c", "d", "text")
