@@ -120,9 +120,10 @@ class CorpusTable:
         schema = await table.schema()
         rows.check_format(schema)
         await create_indexes(table, language)
-        opened = cls(table, schema, reopen)
         columns = {"document": "document", "tokens": "tokens", "bytes": "octet_length(text)"}
         sizes = await table.query().select(columns).to_arrow()
+        # After the last await: it starts a task, which a caller that leaves before could not end.
+        opened = cls(table, schema, reopen)
         sums = sizes.group_by("document").aggregate([("tokens", "count"), ("tokens", "sum"), ("bytes", "sum")])
         for name, *size in zip(*(c.to_pylist() for c in sums.columns), strict=True):
             opened._resize(name, tuple(size))

@@ -275,6 +275,19 @@ async def test_a_move_whose_indexes_can_not_be_made_changes_nothing(tmp_path: Pa
     assert await texts(engine, "c", "text") == ["text"]
 
 
+async def test_a_caller_that_leaves_while_a_corpus_is_opened_leaves_no_task(tmp_path: Path, reopen: Reopen) -> None:
+    engine = await reopen(tmp_path)
+    await put(engine, "c", "d", "text")
+    before = asyncio.all_tasks()
+    opening = asyncio.create_task(engine._open("c"))
+    while not (started := asyncio.all_tasks() - before - {opening}):
+        await asyncio.sleep(0)
+    opening.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await (await opening).close()
+    assert all(task.done() for task in started)
+
+
 async def test_a_move_that_is_left_at_its_end_is_finished(tmp_path: Path, reopen: Reopen) -> None:
     engine = await reopen(tmp_path)
     await put(engine, "c", "d", "text")
