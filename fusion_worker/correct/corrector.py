@@ -22,6 +22,7 @@ from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.fusion_worker.transfer.storage import Storage
 from fusionkv.kernels.segments import KVSegment
+from fusionkv.protos.runtime.cancellation import to_the_end
 
 log = logging.getLogger(__name__)
 # With SmolLM2 and 1,400 tokens a prompt, five prompts teach no more than two.
@@ -35,13 +36,17 @@ _MOST_NAMES = 4096  # of corpora, most of them without a correction
 # Corpora that are learned about at the same time; whoever comes in between starts again.
 _MOST_LESSONS = 2
 
+# A chunk's KV alone, its KV behind other chunks, and where it starts there.
+_Pair = tuple[torch.Tensor, torch.Tensor, int]
+
 
 @dataclass(slots=True)
 class _Lessons:
-    """What was learned about a corpus so far. seen: prompts, by their digests."""
+    """What was learned about a corpus so far. seen: prompts, by their digests. lock: held by the one that learns."""
 
     fit: Fit
     seen: set[bytes] = field(default_factory=set)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Corrector:
@@ -90,16 +95,20 @@ class Corrector:
         self._lessons.move_to_end(file)
         while len(self._lessons) > _MOST_LESSONS:
             self._lessons.popitem(last=False)
-        if digest in lessons.seen:
-            return
-        await self._add(lessons.fit, prompt)
-        lessons.seen.add(digest)
-        if len(lessons.seen) >= PROMPTS and lessons.fit.tokens >= TOKENS:
-            correction = await asyncio.to_thread(lessons.fit.solve)
-            log.info("learned a correction of reused KV from %d tokens of a corpus", lessons.fit.tokens)
-            await asyncio.to_thread(self._keep, correction, file)
-            self._remember(file, correction.on(self._model.device))
-            self._lessons.pop(file, None)
+        # The same prompt may come twice at once, and a fit is not thread-safe.
+        async with lessons.lock:
+            if digest in lessons.seen or await self.find(prompt.tenant, corpus) is not None:
+                return
+            pairs = await self._pairs(prompt)
+            # All or nothing of a prompt, even if the caller leaves: chunks added before would count again.
+            lessons.seen.add(digest)
+            await to_the_end(asyncio.to_thread(self._add, lessons.fit, len(prompt.system), pairs))
+            if len(lessons.seen) >= PROMPTS and lessons.fit.tokens >= TOKENS:
+                correction = await asyncio.to_thread(lessons.fit.solve)
+                log.info("learned a correction of reused KV from %d tokens of a corpus", lessons.fit.tokens)
+                await asyncio.to_thread(self._keep, correction, file)
+                self._remember(file, correction.on(self._model.device))
+                self._lessons.pop(file, None)
 
     async def study(self, sample: Prompt, corpus: str, count: int) -> bool:
         """Learns from prompts of `count` random chunks each, before any question; whether there is a correction now.
@@ -168,9 +177,9 @@ class Corrector:
             finally:
                 self._waiting.task_done()
 
-    async def _add(self, fit: Fit, prompt: Prompt) -> None:
+    async def _pairs(self, prompt: Prompt) -> list[_Pair]:
         """Computes the chunks behind each other, and all but the first once more behind the system prompt alone."""
-        base = len(prompt.system)
+        base, pairs = len(prompt.system), list[_Pair]()
         async with self._loader.plain(prompt.question_start) as placement:
             runs = placement.fresh
             await self._run(prompt.ids[: prompt.question_start].tolist(), 0, runs)
@@ -179,8 +188,13 @@ class Corrector:
             chunks: Sequence[tuple[int, Chunk]] = [*zip(prompt.starts[1:], prompt.chunks, strict=True)]
             for start, chunk in chunks[1:]:
                 await self._run(chunk.ids, base, own, seen)
-                alone, there = await self._kv(own, len(chunk)), together[:, :, start : start + len(chunk)]
-                await asyncio.to_thread(fit.add, alone, base, there, start, self._model.rotations)
+                alone = await self._kv(own, len(chunk))
+                pairs.append((alone, together[:, :, start : start + len(chunk)], start))
+        return pairs
+
+    def _add(self, fit: Fit, base: int, pairs: Sequence[_Pair]) -> None:
+        for alone, there, start in pairs:
+            fit.add(alone, base, there, start, self._model.rotations)
 
     async def _run(
         self, ids: Sequence[int], start: int, runs: Sequence[SlotRange], seen: tuple[KVSegment, ...] = ()

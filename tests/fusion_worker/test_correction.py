@@ -1,5 +1,6 @@
 """The correction of reused KV: the fit, the map, and what a worker makes of both."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from fusionkv.fusion_worker.correct.correction import (
     shape,
 )
 from fusionkv.fusion_worker.correct.corrector import PROMPTS
+from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.kernels.rope import Rotation
 from fusionkv.kvcache_service import keys
 from fusionkv.protos.runtime.errors import InvalidArgument
@@ -173,6 +175,23 @@ async def test_a_corpus_is_learned_ahead_of_time(start: Any, parts: Any) -> None
     for few, message in (([], "at least two different chunks"), ([random_ids(400, 1)], too_long)):
         with pytest.raises(InvalidArgument, match=message):
             await rig.encode(parts[0], few, last, "CORRECTION", corpus="other")
+
+
+@pytest.mark.parametrize("left", [False, True])
+async def test_a_prompt_that_comes_twice_counts_once(left: bool, start: Any) -> None:
+    rig = await start("llama")
+    ours = rig.servicer.answerer.corrector
+    chunks = tuple(Chunk(tuple(random_ids(20, n))) for n in range(3))
+    prompt = Prompt(Chunk(tuple(random_ids(5, 1))), chunks, (), rig.tenant)
+    first = asyncio.create_task(ours.learn(prompt, "c"))
+    if left:  # after its second chunk, if these are added one by one
+        while not any(lessons.fit.tokens for lessons in ours._lessons.values()):  # noqa: ASYNC110 - a thread adds
+            await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.wait([first])
+    await asyncio.gather(first, ours.learn(prompt, "c"), return_exceptions=True)
+    (lessons,) = ours._lessons.values()
+    assert lessons.fit.tokens == 40
 
 
 async def test_with_neighbours_a_chunk_is_the_mean_of_two_estimates(cached: Any) -> None:
