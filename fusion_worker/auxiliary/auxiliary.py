@@ -1,6 +1,5 @@
 """Scores context tokens with a small auxiliary model on the CPU, while the main model's KV loads (CacheClip)."""
 
-import asyncio
 from functools import lru_cache
 
 import torch
@@ -15,6 +14,7 @@ from fusionkv.fusion_worker.load.placement import Stages
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.kvcache_service.client import CacheClient
+from fusionkv.protos.runtime import cancellation
 
 
 class Auxiliary:
@@ -43,7 +43,7 @@ class Auxiliary:
             CacheFault: the cache service failed.
             ResourceExhausted: a chunk and the question don't fit the auxiliary model's pool.
         """
-        scores = await asyncio.gather(*(self._chunk(prompt, chunk) for chunk in prompt.chunks))
+        scores = await cancellation.all_of(self._chunk(prompt, chunk) for chunk in prompt.chunks)
         return torch.cat([torch.zeros(len(prompt.system)), *scores])
 
     async def settle(self) -> None:

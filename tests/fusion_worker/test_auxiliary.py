@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fusionkv.fusion_worker import models as worker_models
 from fusionkv.fusion_worker.auxiliary.mapping import carry_over, spans_of
+from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos.runtime.errors import FailedPrecondition, ResourceExhausted
 from tests.fusion_worker.oracle import Parts, byte_tokenizer, fallback_tokenizer, network, oracle, whole, windows
@@ -108,6 +109,18 @@ async def test_a_pool_too_small_for_a_chunk_names_its_own_setting(start: Any, pa
     rig = await start("llama", auxiliary=second, auxiliary_pool_bytes=16 * second.kv.token_bytes)
     with pytest.raises(ResourceExhausted, match="raise auxiliary_pool_bytes to"):
         await rig.ask(*parts, recipe="cacheclip", ratio=0.4)
+
+
+async def test_a_chunk_that_fails_ends_the_others(start: Any, parts: Any, second: Any) -> None:
+    rig = await start("llama", auxiliary=second, auxiliary_pool_bytes=64 * second.kv.token_bytes)
+    system, chunks, question = parts
+    context = tuple(Chunk(tuple(ids)) for ids in (*chunks[:2], chunks[0] * 9))
+    prompt = Prompt(Chunk(tuple(system)), context, tuple(question))
+    before = asyncio.all_tasks()
+    with pytest.raises(ResourceExhausted):
+        await rig.servicer.auxiliary.scores(prompt)
+    left = [task for task in asyncio.all_tasks() - before if "Auxiliary" in repr(task.get_coro())]
+    assert all(task.cancelling() for task in left)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
