@@ -57,7 +57,7 @@ def parts(name: str, path: Path, media_type: str) -> Iterator[tuple[int, bytes]]
     """Reads a file: at once, or JSON lines in parts of about 1 MiB.
 
     Yields:
-        The number of the first line, and the content.
+        The number of the first line, and the content; no parts without text, unless the file has none.
 
     Raises:
         InvalidArgument: a JSON line is malformed, two lines have the same id, or the media type is unknown.
@@ -68,15 +68,19 @@ def parts(name: str, path: Path, media_type: str) -> Iterator[tuple[int, bytes]]
             yield 1, file.read()
         return
     ids: dict[str, int] = {}
-    number, start, size, lines = 1, 1, 0, list[bytes]()
+    start, size, lines, sent = 1, 0, list[bytes](), False
     with _opened(path) as file:
         for number, line in enumerate(file, 1):
             if lines and size + len(line) > _PART:
-                yield start, _checked(lines, start, ids)
+                if content := _checked(lines, start, ids):
+                    yield start, content
+                    sent = True
                 start, size, lines = number, 0, []
             lines.append(line)
             size += len(line)
-    yield start, _checked(lines, start, ids)
+    content = _checked(lines, start, ids)
+    if content or not sent:
+        yield start, content
 
 
 def source(path: Path) -> str:
@@ -89,17 +93,19 @@ def _opened(path: Path) -> AbstractContextManager[BinaryIO]:
 
 
 def _checked(lines: Sequence[bytes], start: int, ids: dict[str, int]) -> bytes:
+    """The content of these lines; empty if they have no text, which a gateway refuses."""
     content = b"".join(lines)
     try:
-        text = content.decode()
+        text = content.decode().removeprefix("\ufeff")  # as in `parse`
     except UnicodeDecodeError as error:
         raise InvalidArgument(f"the text is not UTF-8: {error}") from error
-    for document in json_lines(text, start):
+    documents = json_lines(text, start)
+    for document in documents:
         if document.name and ids.setdefault(document.name, document.line) != document.line:
             raise InvalidArgument(
                 f"lines {ids[document.name]} and {document.line} have the same id {document.name!r}"
             )
-    return content
+    return content if any(document.text.strip() for document in documents) else b""
 
 
 def _expand(given: str, everything: bool) -> Iterable[tuple[str, Path]]:

@@ -22,6 +22,8 @@ from fusionkv.gateway.cli.files import find, parts, source
 from fusionkv.gateway.cli.launch import launched, missing_package
 from fusionkv.gateway.client.results import Item, Passage
 from fusionkv.gateway.config import GatewayConfig
+from fusionkv.gateway.ingest.media_types import JSONL
+from fusionkv.gateway.ingest.parse import parse
 from fusionkv.protos.answer.v1.answer_pb2 import Summary, Token
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.gateway.v1.gateway_pb2_grpc import GatewayServiceServicer
@@ -88,6 +90,23 @@ def test_json_lines_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"some text")))
     assert [*parts("notes.md", Path("-"), "")] == [(1, b"some text")]
     assert (source(Path("-")), source(tmp_path / "x")) == ("", str(tmp_path / "x"))
+
+
+def test_parts_of_json_lines_without_text_are_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "all.jsonl"
+    blank = b"\n" * (1 << 20)
+    file.write_bytes(b"\n" + blank + b'{"text": "one"}\n' + blank + b'""\n')
+    ((first, part),) = parts("all.jsonl", file, "")
+    assert part.strip() == b'{"text": "one"}'
+    assert first + part[: part.index(b"{")].count(b"\n") == (1 << 20) + 2
+    file.write_bytes(b"\n \n")
+    assert [*parts("all.jsonl", file, "")] == [(1, b"")]
+
+
+def test_json_lines_may_start_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "all.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one"}')
+    ((_, part),) = parts("all.jsonl", tmp_path / "all.jsonl", "")
+    assert [document.text for document in parse(part, JSONL)] == ["one"]
 
 
 @pytest.mark.parametrize(
