@@ -144,28 +144,28 @@ class AsyncClient(_Connection):
         Returns:
             An iterator over the progress.
         """
-        request = pb.PrecomputeRequest(corpus=corpus, recipe=recipe, neighbours=neighbours, name=name)
+        request = requests.of(pb.PrecomputeRequest, corpus=corpus, recipe=recipe, neighbours=neighbours, name=name)
         return self._stream("Precompute", request, results.progress)
 
     def plan_precompute(self, corpus: str, recipe: str = "") -> AsyncGenerator[pb.PlanPrecomputeResponse]:
         """Streams the requests that `precompute` would send to workers, for separate encoders. Has no deadline."""
-        request = pb.PlanPrecomputeRequest(corpus=corpus, recipe=recipe)
+        request = requests.of(pb.PlanPrecomputeRequest, corpus=corpus, recipe=recipe)
         return self._stream("PlanPrecompute", request, lambda batch: batch)
 
     def move(self, corpus: str) -> AsyncGenerator[Progress]:
         """Rebuilds a corpus for the worker's model and the gateway's embedder. Yields progress; has no deadline."""
-        return self._stream("Move", pb.MoveRequest(corpus=corpus), results.progress)
+        return self._stream("Move", requests.of(pb.MoveRequest, corpus=corpus), results.progress)
 
     async def delete(self, corpus: str, name: str = "", *, timeout: float | None = None) -> Deleted:
         """Deletes one document; without a name, the whole corpus."""
-        r = await self._call("Delete", pb.DeleteRequest(corpus=corpus, name=name), timeout)
+        r = await self._call("Delete", requests.of(pb.DeleteRequest, corpus=corpus, name=name), timeout)
         return Deleted(r.documents, r.chunks)
 
     async def page(
         self, corpus: str, token: str = "", size: int = _PAGE, *, timeout: float | None = None
     ) -> tuple[list[Item], str]:
         """One page of `list`, and the token of the next page, which is empty after the last page."""
-        request = pb.ListRequest(corpus=corpus, page_size=size, page_token=token)
+        request = requests.of(pb.ListRequest, corpus=corpus, page_size=size, page_token=token)
         r = await self._call("List", request, timeout)
         return [results.item(i) for i in r.items], r.next_page_token
 
@@ -254,18 +254,18 @@ class Client(_Connection):
 
     def move(self, corpus: str) -> Generator[Progress]:
         """Rebuilds a corpus for the worker's model and the gateway's embedder. Yields progress; has no deadline."""
-        return self._stream("Move", pb.MoveRequest(corpus=corpus), results.progress)
+        return self._stream("Move", requests.of(pb.MoveRequest, corpus=corpus), results.progress)
 
     def delete(self, corpus: str, name: str = "", *, timeout: float | None = None) -> Deleted:
         """Deletes one document; without a name, the whole corpus."""
-        r = self._call("Delete", pb.DeleteRequest(corpus=corpus, name=name), timeout)
+        r = self._call("Delete", requests.of(pb.DeleteRequest, corpus=corpus, name=name), timeout)
         return Deleted(r.documents, r.chunks)
 
     def precompute(
         self, corpus: str, recipe: str = "", *, neighbours: int = 0, name: str = ""
     ) -> Generator[Progress]:
         """Encodes a corpus, or one document, ahead of time, as `AsyncClient.precompute`."""
-        request = pb.PrecomputeRequest(corpus=corpus, recipe=recipe, neighbours=neighbours, name=name)
+        request = requests.of(pb.PrecomputeRequest, corpus=corpus, recipe=recipe, neighbours=neighbours, name=name)
         return self._stream("Precompute", request, results.progress)
 
     def list(self, corpus: str = "", *, timeout: float | None = None) -> list[Item]:
@@ -273,7 +273,9 @@ class Client(_Connection):
         items: list[Item] = []
         token = ""
         while True:
-            r = self._call("List", pb.ListRequest(corpus=corpus, page_size=_PAGE, page_token=token), timeout)
+            r = self._call(
+                "List", requests.of(pb.ListRequest, corpus=corpus, page_size=_PAGE, page_token=token), timeout
+            )
             items.extend(map(results.item, r.items))
             if not (token := r.next_page_token):
                 return items

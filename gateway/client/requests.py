@@ -5,7 +5,9 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
+
+from google.protobuf.message import Message
 
 from fusionkv.gateway.client.defaults import ORDER_NAMES
 from fusionkv.gateway.client.results import Passage
@@ -15,6 +17,7 @@ from fusionkv.protos.runtime import errors
 ORDERS = dict(zip(ORDER_NAMES, (pb.ORDER_DOCUMENT, pb.ORDER_RANK, pb.ORDER_RANK_REVERSED), strict=True))
 
 NO_FILTER: Mapping[str, str] = {}
+M = TypeVar("M", bound=Message)
 ROLES = {"system": pb.ROLE_SYSTEM, "user": pb.ROLE_USER, "assistant": pb.ROLE_ASSISTANT}
 
 
@@ -96,6 +99,12 @@ def order_of(name: str) -> pb.Order:
     if name not in ORDERS:
         raise errors.InvalidArgument(f"unknown order {name!r}; known: {', '.join(ORDERS)}")
     return ORDERS[name]
+
+
+def of(kind: type[M], **values: Any) -> M:
+    """A request with these values. Raises InvalidArgument for an invalid value."""
+    with _valid():
+        return kind(**values)
 
 
 def retrieve(

@@ -132,6 +132,12 @@ def test_what_is_not_there_is_one_line(capsys: Capsys, tmp_path: Path) -> None:
     assert re.fullmatch(said, capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("command", ["ask c", "delete", "encode", "list", "move"])
+def test_arguments_that_are_no_text_are_one_line(command: str, capsys: Capsys) -> None:
+    assert cli.main([*command.split(), "\udcff"]) == 1
+    assert re.fullmatch(r"fusionkv: invalid option: .* surrogates not allowed\n", capsys.readouterr().err)
+
+
 class Unexplained(GatewayServiceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         yield pb.GenerateResponse(token=Token(id=1, text="42"))
