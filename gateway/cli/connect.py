@@ -27,7 +27,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="address of the gateway: host:port or unix:/path (default: %(default)s)",
     )
     parser.add_argument(
-        "--timeout", type=float, default=300.0, metavar="SECONDS", help="limit for one call (default: %(default)g)"
+        "--timeout", type=seconds, default=300.0, metavar="SECONDS", help="limit for one call (default: %(default)g)"
     )
     token = parser.add_mutually_exclusive_group()
     token.add_argument(
@@ -41,6 +41,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--tls-cert", type=Path, metavar="PATH", help="client certificate (PEM), if the gateway requires one"
     )
     parser.add_argument("--tls-key", type=Path, metavar="PATH", help="private key (PEM) of --tls-cert")
+
+
+def seconds(text: str) -> float:
+    """Parses a flag's seconds, for argparse."""
+    value = float(text)
+    if not 0.1 <= value <= 86_400:
+        raise argparse.ArgumentTypeError("must be from 0.1 to 86400")
+    return value
 
 
 def client(args: argparse.Namespace) -> "AsyncClient":

@@ -160,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     encode.add_argument(
         "--wait",
-        type=_seconds,
+        type=connect.seconds,
         default=0.0,
         metavar="SECONDS",
         help="wait for gateway, workers and corpora that do not exist yet (default: do not wait)",
@@ -280,13 +280,6 @@ def _pair(text: str) -> tuple[str, str]:
     if not key or not equals:
         raise argparse.ArgumentTypeError("must be KEY=VALUE")
     return key, value
-
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0.1 <= value <= 86_400:
-        raise argparse.ArgumentTypeError("must be from 0.1 to 86400")
-    return value
 
 
 if __name__ == "__main__":

@@ -114,6 +114,7 @@ def test_json_lines_may_start_with_a_byte_order_mark(tmp_path: Path) -> None:
     [
         [], ["fly"], ["ask", "c"], ["ingest", "c"], ["ingest", "c", "p", "--concurrency", "0"],
         ["ingest", "c", "p", "--compress", "1"], ["ask", "c", "q", "--filter", "year"],
+        *(["list", "--timeout", seconds] for seconds in ("0", "-1", "nan", "inf", "soon")),
     ],
 )  # fmt: skip
 def test_wrong_usage_exits_with_2(argv: list[str], capsys: Capsys) -> None:
