@@ -28,11 +28,13 @@ APART = {
 }
 _CHECK_CORPUS = f"{__package__}.check_corpus"
 _USAGE = 2
+# As a shell reports programs that end by SIGPIPE.
+_READER_LEFT = 141
 _START_HINT = " (is `fusionkv serve all` running? use --gateway for a gateway on another machine)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command. Returns the exit code: 0 for success, 1 for an error, 2 for wrong usage."""
+    """Runs a command. Returns the exit code: 0 for success, 1 for an error, 2 for wrong usage, or a signal's."""
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ["serve"] and given[1:2] and given[1] in MODULES:
         # Replace this process by the service, which parses its own flags.
@@ -46,6 +48,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         print(missing_package(args.command, error), file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        _drop_output()
+
+
+def _drop_output() -> None:
+    """Drops what can't be written: Python would try again at exit, and report that with the exit code 120."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _replace(command: str, module: str, flags: Sequence[str]) -> NoReturn:
@@ -66,15 +80,17 @@ def _run(args: argparse.Namespace) -> int:
 
         run = commands.COMMANDS[args.command]
     try:
-        return asyncio.run(run(args))
+        status = asyncio.run(run(args))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the reader has left, as `head` does
+        return _READER_LEFT
     except connect.UsageError as error:
         print(f"fusionkv: {error}", file=sys.stderr)
         return _USAGE
     except (ServiceError, SettingsError, OSError) as error:
         print(f"fusionkv: {error}{_START_HINT if isinstance(error, Unavailable) else ''}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -145,6 +146,11 @@ class Unexplained(GatewayServiceServicer):
         yield pb.GenerateResponse(summary=Summary(finish_reason="end"))
 
 
+class Deleting(GatewayServiceServicer):
+    async def Delete(self, request: pb.DeleteRequest, context: Any) -> pb.DeleteResponse:
+        return pb.DeleteResponse(documents=1, chunks=2)
+
+
 async def test_an_answer_without_its_explanation_is_told(capsys: Capsys, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     async with listening(rpc.handlers(SERVICE, Unexplained()), f"unix:{tmp_path}/g.sock") as address:
@@ -153,6 +159,35 @@ async def test_an_answer_without_its_explanation_is_told(capsys: Capsys, tmp_pat
     said = capsys.readouterr()
     assert (said.out, page.exists()) == ("42", False)
     assert "page.html was not written" in said.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("output", "status", "said"), [("full", 1, "No space left on device"), ("closed", 141, "")])
+async def test_output_that_nobody_takes_is_told_once(output: str, status: int, said: str, tmp_path: Path) -> None:
+    async with listening(rpc.handlers(SERVICE, Deleting()), f"unix:{tmp_path}/g.sock") as address:
+        reader, writer = os.pipe()
+        os.close(reader)
+        if output == "full":
+            os.close(writer)
+            writer = os.open("/dev/full", os.O_WRONLY)
+        argv = ["-P", "-m", "fusionkv.gateway.cli.main", "delete", "c", "--gateway", address]
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+        running = await asyncio.create_subprocess_exec(sys.executable, *argv, stdout=writer, stderr=-1, env=env)
+        os.close(writer)
+        _, error = await running.communicate()
+    assert (running.returncode, error.decode().count("\n")) == (status, int(bool(said)))
+    assert said in error.decode()
+
+
+def test_ctrl_c_while_modules_are_loaded_ends_without_a_word(tmp_path: Path) -> None:
+    (tmp_path / "grpc.py").write_text("import time\nprint('loading', flush=True)\ntime.sleep(60)\n")
+    argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", "list"]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == b"loading\n"
+        running.send_signal(signal.SIGINT)
+        _, error = running.communicate()
+    assert (running.returncode, error) == (130, b"")
 
 
 @pytest.mark.parametrize("command", ["serve", "ingest", "encode", "ask", "move", "delete", "list", "stats"])
