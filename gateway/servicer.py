@@ -35,6 +35,7 @@ from fusionkv.protos.runtime.errors import (
     NotFound,
     ResourceExhausted,
     ServiceError,
+    Unavailable,
 )
 
 log = logging.getLogger(__name__)
@@ -145,6 +146,9 @@ class GatewayServicer:
             try:
                 async with asyncio.timeout(self._time_left(context)):
                     return await embedder.embed(texts), embedder.name, tokens
+            except (ResourceExhausted, Unavailable):  # nothing was computed, and the caller will retry
+                tenant.meter.give_back(tokens)
+                raise
             except TimeoutError as error:
                 raise DeadlineExceeded("embedding took longer than the request's deadline") from error
 

@@ -14,11 +14,17 @@ import pytest
 from aiohttp import web
 
 from fusionkv.fusion_worker.library import cache
+from fusionkv.gateway.auth.quotas import Quotas
+from fusionkv.gateway.auth.tenants import Tenants
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.embed import choose, local
 from fusionkv.gateway.embed.local import LocalEmbedder, LocalReranker
 from fusionkv.gateway.embed.models import CrossEncoder, SentenceModel, Unsupported
 from fusionkv.gateway.embed.url import URLEmbedder, URLReranker
+from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
+from fusionkv.gateway.retrieval.hybrid import HybridSearch
+from fusionkv.gateway.servicer import GatewayServicer
+from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.runtime.errors import FailedPrecondition, ResourceExhausted, ServiceError, Unavailable
 from tests.gateway import sentence_models
 from tests.http_server import serving
@@ -181,6 +187,22 @@ async def test_an_embedder_behind_a_url(endpoint: Endpoint) -> None:
     await embedder.close()
     with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1"):
         await URLEmbedder.open("http://127.0.0.1:1/v1", "", "")
+
+
+async def test_texts_that_were_not_embedded_cost_no_quota(endpoint: Endpoint, tmp_path: Path) -> None:
+    (tmp_path / "quotas").write_text("[default]\ntokens_per_minute = 20\n")
+    config, workers = GatewayConfig(), WorkerPool(["127.0.0.1:1"])
+    tenants = Tenants("", b"", Quotas(tmp_path / "quotas"), lambda name: EmbeddedRetrieval.open(tmp_path / "own"))
+    search = HybridSearch(config, await URLEmbedder.open(endpoint.url, "", ""))
+    servicer = GatewayServicer(config, tenants, workers, None, search, workers)
+    for endpoint.status, error in ((500, Unavailable), (429, ResourceExhausted)):
+        with pytest.raises(error, match=f"status {endpoint.status}"):
+            await servicer.embed(["x" * 80], "", None)
+    endpoint.status = 200
+    assert (await servicer.embed(["x" * 80], "", None))[2] == 20
+    with pytest.raises(ResourceExhausted, match="quota of 20 tokens"):
+        await servicer.embed(["x"], "", None)
+    await servicer.close()
 
 
 async def test_a_reranker_behind_a_url(endpoint: Endpoint) -> None:
