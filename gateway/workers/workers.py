@@ -44,6 +44,8 @@ _FRESH_SECONDS, _CHECK_SECONDS = 1.0, 2.0
 _MIN_BACKOFF, _MAX_BACKOFF = 2.0, 30.0
 # Tokens of a pool whose size is not known yet, and the most chunks to remember.
 _FIRST_TOKENS, _MAX_CHUNKS = 1 << 16, 1 << 16
+# A vocabulary takes about 50 MB and up to a second to make.
+_MAX_VOCABULARIES = 4
 
 
 class PrefixAffinity:
@@ -147,7 +149,9 @@ class WorkerPool:
         self._resolving = [asyncio.create_task(self._follow(name)) for name in self._resolved]
         if not self._resolved:
             self._looked_up.set()
-        self._vocabulary: Vocabulary | None = None
+        # With their replies, the last one used first. Workers of one model may describe it differently,
+        # such as by their device.
+        self._vocabularies: list[tuple[pb.GetModelResponse, Vocabulary]] = []
         self._loading = asyncio.Lock()
 
     @property
@@ -168,10 +172,12 @@ class WorkerPool:
                     failures.append(error)
                     continue
                 async with self._loading:
-                    known = self._vocabulary
                     # `is` first: comparing the messages compares tokenizers of up to 10 MB.
-                    if known is None or (known.model is not model and known.model != model):
-                        self._vocabulary = known = await asyncio.to_thread(Vocabulary, model)
+                    same = [v for m, v in self._vocabularies if m is model]
+                    same = same or [v for m, v in self._vocabularies if m == model]
+                    known = same[0] if same else await asyncio.to_thread(Vocabulary, model)
+                    others = [(m, v) for m, v in self._vocabularies if m is not model]
+                    self._vocabularies = [(model, known), *others][:_MAX_VOCABULARIES]
                     return known
         raise _reported(failures)
 

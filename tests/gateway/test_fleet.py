@@ -19,14 +19,18 @@ from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.gateway.workers import workers
 from fusionkv.gateway.workers.workers import PrefixAffinity, WorkerPool
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
+from fusionkv.protos.fusion.v1.fusion_pb2_grpc import FusionServiceServicer
 from fusionkv.protos.observe import logs
+from fusionkv.protos.runtime import rpc
 from fusionkv.protos.runtime.errors import DeadlineExceeded, ServiceError, Unavailable
+from tests.gateway import test_tokens
 from tests.gateway.conftest import Serve, Start
 from tests.ports import free_port
-from tests.services import Launch, start_cache, start_worker
+from tests.services import Launch, listening, start_cache, start_worker
 from tests.waiting import until
 
 pytestmark = pytest.mark.system
+SERVICE = pb.DESCRIPTOR.services_by_name["FusionService"]
 
 
 @pytest.mark.slow
@@ -97,6 +101,33 @@ async def test_a_caller_in_a_hurry_puts_no_worker_back(cache: Any, start: Start)
         await anext(pool.generate(ASK, 0.0001))
     assert not any(member.deprioritised for member in pool.members)
     await pool.close()
+
+
+class Described(FusionServiceServicer):
+    """A worker that knows only its model."""
+
+    def __init__(self, device: str) -> None:
+        self.model = pb.GetModelResponse()
+        self.model.CopyFrom(test_tokens.vocabulary().model)
+        self.model.device = device
+
+    async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
+        return self.model
+
+
+async def test_workers_that_describe_one_model_differently_share_no_vocabulary_but_keep_theirs() -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        both = [rpc.handlers(SERVICE, Described(device)) for device in ("cpu", "cuda:0")]
+        pool = WorkerPool([await stack.enter_async_context(listening(handler)) for handler in both])
+        stack.push_async_callback(pool.close)
+        await until(lambda: all(member.client.connected for member in pool.members))
+        seen = []
+        for _ in range(2):
+            for busy in pool.members:
+                with busy.counted():
+                    seen.append(await pool.model())
+    assert [vocabulary.model.device for vocabulary in seen] == ["cuda:0", "cpu"] * 2
+    assert seen[:2] == seen[2:]
 
 
 async def test_a_name_that_cannot_be_one_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
