@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from fusionkv.fusion_worker import models as worker_models
+from fusionkv.fusion_worker.auxiliary import auxiliary
 from fusionkv.fusion_worker.auxiliary.mapping import carry_over, spans_of
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.kvcache_service.client import CacheClient
@@ -109,6 +111,26 @@ async def test_a_pool_too_small_for_a_chunk_names_its_own_setting(start: Any, pa
     rig = await start("llama", auxiliary=second, auxiliary_pool_bytes=16 * second.kv.token_bytes)
     with pytest.raises(ResourceExhausted, match="raise auxiliary_pool_bytes to"):
         await rig.ask(*parts, recipe="cacheclip", ratio=0.4)
+
+
+async def test_texts_are_turned_into_its_tokens_beside_the_event_loop(
+    start: Any, parts: Any, second: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = set()
+
+    def recorded(function: Any) -> Any:
+        def record(*given: Any) -> Any:
+            used.add(threading.current_thread())
+            return function(*given)
+
+        return record
+
+    for function in (auxiliary.spans_of, auxiliary.carry_over):
+        monkeypatch.setattr(auxiliary, function.__name__, recorded(function))
+    rig = await start("llama", auxiliary=second)
+    assert (await rig.ask(*parts, recipe="cacheclip", ratio=0.4)).ids
+    assert used
+    assert threading.current_thread() not in used
 
 
 async def test_a_chunk_that_fails_ends_the_others(start: Any, parts: Any, second: Any) -> None:
