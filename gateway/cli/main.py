@@ -28,8 +28,8 @@ APART = {
 }
 _CHECK_CORPUS = f"{__package__}.check_corpus"
 _USAGE = 2
-# As a shell reports programs that end by SIGPIPE.
-_READER_LEFT = 141
+# As a shell reports programs that end by SIGINT and by SIGPIPE.
+_INTERRUPTED, _READER_LEFT = 130, 141
 _START_HINT = " (is `fusionkv serve all` running? use --gateway for a gateway on another machine)"
 
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(missing_package(args.command, error), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return 130
+        return _INTERRUPTED
     finally:
         _drop_output()
 
@@ -79,8 +79,17 @@ def _run(args: argparse.Namespace) -> int:
         from fusionkv.gateway.cli import commands
 
         run = commands.COMMANDS[args.command]
+
+    async def command() -> int:
+        try:
+            return await run(args)
+        except asyncio.CancelledError:  # Ctrl-C
+            # At once: asyncio.run would wait for a thread that reads standard input, which nothing ends.
+            _drop_output()
+            os._exit(_INTERRUPTED)
+
     try:
-        status = asyncio.run(run(args))
+        status = asyncio.run(command())
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # the reader has left, as `head` does

@@ -1,13 +1,16 @@
 """Paths, flags and imports of the command line, and what `fusionkv check` asks a corpus, without any service."""
 
 import asyncio
+import fcntl
 import io
 import json
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +36,7 @@ from fusionkv.protos.runtime.errors import InvalidArgument
 from fusionkv.protos.runtime.settings import SettingsError
 from tests.commands import fusionkv
 from tests.services import listening
+from tests.waiting import wait_until
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GatewayService"]
 Capsys = pytest.CaptureFixture[str]
@@ -188,6 +192,21 @@ def test_ctrl_c_while_modules_are_loaded_ends_without_a_word(tmp_path: Path) -> 
         running.send_signal(signal.SIGINT)
         _, error = running.communicate()
     assert (running.returncode, error) == (130, b"")
+
+
+def test_ctrl_c_ends_a_command_that_reads_standard_input() -> None:
+    argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", "ingest", "c", "-", "--name", "x.txt"]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        assert running.stdin is not None
+        assert running.stderr is not None
+        os.write(running.stdin.fileno(), b"some text")
+        wait_until(lambda: not struct.unpack("i", fcntl.ioctl(running.stdin, termios.FIONREAD, bytes(4)))[0])
+        running.send_signal(signal.SIGINT)
+        try:
+            assert running.wait(20) == 130
+        finally:
+            running.kill()
+        assert running.stderr.read() == b""
 
 
 @pytest.mark.parametrize("command", ["serve", "ingest", "encode", "ask", "move", "delete", "list", "stats"])
