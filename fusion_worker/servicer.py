@@ -192,8 +192,8 @@ class FusionServicer:
         question = self._tokens(request.question.ids, "the question")
         system = Chunk(self._tokens(request.system.ids, "the system prompt"))
         prompt = Prompt(system, chunks, question, self._label(request.tenant, "tenant"))
-        params = self._sampling(request.sampling)
         tokens = prompt.tokens + recipe.links * len(chunks)
+        params = self._sampling(request.sampling, self._model.max_tokens - tokens)
         if tokens + params.max_tokens > self._model.max_tokens:
             raise InvalidArgument(
                 f"a prompt of {tokens} tokens and an answer of {params.max_tokens} exceed the model's limit of "
@@ -272,9 +272,11 @@ class FusionServicer:
             raise InvalidArgument(f"the {what}'s name is longer than {_MAX_LABEL} characters")
         return name
 
-    def _sampling(self, sampling: pb.Sampling) -> SamplingParams:
+    def _sampling(self, sampling: pb.Sampling, room: int) -> SamplingParams:
+        """room: tokens that the model's limit leaves for the answer."""
         return SamplingParams(
-            max_tokens=sampling.max_tokens or self._config.max_new_tokens,
+            # A request that sets no limit is not refused for ours.
+            max_tokens=sampling.max_tokens or max(1, min(room, self._config.max_new_tokens)),
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import gc
 from typing import Any
 
@@ -44,6 +45,22 @@ async def test_the_answer_ends_at_max_tokens(start: Any, parts: Any) -> None:
     for asked, count in ((1, 1), (4, 4), (0, 7)):
         answer = await rig.ask(*parts, max_tokens=asked)
         assert (answer.summary.finish_reason, len(answer.ids), len(answer.text)) == ("max_tokens", count, count)
+
+
+async def test_an_answer_without_a_limit_takes_what_the_models_limit_leaves(start: Any, parts: Any) -> None:
+    system, chunks, question = parts
+    prompt = len(system) + sum(map(len, chunks)) + len(question)
+    for room, count in ((8, 7), (7, 7), (3, 3), (1, 1)):
+        limited = functools.partial(dataclasses.replace, max_tokens=prompt + room)
+        rig = await start(
+            "llama", replace=lambda model, limited=limited: limited(ascii_only(model)), max_new_tokens=7
+        )
+        answer = await rig.ask(*parts, max_tokens=0)
+        assert (answer.summary.finish_reason, len(answer.ids)) == ("max_tokens", count)
+    with pytest.raises(InvalidArgument, match=f"a prompt of {prompt + 1} tokens and an answer of 1 exceed"):
+        await rig.ask(system, chunks, [*question, 7], max_tokens=0)
+    with pytest.raises(InvalidArgument, match="and an answer of 2 exceed"):
+        await rig.ask(*parts, max_tokens=2)
 
 
 async def test_the_answer_ends_at_an_end_token(start: Any, parts: Any) -> None:
