@@ -20,7 +20,7 @@ from fusionkv.protos.runtime import cancellation
 from fusionkv.protos.runtime.errors import InvalidArgument, NotFound
 
 # Chunks per batch, whose variants are stored in one commit.
-_BATCH = 32
+_BATCH = 16
 # The papers use 10; searching more than a few hundred takes longer than encoding.
 _MAX_NEIGHBOURS = 256
 # Chunks that a worker learns a correction from, if possible of different documents.
@@ -49,16 +49,22 @@ class _Pass:
         """Whether the recipe uses the corpus's correction."""
         return "corrected" in self.recipe.name.split("+")[1:]
 
-    async def batches(self) -> AsyncGenerator[tuple[str, list[tuple[Chunk, np.ndarray]], int]]:
-        """Yields a document, a batch of its chunks with their embeddings, and the known number of all chunks."""
+    async def batches(self) -> AsyncGenerator[tuple[list[tuple[Chunk, np.ndarray]], int]]:
+        """Yields batches of chunks with their embeddings, and the known number of all chunks.
+
+        A batch holds chunks of several documents: a worker computes several short ones in one step.
+        """
         total = sum(self.sizes.values())
+        waiting: list[tuple[Chunk, np.ndarray]] = []
         for name, counted in self.sizes.items():
             stored = await self.tenant.retrieval.chunks(self.corpus, name, self.model)
             # The document may have been replaced since `sizes` was counted.
             total += len(stored) - counted
-            for start in range(0, len(stored), _BATCH):
-                yield name, stored[start : start + _BATCH], total
-        yield "", [], total
+            waiting += stored
+            while len(waiting) >= _BATCH:
+                yield waiting[:_BATCH], total
+                waiting = waiting[_BATCH:]
+        yield waiting, total
 
     async def request(self, chunk: Chunk, vector: np.ndarray) -> fusion_pb2.EncodeRequest:
         """The request that encodes a chunk, with its neighbours if there are to be any."""
@@ -110,7 +116,7 @@ class _Pass:
 
 
 class Precompute:
-    """Encodes corpora document by document, and skips chunks that the cache service has.
+    """Encodes corpora, and skips chunks that the cache service has.
 
     A worker looks up each chunk in one round trip: the KV of a variant that a corpus records may have been evicted.
     """
@@ -137,7 +143,7 @@ class Precompute:
         # First: the correction also applies to the neighbours that chunks are encoded with.
         if not request.name and work.corrected and (lesson := await work.lesson()) is not None:
             await self._workers.encode(lesson)
-        async for _, batch, total in work.batches():
+        async for batch, total in work.batches():
             if batch:
                 tenant.meter.check_tokens()
                 skipped += await self._encode(work, batch)
@@ -155,11 +161,11 @@ class Precompute:
         """
         work = await self._begin(tenant, request.corpus, request.recipe)
         lesson = await work.lesson() if work.corrected and work.neighbours else None
-        async for name, batch, total in work.batches():
+        async for batch, total in work.batches():
             requests = [await work.request(*pair) for pair in batch]
             if lesson is not None and requests:
                 requests.insert(0, lesson)
-            yield pb.PlanPrecomputeResponse(name=name, requests=requests, total=total)
+            yield pb.PlanPrecomputeResponse(requests=requests, total=total)
 
     async def _begin(
         self, tenant: Tenant, corpus: str, recipe: str, neighbours: int = 0, document: str = ""
