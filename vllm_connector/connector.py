@@ -123,7 +123,7 @@ class FusionKVConnector(KVConnectorBase_V1):
             raise ValueError(f"a rank's KV has (layers, heads, head_dim) {actual}, which does not fit {self._layout}")
         ranks = self._vllm_config.parallel_config.tensor_parallel_size
         rank = get_tensor_model_parallel_rank() * self._ranks // ranks
-        self._moving = Moving(self._background, pages, rank, self._ranks, self._options.load_seconds)
+        self._moving = Moving(self._background, pages, rank, self._ranks, ranks, self._options.load_seconds)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._moving.start(self._get_connector_metadata().transfers)

@@ -28,13 +28,17 @@ _PUT_SECONDS = 30.0
 class Moving:
     """Loads and saves of one rank. `start`, `ended` and `damaged` are called in vLLM's thread."""
 
-    def __init__(self, background: Background, pages: Pages, rank: int, ranks: int, seconds: float) -> None:
+    def __init__(
+        self, background: Background, pages: Pages, rank: int, ranks: int, readers: int, seconds: float
+    ) -> None:
         """The pages hold the KV heads of one of `ranks` ranks.
 
-        After `seconds`, a load is given up, and vLLM prefills the prompt itself.
+        Args:
+            readers: number of ranks that load a prompt: more than `ranks` where several hold the same heads.
+            seconds: after which a load is given up, and vLLM prefills the prompt itself.
         """
         self._background, self._pages = background, pages
-        self._rank, self._ranks, self._seconds = rank, ranks, seconds
+        self._rank, self._ranks, self._readers, self._seconds = rank, ranks, readers, seconds
         self._lock = threading.Lock()
         self._saved: set[str] = set()
         self._loaded: set[str] = set()
@@ -91,9 +95,9 @@ class Moving:
                 await self._write(kv[:, :, load.start : load.stop], load)
         except BaseException as error:
             why = str(error) or f"loading took longer than {self._seconds:g} s"
-            await self._background.release(source, why, self._ranks)
+            await self._background.release(source, why, self._readers)
             raise RuntimeError(why) from error
-        await self._background.release(source, "", self._ranks)
+        await self._background.release(source, "", self._readers)
 
     async def _load_prefix(self, load: Load, prefix: Prefix) -> None:
         cache, namespace = self._background.cache, load.namespaces[self._rank]

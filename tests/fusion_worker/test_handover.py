@@ -19,7 +19,12 @@ from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime.checksum import checksum
 from fusionkv.protos.runtime.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from fusionkv.vllm.background import Background
+from fusionkv.vllm.moving import Moving
+from fusionkv.vllm.pages import Pages
+from fusionkv.vllm.prompts import FusedPrompt, Load
 from tests.fusion_worker.oracle import Parts, oracle, whole
+from tests.waiting import until
 
 
 @asynccontextmanager
@@ -88,6 +93,42 @@ async def test_kv_is_streamed_by_heads(start: Any, parts: Parts) -> None:
         assert not (await anext(events)).summary.degraded
         with pytest.raises(NotFound, match="released, or timed out"):
             await worker.hold_prefill(kv.handle, 10)
+
+
+class Layer:
+    """An attention layer of a rank of vLLM that holds one KV head."""
+
+    num_kv_heads = 1
+
+    def __init__(self, head_size: int) -> None:
+        self.impl, self.head_size = self, head_size
+
+    def do_kv_cache_update(self, layer: Any, keys: Any, values: Any, cache: Any, slots: Any) -> None:
+        cache.view(-1, 2 * self.head_size)[slots] = torch.cat([keys, values], dim=-1)[:, 0]
+
+
+async def test_ranks_that_hold_the_same_heads_all_get_the_kv(start: Any, parts: Parts) -> None:
+    """As with vLLM at 8 ranks and a model of 4 KV heads."""
+    background = Background("", None)
+    try:
+        async with prefilled(await start("qwen2"), parts) as (worker, events, _, kv):
+            every = numbers(kv, mapped(kv.path))
+            named = ("handle", "prompt_digest", "model_fingerprint", "checksum")
+            about = {name: getattr(kv, name) for name in ("tokens", "dtype", "layers", "kv_heads", "head_dim")}
+            hexed = {name: getattr(kv, name).hex() for name in named}
+            prompt = FusedPrompt(worker=worker.address, path="", **about, **hexed)
+            mine = range(-(-kv.tokens // 16))
+            for reader in range(8):
+                caches = {f"layers.{n}": torch.zeros(len(mine), 16, 2 * kv.head_dim) for n in range(kv.layers)}
+                pages = Pages(caches, dict.fromkeys(caches, Layer(kv.head_dim)), len(mine))
+                moving = Moving(background, pages, reader // 2, 4, 8, 10.0)
+                moving.start([Load("0", tuple(mine), 0, kv.tokens, prompt)])
+                await until(lambda moving=moving: moving.ended()[1] is not None)  # type: ignore[misc]
+                assert moving.damaged() == set(), f"rank {reader} came too late"
+                assert pages.read(mine, 0, kv.tokens).equal(every.chunk(4, dim=3)[reader // 2])
+            assert not (await anext(events)).summary.degraded
+    finally:
+        background.close()
 
 
 async def test_what_nobody_fetches_is_dropped(start: Any, parts: Parts) -> None:
