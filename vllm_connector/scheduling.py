@@ -138,7 +138,7 @@ class Scheduling:
                 worker = self._background.worker(source.worker)
                 await worker.hold_prefill(bytes.fromhex(source.handle), _LOOKUP_SECONDS)
                 return source.tokens
-        except (ServiceError, OSError) as error:
+        except Exception as error:  # on any error: what `matched` raises ends vLLM's engine
             why = str(error)
         log.warning("vLLM prefills a prompt itself: %s", why)
         self._background.run(self._background.release(source, why))
@@ -159,7 +159,7 @@ class Scheduling:
                 if lookup.lease:
                     state.leases.append(lookup.lease)
                 chunks = min(chunks, prefix.found(lookup))
-        except (ServiceError, OSError) as error:
+        except Exception as error:  # as above
             log.warning("vLLM computes a prefix itself: %s", error)
             return 0
         return chunks * prefix.tokens

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,6 +105,23 @@ def test_kv_of_more_than_tokens_is_not_shared(
     assert available is not None
     assert available.result(5) == 0
     assert "the request has an adapter, images or embeddings" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"kv_transfer_params": {"fusionkv": {**GOOD, "worker": "\ud800"}}}, {"cache_salt": "\ud800"}],
+    ids=["worker", "salt"],
+)
+def test_what_nobody_expects_ends_no_engine(more: dict[str, Any], scheduling: Scheduling) -> None:
+    if (params := more.get("kv_transfer_params")) is not None:
+        params["fusionkv"]["model_fingerprint"] = scheduling._fingerprint.result().hex()
+    request = asked(**more)
+    scheduling.matched(request, 0)
+    available = scheduling._requests["0"].available
+    assert available is not None
+    wait([available], 5)
+    assert scheduling.matched(request, 0) == (0, False)
+    scheduling.finished(request, (0, 1, 2, 3, 4), completed=True)
 
 
 async def test_a_request_that_ends_during_its_lookup_leaves_no_lease(
