@@ -3,8 +3,10 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Coroutine
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from fusionkv.fusion_worker.client import WorkerClient
@@ -25,6 +27,7 @@ class Background:
         self.cache = CacheClient(cache, tls) if cache else None
         self._tls = tls
         self._workers: dict[str, WorkerClient] = {}
+        self._users: Counter[str] = Counter()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fusionkv", daemon=True)
         self._thread.start()
@@ -33,16 +36,30 @@ class Background:
         """Starts a coroutine in the loop; returns the future of its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def worker(self, address: str) -> WorkerClient:
-        """The client of a fusion worker. Call it in the loop only."""
+    @asynccontextmanager
+    async def worker(self, address: str) -> AsyncIterator[WorkerClient]:
+        """The client of a fusion worker. Use it in the loop only.
+
+        It is kept while it is connected: workers come back under other addresses, and a client of one that is gone
+        would reconnect for ever.
+        """
         if address not in self._workers:
             self._workers[address] = WorkerClient(address, self._tls)
-        return self._workers[address]
+        self._users[address] += 1
+        try:
+            yield self._workers[address]
+        finally:
+            self._users[address] -= 1
+            lost = [each for each, client in self._workers.items() if not (self._users[each] or client.connected)]
+            for client in [self._workers.pop(each) for each in lost]:
+                await client.close()
+            self._users = +self._users
 
     async def release(self, prompt: FusedPrompt, error: str, ranks: int = 1) -> None:
         """Releases a prompt at its worker, for one of `ranks` ranks. error: why it was not loaded, if so."""
         try:
-            await self.worker(prompt.worker).release_prefill(bytes.fromhex(prompt.handle), ranks, error[:500])
+            async with self.worker(prompt.worker) as worker:
+                await worker.release_prefill(bytes.fromhex(prompt.handle), ranks, error[:500])
         except ServiceError as failure:
             log.warning("the KV of a prompt was not released and will expire: %s", failure)
 

@@ -77,7 +77,6 @@ class Moving:
                 self._loaded.add(load.request)
 
     async def _load_prompt(self, load: Load, source: FusedPrompt) -> None:
-        worker, handle = self._background.worker(source.worker), bytes.fromhex(source.handle)
         shape = (source.layers, 2, source.tokens, source.kv_heads, source.head_dim)
         dtype = getattr(torch, source.dtype)
         size = int(np.prod(shape)) * dtype.itemsize
@@ -88,7 +87,9 @@ class Moving:
                     kv = torch.from_numpy(data).view(dtype).view(shape).chunk(self._ranks, dim=3)[self._rank]
                 else:
                     part = np.empty(size // self._ranks, np.uint8)
-                    await worker.fetch_prefill(handle, self._rank, self._ranks, part.data, self._seconds)
+                    handle = bytes.fromhex(source.handle)
+                    async with self._background.worker(source.worker) as worker:
+                        await worker.fetch_prefill(handle, self._rank, self._ranks, part.data, self._seconds)
                     if self._ranks == 1 and not await asyncio.to_thread(_verified, source, part):
                         raise DataLoss("the KV of a prompt failed its checksum")
                     kv = torch.from_numpy(part).view(dtype).view(*shape[:3], -1, source.head_dim)

@@ -135,8 +135,8 @@ class Scheduling:
             if prompt is not None:
                 why = source.mismatch(self._layout, model.hex(), prompt)
             if not why:
-                worker = self._background.worker(source.worker)
-                await worker.hold_prefill(bytes.fromhex(source.handle), _LOOKUP_SECONDS)
+                async with self._background.worker(source.worker) as worker:
+                    await worker.hold_prefill(bytes.fromhex(source.handle), _LOOKUP_SECONDS)
                 return source.tokens
         except Exception as error:  # on any error: what `matched` raises ends vLLM's engine
             why = str(error)

@@ -124,6 +124,31 @@ def test_what_nobody_expects_ends_no_engine(more: dict[str, Any], scheduling: Sc
     scheduling.finished(request, (0, 1, 2, 3, 4), completed=True)
 
 
+async def test_workers_that_are_gone_are_forgotten(tmp_path: Path) -> None:
+    """They come back under other addresses, and a client of each would reconnect for ever."""
+    background = Background("", None)
+    prompt = FusedPrompt.of({"fusionkv": {**GOOD, "worker": "127.0.0.1:1"}})
+    assert prompt is not None
+    try:
+        async with serving(tmp_path / "data") as service:  # it answers, which is enough to be connected
+
+            async def use(there: str) -> tuple[bool, list[str]]:
+                async with background.worker(there) as client:
+                    await client.answers(5)
+                async with background.worker(there) as again:
+                    return again is client, [*background._workers]
+
+            there = service.client.address
+            assert await asyncio.wrap_future(background.run(use(there))) == (True, [there])
+            await asyncio.wrap_future(background.run(background.release(prompt, "")))
+            assert [*background._workers] == [there]
+        await until(lambda: not background._workers[there].connected)
+        await asyncio.wrap_future(background.run(background.release(prompt, "")))
+        assert background._workers == background._users == {}
+    finally:
+        background.close()
+
+
 async def test_a_request_that_ends_during_its_lookup_leaves_no_lease(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
