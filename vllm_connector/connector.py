@@ -20,7 +20,7 @@ from fusionkv.protos.runtime.tls import ClientTLS
 from fusionkv.vllm.background import Background
 from fusionkv.vllm.moving import Moving
 from fusionkv.vllm.pages import Pages
-from fusionkv.vllm.prompts import KVLayout, Load, Save
+from fusionkv.vllm.prompts import KVLayout, Load, Save, alterations
 from fusionkv.vllm.scheduling import Scheduling
 
 
@@ -89,7 +89,8 @@ class FusionKVConnector(KVConnectorBase_V1):
         self._moving: Any = None
         if role == KVConnectorRole.SCHEDULER:
             chunk = options.chunk_tokens
-            self._scheduling = Scheduling(self._background, config.model, layout, self._ranks, chunk)
+            altered = alterations(config)
+            self._scheduling = Scheduling(self._background, config.model, altered, layout, self._ranks, chunk)
 
     @property
     def requires_kv_delivery(self) -> bool:

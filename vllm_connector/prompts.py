@@ -1,10 +1,12 @@
 """Sources of a prompt's KV: the fusion worker that prefilled it, or prefixes in a cache service; and transfers."""
 
 import hashlib
+import json
 import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from fusionkv.kvcache_service import keys
@@ -25,6 +27,23 @@ class KVLayout:
     kv_heads: int
     head_dim: int
     dtype: str
+
+
+def alterations(config: Any) -> dict[str, str]:
+    """What vLLM's flags change of the KV that its model's files make; empty without such flags.
+
+    config: vLLM's ModelConfig. Raises ValueError for a function in hf_overrides, which no key can name.
+    """
+    if callable(config.hf_overrides):
+        raise ValueError("FusionKV can't tell what hf_overrides change if they are a function: give a dict")
+    revision = config.revision if config.revision != "main" and not Path(config.model).is_dir() else ""
+    found = {
+        "quantization": str(config.quantization or ""),
+        "hf_overrides": json.dumps(config.hf_overrides, sort_keys=True, default=str) if config.hf_overrides else "",
+        "hf_config_path": str(config.hf_config_path or ""),
+        "revision": revision or "",
+    }
+    return {name: value for name, value in found.items() if value}
 
 
 @dataclass(frozen=True, slots=True)

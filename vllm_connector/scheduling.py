@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -38,15 +39,25 @@ class _Request:
 class Scheduling:
     """Promises only KV that was confirmed recently, and never repeats a failed load."""
 
-    def __init__(self, background: Background, model: str, layout: KVLayout, ranks: int, chunk_tokens: int) -> None:
+    def __init__(
+        self,
+        background: Background,
+        model: str,
+        altered: Mapping[str, str],
+        layout: KVLayout,
+        ranks: int,
+        chunk_tokens: int,
+    ) -> None:
         """Starts to compute the model's fingerprint.
 
         Args:
             model: directory or hub id of vLLM's model.
+            altered: as `alterations` returns.
             ranks: number of ranks that share the heads.
         """
         self._background = background
         self._layout, self._ranks, self._chunk_tokens = layout, ranks, chunk_tokens
+        self._altered = dict(altered)
         self._fingerprint = background.run(asyncio.to_thread(lambda: fingerprint(resolve(model))))
         self._requests: dict[str, _Request] = {}
         self._transfers: list[Load | Save] = []
@@ -130,10 +141,7 @@ class Scheduling:
         prompt: None for a request whose KV depends on more than its tokens.
         """
         try:
-            model = await asyncio.wrap_future(self._fingerprint)
-            why = "the request has an adapter, images or embeddings, and the KV has none"
-            if prompt is not None:
-                why = source.mismatch(self._layout, model.hex(), prompt)
+            why = self._unfit(source, await asyncio.wrap_future(self._fingerprint), prompt)
             if not why:
                 async with self._background.worker(source.worker) as worker:
                     await worker.hold_prefill(bytes.fromhex(source.handle), _LOOKUP_SECONDS)
@@ -143,6 +151,15 @@ class Scheduling:
         log.warning("vLLM prefills a prompt itself: %s", why)
         self._background.run(self._background.release(source, why))
         return 0
+
+    def _unfit(self, source: FusedPrompt, model: bytes, prompt: list[int] | None) -> str:
+        """Why a fused prompt does not fit a request; empty if it does. prompt: as for `_available_prompt`."""
+        for name in self._altered:
+            if name != "quantization":  # KV of the weights as they are is what quantised ones come close to
+                return f"vLLM's {name} makes another model of its files"
+        if prompt is None:
+            return "the request has an adapter, images or embeddings, and the KV has none"
+        return source.mismatch(self._layout, model.hex(), prompt)
 
     async def _available_prefix(self, state: _Request, prefix: Prefix) -> int:
         """Number of tokens of a prefix that the cache service has for all ranks, leased."""
@@ -175,4 +192,4 @@ class Scheduling:
 
     def _namespace(self, model: bytes, prefix: Prefix, rank: int) -> bytes:
         settings = {"engine": "vllm", "dtype": self._layout.dtype, "rank": f"{rank} of {self._ranks}"}
-        return keys.namespace(model, settings, prefix.tenant)
+        return keys.namespace(model, settings | self._altered, prefix.tenant)

@@ -17,7 +17,7 @@ from fusionkv.kvcache_service.client import Entry, Hit, HitKind, Lookup
 from fusionkv.kvcache_service.keys import chunk_digest
 from fusionkv.vllm.background import Background
 from fusionkv.vllm.pages import Pages
-from fusionkv.vllm.prompts import FusedPrompt, KVLayout, Prefix, digest
+from fusionkv.vllm.prompts import FusedPrompt, KVLayout, Prefix, alterations, digest
 from fusionkv.vllm.scheduling import Scheduling
 from tests.kvcache_service.tools import serving
 from tests.waiting import until
@@ -72,7 +72,7 @@ def test_what_is_no_prompt(wrong: Any) -> None:
 def scheduling(tmp_path: Path) -> Iterator[Scheduling]:
     """Without a cache service or a worker that answers."""
     (tmp_path / "config.json").write_text("{}")
-    made = Scheduling(Background("127.0.0.1:1", None), str(tmp_path), LAYOUT, ranks=1, chunk_tokens=4)
+    made = Scheduling(Background("127.0.0.1:1", None), str(tmp_path), {}, LAYOUT, ranks=1, chunk_tokens=4)
     made._fingerprint.result(5)
     yield made
     made._background.close()
@@ -105,6 +105,41 @@ def test_kv_of_more_than_tokens_is_not_shared(
     assert available is not None
     assert available.result(5) == 0
     assert "the request has an adapter, images or embeddings" in caplog.text
+
+
+def test_kv_of_a_model_that_flags_change_is_kept_apart(scheduling: Scheduling, tmp_path: Path) -> None:
+    """The fingerprint covers the model's files alone."""
+
+    def config(**more: Any) -> Any:
+        """As vLLM's ModelConfig has them."""
+        usual = {"model": "org/name", "quantization": None, "hf_overrides": {}, "hf_config_path": None}
+        return SimpleNamespace(**{**usual, "revision": None, **more})
+
+    assert alterations(config()) == alterations(config(revision="main")) == {}
+    assert alterations(config(model=str(tmp_path), revision="v1")) == {}  # of a directory it has no meaning
+    with pytest.raises(ValueError, match="a function"):
+        alterations(config(hf_overrides=lambda config: config))
+    rope: dict[str, Any] = {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}
+    different = (
+        {},
+        {"quantization": "fp8"},
+        {"hf_overrides": rope},
+        {"hf_overrides": {"rope_parameters": {**rope["rope_parameters"], "factor": 4.0}}},
+        {"hf_config_path": "/other"},
+        {"revision": "v1"},
+    )
+    namespaces, prefix = set(), Prefix.of(PROMPT, "", 4)
+    fitting = {**GOOD, "model_fingerprint": scheduling._fingerprint.result().hex(), "worker": "127.0.0.1:1"}
+    source = FusedPrompt.of({"fusionkv": fitting})
+    assert source is not None
+    for flags in different:
+        found = alterations(config(**flags))
+        made = Scheduling(scheduling._background, str(tmp_path), found, LAYOUT, ranks=1, chunk_tokens=4)
+        namespaces.add(made._namespace(b"f" * 32, prefix, 0))
+        assert made._unfit(source, made._fingerprint.result(5), PROMPT) == (
+            "" if found.keys() <= {"quantization"} else f"vLLM's {next(iter(found))} makes another model of its files"
+        )
+    assert len(namespaces) == len(different)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +190,8 @@ async def test_a_request_that_ends_during_its_lookup_leaves_no_lease(
     known = threading.Event()
     monkeypatch.setattr("fusionkv.vllm.scheduling.fingerprint", lambda _: known.wait(30) and b"f" * 32)
     async with serving(tmp_path / "data") as service:
-        found = Scheduling(Background(service.client.address, None), str(tmp_path), LAYOUT, ranks=1, chunk_tokens=4)
+        background = Background(service.client.address, None)
+        found = Scheduling(background, str(tmp_path), {}, LAYOUT, ranks=1, chunk_tokens=4)
         try:
             prefix = Prefix.of(PROMPT, "", 4)
             namespace = found._namespace(b"f" * 32, prefix, 0)
