@@ -112,7 +112,12 @@ def test_kv_of_a_model_that_flags_change_is_kept_apart(scheduling: Scheduling, t
 
     def config(**more: Any) -> Any:
         """As vLLM's ModelConfig has them."""
-        usual = {"model": "org/name", "quantization": None, "hf_overrides": {}, "hf_config_path": None}
+        usual: dict[str, Any] = {
+            "model": "org/name",
+            "quantization": None,
+            "hf_overrides": {},
+            "hf_config_path": None,
+        }
         return SimpleNamespace(**{**usual, "revision": None, **more})
 
     assert alterations(config()) == alterations(config(revision="main")) == {}
@@ -120,7 +125,7 @@ def test_kv_of_a_model_that_flags_change_is_kept_apart(scheduling: Scheduling, t
     with pytest.raises(ValueError, match="a function"):
         alterations(config(hf_overrides=lambda config: config))
     rope: dict[str, Any] = {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}
-    different = (
+    different: tuple[dict[str, Any], ...] = (
         {},
         {"quantization": "fp8"},
         {"hf_overrides": rope},
