@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from fusionkv.fusion_worker.cores import cores
 from fusionkv.protos.runtime import process
-from fusionkv.protos.runtime.errors import FailedPrecondition, ResourceExhausted, ServiceError, Unavailable
+from fusionkv.protos.runtime.errors import FailedPrecondition, ResourceExhausted, Unavailable
 
 if TYPE_CHECKING:
     from fusionkv.fusion_worker.encode.batch_encoder import BatchEncoder
@@ -63,6 +63,7 @@ async def encode_all(
 
     Raises:
         ServiceError: a batch can't be encoded. Chunks stored so far stay stored.
+        SettingsError, OSError: an encoder can't be started.
     """
     # For each encoder one batch being encoded, one that follows without a gap, and one waiting.
     room = asyncio.Semaphore(3 * len(encoders))
@@ -95,7 +96,7 @@ async def encode_all(
             await waiting.join()
             for task in working:
                 task.cancel()
-    except* ServiceError as errors:
+    except* Exception as errors:
         raise errors.exceptions[0] from None
 
 

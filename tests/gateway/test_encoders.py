@@ -143,11 +143,13 @@ def test_a_cache_service_that_is_away_is_told_as_such(tiny_model: Path) -> None:
         encoder.encode([request.SerializeToString() for request in requests])
 
 
-def test_what_is_wrong_with_encoders_is_said(encode: Encode, stack: Stack) -> None:
+def test_what_is_wrong_with_encoders_is_said(encode: Encode, stack: Stack, tmp_path: Path) -> None:
     ingest(stack.client, "wrong", 1, pages=4)
+    (tmp_path / "wrong.toml").write_text("[worker]\nnothing = 1\n")
     for flags, said in (
         (("--encoders", "1", "--cache", "none"), "set its address with --cache"),
         (("--encoders", "1", "--model", "/nowhere"), "/nowhere is no model"),
+        (("--encoders", "1", "--config", str(tmp_path / "wrong.toml")), "nothing"),
         (("--ray", "127.0.0.1:1"), "no Ray cluster at 127.0.0.1:1"),
     ):
         failed = encode("wrong", *flags)
