@@ -148,13 +148,19 @@ async def on_ray(
         resources = ray.cluster_resources()
         if "CPU" not in resources:
             raise Unavailable(f"no node of the Ray cluster at {address} has CPUs for encoders yet")
-        gpus = int(resources.get("GPU", 0))
-        count = count or gpus or sum(node["Alive"] for node in ray.nodes())
-        threads = 1 if gpus else max(1, int(resources["CPU"]) // count)
+        gpus, nodes = int(resources.get("GPU", 0)), [node for node in ray.nodes() if node["Alive"]]
+        count = count or gpus or len(nodes)
+        threads = 1 if gpus else _cpus([int(node["Resources"].get("CPU", 0)) for node in nodes], count)
         actor = ray.remote(_Holder).options(num_gpus=int(gpus > 0), num_cpus=threads, max_restarts=-1)
         yield [_Actor(actor.remote(file, {"threads": threads, **flags})) for _ in range(count)]
     finally:
         ray.shutdown()
+
+
+def _cpus(nodes: Sequence[int], count: int) -> int:
+    """The most CPUs that each of `count` actors can have: one with more than any node has never starts."""
+    most = sum(nodes) // count
+    return next((each for each in range(most, 1, -1) if sum(node // each for node in nodes) >= count), 1)
 
 
 def _check_listens(address: str) -> None:

@@ -157,6 +157,17 @@ def test_what_is_wrong_with_encoders_is_said(encode: Encode, stack: Stack, tmp_p
         assert said in failed.log.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("nodes", "count", "each"),
+    [
+        ([8], 1, 8), ([8], 3, 2), ([4, 4], 1, 4), ([4, 4], 2, 4), ([4, 4], 3, 2), ([2, 6], 2, 3), ([0, 4, 4], 3, 2),
+        ([1, 1], 5, 1), ([16, 2, 2, 2], 4, 4),
+    ],
+)  # fmt: skip
+def test_every_actor_has_room_on_one_node(nodes: list[int], count: int, each: int) -> None:
+    assert encoders._cpus(nodes, count) == each
+
+
 async def test_no_more_is_read_than_encoders_have_room_for_and_what_fails_is_tried_again() -> None:
     read, most = 0, 0
     done: list[int] = []
