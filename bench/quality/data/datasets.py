@@ -128,7 +128,7 @@ def _ruler(path: Path, records: Sequence[tuple[str, dict[str, Any]]], prompts: M
 
 def _longbench(path: Path, records: Sequence[tuple[str, dict[str, Any]]], prompts: Mapping[str, str]) -> Task:
     place, first = records[0]
-    dataset = first.get("dataset") or path.stem
+    dataset = _string(place, first, "dataset") if first.get("dataset") else path.stem
     name = dataset.removesuffix("_e")
     if name not in _LONGBENCH:
         raise UnknownDataset(f"{place}: dataset {dataset!r} is none of LongBench's: {', '.join(_LONGBENCH)}")

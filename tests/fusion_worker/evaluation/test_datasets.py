@@ -129,6 +129,7 @@ def without(record: dict[str, Any], name: str) -> dict[str, Any]:
         ([STORY, {**STORY, "context": ""}], r"f\.jsonl:2: 'context' must be a string that is not empty"),
         ([STORY, without(STORY, "input")], r"f\.jsonl:2: 'input' must be a string$"),
         ([{**STORY, "dataset": "new"}], r"f\.jsonl:1: dataset 'new' is none of LongBench's: hotpotqa, "),
+        ([{**STORY, "dataset": ["new"]}], r"f\.jsonl:1: 'dataset' must be a string"),
         ([{**STORY, "dataset": "trec"}], r"f\.jsonl:1: 'all_classes' must be a list of strings"),
         ([json.dumps([PAGES, {**PAGES, "ctxs": []}])], r"f\.jsonl: record 2: 'ctxs' must be a list of objects"),
         ([json.dumps([{**PAGES, "ctxs": [{"title": "x"}]}])], r"f\.jsonl: record 1: 'ctxs' must be"),
