@@ -141,6 +141,7 @@ def _evaluate(args: argparse.Namespace, console: Console) -> int:
         for directory in args.models or shipped()
         for store in args.store
     }
+    _each_once("model", [subject.model for subject in configs])
     todo = [job for subject, config in configs.items() for job in jobs.missing(subject, config, plan, known)]
     _measure(todo, args.processes or (cores() if on_cpu(args.device) else 1), known, console)
     found = [
@@ -172,7 +173,8 @@ def _plan(args: argparse.Namespace) -> list[tuple[Task, list[Cell]]]:
         raise InvalidArgument(f"{history[0]} reuses KV of earlier questions, and each sample is measured by itself")
     prompts = datasets.read_prompts(args.prompts) if args.prompts else None
     asked = [task.first(args.n) for path in args.data for task in datasets.load(path, prompts)]
-    asked += [tasks.reference(name, args.n) for name in args.tasks or (() if args.data else TASKS)]
+    asked += [tasks.reference(name, args.n) for name in dict.fromkeys(args.tasks or (() if args.data else TASKS))]
+    _each_once("task", [task.name for task in asked])
     if args.compress:
         once = cache(partial(shorten, left_out=args.compress))  # tasks share contexts
         asked = [task.shortened(once) for task in asked]
@@ -183,6 +185,15 @@ def _plan(args: argparse.Namespace) -> list[tuple[Task, list[Cell]]]:
         return [min(wanted, key=lambda r: abs(r - _CONTROL_RATIO))] if task.name in controls else wanted
 
     return [(task, jobs.cells_of(task, recipes, ratios(task))) for task in asked]
+
+
+def _each_once(what: str, names: Sequence[str]) -> None:
+    """Raises InvalidArgument if a name occurs twice: in a report, one would stand for both."""
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise InvalidArgument(
+            f"there are two of the {what} {twice[0]}, which a report could not tell apart: evaluate each by itself, "
+            "with an --out of its own"
+        )
 
 
 def _measure(todo: Sequence[jobs.Job], processes: int, store: Store, console: Console) -> None:
@@ -212,7 +223,9 @@ def _subject(directory: Path, store: str, args: argparse.Namespace) -> Subject:
         name = f"{name} ({args.compress:g} left out)"
     if store != "plain":
         name, fingerprint = f"{name} ({store})", f"{fingerprint}-{store}"
-    return Subject(name, fingerprint, args.dtype, args.chunk_tokens, auxiliary)
+    # On a GPU, `auto` may be another dtype than on a CPU, and seconds are others in any case.
+    dtype = args.dtype if on_cpu(args.device) else f"{args.dtype} on a GPU"
+    return Subject(name, fingerprint, dtype, args.chunk_tokens, auxiliary)
 
 
 def _fingerprint(directory: Path) -> str:

@@ -1,6 +1,7 @@
 """What was measured is found again under what it depends on, and nothing else; jobs measure the rest."""
 
 import argparse
+import json
 import multiprocessing
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from fusionkv.bench.quality import jobs
-from fusionkv.bench.quality.__main__ import RATIOS, _parser, _plan, _subject
+from fusionkv.bench.quality.__main__ import RATIOS, _parser, _plan, _subject, main
 from fusionkv.bench.quality.data.samples import Library, Sample, Task
 from fusionkv.bench.quality.data.tasks import reference
 from fusionkv.bench.quality.jobs import BLOCK, cells_of, missing
@@ -22,7 +23,7 @@ from fusionkv.fusion_worker.recipes import modifiers
 from fusionkv.fusion_worker.select.base import CachedAttention
 from fusionkv.fusion_worker.select.question_attention import QuestionAttention
 from fusionkv.models.shipped import shipped
-from fusionkv.protos.runtime.errors import ResourceExhausted
+from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted
 
 SUBJECT = Subject("m", "ab", "auto", 512)
 TASK = Task("t", tuple(Sample("s", (f"page {i}",), "q", (str(i),)) for i in range(BLOCK + 5)))
@@ -140,10 +141,40 @@ def test_files_have_ratios_of_their_own(tmp_path: Path) -> None:
 
 
 def test_what_was_measured_belongs_to_one_way_of_storing() -> None:
-    args = argparse.Namespace(auxiliary=None, dtype="auto", chunk_tokens=512, compress=0.0)
+    args = argparse.Namespace(auxiliary=None, device="cpu", dtype="auto", chunk_tokens=512, compress=0.0)
     subjects = [_subject(shipped()[0], store, args) for store in STORES]
     block, cell = next(reference("single", BLOCK).blocks(BLOCK)), Cell(modifiers.find("full_reuse"), 0.0)
     assert len({key(subject, block, cell) for subject in subjects}) == len({s.model for s in subjects}) == len(STORES)
+
+
+def test_what_was_measured_belongs_to_one_kind_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dtype `auto` and the seconds are others on a GPU."""
+    args = argparse.Namespace(auxiliary=None, device="cpu", dtype="auto", chunk_tokens=512, compress=0.0)
+    on_cpu = _subject(shipped()[0], "plain", args)
+    monkeypatch.setattr("fusionkv.bench.quality.__main__.on_cpu", lambda device: device == "cpu")
+    args.device = "cuda"
+    assert key(_subject(shipped()[0], "plain", args), FIRST, CELL) != key(on_cpu, FIRST, CELL)
+
+
+def test_what_a_report_could_not_tell_apart_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """RULER has files of the same name for every length of context."""
+    for length in ("4096", "8192"):
+        (tmp_path / length).mkdir()
+        record = {"input": f"Look.\n{length} words.\nWhich?", "outputs": [length]}
+        (tmp_path / length / "niah.jsonl").write_text(json.dumps(record))
+    with pytest.raises(InvalidArgument, match="two of the task ruler/niah, "):
+        _plan(_parser().parse_args(["--data", str(tmp_path)]))
+    assert len(_plan(_parser().parse_args(["--tasks", "single", "single", "--n", "1"]))) == 1
+    models = [tmp_path / run / "model" for run in ("first", "second")]
+    for model in models:
+        model.mkdir(parents=True)
+        (model / "config.json").write_text(json.dumps({"run": model.parent.name}))
+    flags = ("--tasks", "single", "--n", "1", "--out", str(tmp_path / "out"))
+    monkeypatch.setattr(sys, "argv", ["eval", *map(str, models), *flags])
+    assert main() == 1
+    assert "two of the model model, " in capsys.readouterr().err
 
 
 @pytest.mark.slow
