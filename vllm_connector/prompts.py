@@ -17,6 +17,8 @@ PARAMETER = "fusionkv"
 # The only paths that are opened, whoever sends them: a worker's file for processes of the same user.
 _PATH = re.compile(r"/proc/\d+/fd/\d+")
 _NO_SYSTEM = keys.chunk_digest(())
+# With the empty system prompt, as many as a cache service takes by default (its setting max_path).
+_MAX_CHUNKS = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,7 @@ class Prefix:
     """The chunks of a prompt that vLLM computes, each an entry of a cache service, found by its exact path.
 
     Attributes: tenant: vLLM's cache_salt; only requests with the same one share the prefix. digests: digest of every
-    complete chunk of `tokens` tokens.
+    complete chunk of `tokens` tokens, of the first ones only in a longer prompt than the cache service takes.
     """
 
     tenant: str
@@ -113,7 +115,7 @@ class Prefix:
     @classmethod
     def of(cls, prompt: Sequence[int], salt: str, tokens: int) -> "Prefix":
         """The prefix of all tokens but the last, which is always computed."""
-        starts = range(0, len(prompt) - tokens, tokens)
+        starts = range(0, len(prompt) - tokens, tokens)[:_MAX_CHUNKS]
         return cls(salt, tuple(keys.chunk_digest(prompt[at : at + tokens]) for at in starts), tokens)
 
     def path(self, chunks: int) -> list[bytes]:

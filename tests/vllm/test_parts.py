@@ -81,7 +81,8 @@ def scheduling(tmp_path: Path) -> Iterator[Scheduling]:
 def asked(**more: Any) -> Any:
     """A request as vLLM's scheduler has it."""
     plain: dict[str, Any] = {"kv_transfer_params": None, "cache_salt": None, "lora_request": None, "mm_features": []}
-    return SimpleNamespace(request_id="0", prompt_token_ids=PROMPT, **{**plain, "prompt_embeds": None, **more})
+    plain |= {"prompt_token_ids": PROMPT, "prompt_embeds": None}
+    return SimpleNamespace(request_id="0", **{**plain, **more})
 
 
 @pytest.mark.parametrize(
@@ -211,6 +212,26 @@ async def test_a_request_that_ends_during_its_lookup_leaves_no_lease(
             await until(lambda: not any(entry.leases for entry in service.store.residents))
         finally:
             found._background.close()
+
+
+async def test_of_a_longer_prompt_than_the_cache_service_takes_the_beginning_is_shared(tmp_path: Path) -> None:
+    async with serving(tmp_path / "data") as service:
+        background = Background(service.client.address, None)
+        try:
+            (tmp_path / "config.json").write_text("{}")
+            found = Scheduling(background, str(tmp_path), {}, LAYOUT, ranks=1, chunk_tokens=4)
+            request = asked(prompt_token_ids=list(range(4 * 300)))
+            prefix = Prefix.of(request.prompt_token_ids, "", 4)
+            namespace = found._namespace(found._fingerprint.result(5), prefix, 0)
+            await service.put(prefix.path(1), b"kv", namespace=namespace, tokens=4, base=0)
+            last = prefix.path(len(prefix.digests))
+            await service.put(last, b"kv", namespace=namespace, tokens=4, base=4 * (len(last) - 2))
+            found.matched(request, 0)
+            available = found._requests["0"].available
+            assert available is not None
+            assert await asyncio.wrap_future(available) == 4
+        finally:
+            background.close()
 
 
 def test_prefixes() -> None:
