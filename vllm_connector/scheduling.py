@@ -54,7 +54,12 @@ class Scheduling:
             model: directory or hub id of vLLM's model.
             altered: as `alterations` returns.
             ranks: number of ranks that share the heads.
+            chunk_tokens: tokens of a prefix entry.
+
+        Raises ValueError for chunks of no tokens.
         """
+        if chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens is {chunk_tokens}: a chunk has at least one token")
         self._background = background
         self._layout, self._ranks, self._chunk_tokens = layout, ranks, chunk_tokens
         self._altered = dict(altered)

@@ -234,6 +234,11 @@ async def test_of_a_longer_prompt_than_the_cache_service_takes_the_beginning_is_
             background.close()
 
 
+def test_chunks_of_no_tokens_are_refused(scheduling: Scheduling, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="chunk_tokens is 0"):
+        Scheduling(scheduling._background, str(tmp_path), {}, LAYOUT, ranks=1, chunk_tokens=0)
+
+
 def test_prefixes() -> None:
     prefix = Prefix.of(list(range(1000)), "salt", 256)
     assert prefix.digests == tuple(chunk_digest(range(at, at + 256)) for at in (0, 256, 512))
