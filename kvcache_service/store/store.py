@@ -286,15 +286,21 @@ class Store:
             raise fault
         return intact
 
-    async def withdraw(self, entries: Sequence[StoredEntry]) -> None:
-        """Deletes entries. They become invisible at once; places are freed after their index records are deleted.
+    def withdraw(self, entries: Sequence[StoredEntry]) -> Coroutine[Any, Any, None]:
+        """Deletes visible entries. They become invisible at once, before the result is awaited.
+
+        Otherwise they could be leased, or deleted by another call, in between. Places are freed after the index
+        records are deleted.
 
         Raises OSError if the deletion cannot be recorded; the entries reappear at the next start then.
         """
-        home = self.residents.home
         for entry in entries:
             entry.pins += 1
             self.residents.withdraw(entry)
+        return self._forget(entries)
+
+    async def _forget(self, entries: Sequence[StoredEntry]) -> None:
+        home = self.residents.home
         try:
             if entries:
                 await self.in_thread(home.forget, [(e.record.key, e.places[home.name]) for e in entries])

@@ -217,6 +217,26 @@ async def test_of_two_writers_the_first_to_commit_wins(service: Any) -> None:
     assert await service.get("S") == data[1]
 
 
+async def test_deletions_at_once_share_the_entries(service: Any) -> None:
+    keys = [(await service.put(["S", f"{n}"], b"data"))[0] for n in range(20)]
+    deleted = await asyncio.gather(*(service.store.delete(keys) for _ in range(5)))
+    assert sum(deleted) == 20
+    assert len(service.store.residents) == 0
+
+
+async def test_what_is_leased_while_room_is_made_stays(start: Any) -> None:
+    service = await start(memory=1 * MIB, disk=4 * MIB, high_watermark=0.5, low_watermark=0.0)
+    for chunk in "0123":
+        await service.put(["S", chunk], payload(chunk, MIB))
+    # The lookup runs after entries were chosen, before any was deleted.
+    making = asyncio.create_task(service.store.make_room())
+    await asyncio.sleep(0)
+    hits, lease = service.store.lookup(NAMESPACE, [digest("S"), digest("0")], [[], []], 30.0)
+    await making
+    assert all(entry is None or entry.visible for _, entry in hits)
+    service.store.leases.release(lease)
+
+
 async def test_twenty_writers_at_once_store_one_entry(service: Any) -> None:
     data = payload("same", 100_000)
     results = await asyncio.gather(*(service.put("S", data) for _ in range(20)))
