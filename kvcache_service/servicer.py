@@ -22,7 +22,7 @@ from fusionkv.kvcache_service.tiers.disk import SEGMENT_BYTES, DiskTier, readabl
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.runtime import frames, rpc
-from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted, ServiceError
+from fusionkv.protos.runtime.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, ServiceError
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVCacheService"]
 
@@ -31,6 +31,9 @@ _TIERS = {"memory": pb.TIER_MEMORY, "disk": pb.TIER_DISK, "remote": pb.TIER_REMO
 # Lookups run on the event loop; with this limit, one takes less than a millisecond per chunk.
 _MAX_VARIANTS = 64
 _MAX_KEYS = 65536
+# Maximum wait for a message of a Put, and for the client of a Fetch to read one. Without it, a few clients that stall
+# would hold all places of max_puts and max_fetches.
+_STALL_SECONDS = 30.0
 
 
 def handler(servicer: "KVCacheServicer") -> grpc.GenericRpcHandler:
@@ -91,16 +94,20 @@ class KVCacheServicer:
         return pb.LookupResponse(hits=hits, lease=lease, lease_ms=lease_ms if lease else 0, arena=self._arena)
 
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[memoryview]:
+        """Writes to the context, in order to limit the wait for the client, and yields nothing."""
         _check_digests([request.key], "the key")
-        ended = contextlib.ExitStack()
-        ended.enter_context(self._fetching())
-        # gRPC calls this at any end of the call; the `finally` of a cancelled generator waits for garbage collection.
-        context.add_done_callback(lambda _: ended.close())  # type: ignore[arg-type]  # the stubs want a class here
-        if self._sharing is not None and self._store.residents.get(request.key) is None:
-            await self._sharing.bring(request.key)
-        entry = ended.enter_context(self._store.pinned(request.key))
-        async for frame in self._store.frames(entry):
-            yield frame
+        with self._fetching():
+            if self._sharing is not None and self._store.residents.get(request.key) is None:
+                await self._sharing.bring(request.key)
+            with self._store.pinned(request.key) as entry:
+                async for frame in self._store.frames(entry):
+                    try:
+                        async with asyncio.timeout(_STALL_SECONDS):
+                            await context.write(frame)
+                    except TimeoutError:
+                        raise DeadlineExceeded(f"nothing was read for {_STALL_SECONDS:g} s") from None
+        if False:
+            yield memoryview(b"")  # makes this a generator, which the interceptors of telemetry require
 
     async def Prefetch(self, request: pb.PrefetchRequest, context: grpc.aio.ServicerContext) -> pb.PrefetchResponse:
         _check_digests(request.keys, "a key")
@@ -115,6 +122,7 @@ class KVCacheServicer:
     async def Put(
         self, requests: AsyncIterator[pb.PutRequest | memoryview], context: grpc.aio.ServicerContext
     ) -> pb.PutResponse:
+        requests = _prompt(requests)
         record = record_of(await anext(requests, None), self._config.max_path)
         writer = None
         stored = False
@@ -256,15 +264,31 @@ async def _receive(requests: AsyncIterator[pb.PutRequest | memoryview], writer: 
     return await writer.commit()
 
 
+async def _prompt(
+    requests: AsyncIterator[pb.PutRequest | memoryview],
+) -> AsyncIterator[pb.PutRequest | memoryview]:
+    """Passes messages on. Raises DeadlineExceeded if one does not arrive in time."""
+    while True:
+        try:
+            async with asyncio.timeout(_STALL_SECONDS):
+                part = await anext(requests, None)
+        except TimeoutError:
+            raise DeadlineExceeded(f"nothing was sent for {_STALL_SECONDS:g} s") from None
+        if part is None:
+            return
+        yield part
+
+
 async def _drain(requests: AsyncIterator[pb.PutRequest | memoryview], limit: int) -> None:
     """Reads up to `limit` bytes of a refused Put.
 
     Otherwise some clients report a broken connection in place of the status, if the response arrives during a write.
     """
-    async for part in requests:
-        limit -= len(part) + 1 if isinstance(part, memoryview) else part.ByteSize()
-        if limit < 0:
-            return
+    with contextlib.suppress(DeadlineExceeded):  # the reason of the refusal is the error to report
+        async for part in requests:
+            limit -= len(part) + 1 if isinstance(part, memoryview) else part.ByteSize()
+            if limit < 0:
+                return
 
 
 def _check_digests(values: Iterable[bytes], what: str) -> None:

@@ -12,8 +12,10 @@ from typing import Any
 import grpc
 import pytest
 
+from fusionkv.kvcache_service import servicer
 from fusionkv.kvcache_service.client import Entry, HitKind
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
+from fusionkv.protos.kvcache.v1.kvcache_pb2_grpc import KVCacheServiceStub
 from fusionkv.protos.runtime import errors, frames
 from fusionkv.protos.runtime.checksum import checksum as checksum_of
 from tests.kvcache_service.tools import MIB, Service, digest, payload
@@ -173,6 +175,41 @@ async def test_limits_on_calls_at_once(start: Any) -> None:
     assert (await put).outcome == pb.PutResponse.OUTCOME_STORED
     await service.settled()
     assert await service.get("S") == data
+
+
+async def test_a_put_that_stalls_ends(start: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(servicer, "_STALL_SECONDS", 0.2)
+    service = await start(max_puts=1)
+    for messages in ([], [head()], [head(), part(b"a")], [head(), part(b"abcd")]):
+        put = service.stub.Put()
+        for message in messages:
+            await put.write(message)
+        wrong = messages[-1:] == [part(b"abcd")]
+        status, details = await status_of(put)
+        assert status == ("INVALID_ARGUMENT" if wrong else "DEADLINE_EXCEEDED"), messages
+        assert wrong or "nothing was sent for 0.2 s" in details
+        await service.settled()
+    assert (await service.put("S", b"abc"))[1]
+
+
+async def test_a_fetch_that_stalls_ends(start: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(servicer, "_STALL_SECONDS", 0.2)
+    service, data = await start(memory=16 * MIB, disk=32 * MIB, max_fetches=1), payload("x", 12 * MIB)
+    await service.put("S", data)
+    entry = await service.entry("S")
+    # By default, gRPC may take in all of it for a caller that reads nothing.
+    options = [("grpc.http2.bdp_probe", 0)]
+    async with grpc.aio.insecure_channel(service.client.address, options=options) as channel:
+        call = KVCacheServiceStub(channel).Fetch(pb.FetchRequest(key=entry.key))
+        assert (await call.read()).data == data[:MIB]
+        await until(lambda: service.store.residents.get(entry.key).pins == 0)
+        assert await service.fetch(entry) == data
+
+        async def rest() -> None:
+            while await call.read() is not grpc.aio.EOF:
+                pass
+
+        assert await status_of(rest()) == ("DEADLINE_EXCEEDED", "nothing was read for 0.2 s")
 
 
 async def test_client_errors_are_ours(service: Any, cache_client: Any) -> None:
