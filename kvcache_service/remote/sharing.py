@@ -18,7 +18,7 @@ from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.store.writing import reserve
 from fusionkv.kvcache_service.tiers.base import Unreachable
 from fusionkv.protos.observe import logs
-from fusionkv.protos.runtime.errors import DataLoss, InvalidArgument, ServiceError, Unavailable
+from fusionkv.protos.runtime.errors import DataLoss, InvalidArgument, Unavailable
 
 log = logging.getLogger(__name__)
 _faults = logs.RateLimitedLog(log)
@@ -169,15 +169,21 @@ class Sharing:
                 async with asyncio.timeout(_BEAT_SECONDS):
                     await self._wake.wait()
             self._wake.clear()
-            if not self.reachable:
-                await self._probe()
-            while self.reachable:
-                await asyncio.gather(*map(self._write_back, list(islice(self._waiting, _WRITES))))
-                if time.monotonic() - self._kept_alive >= self._alive_seconds / 4:
-                    self._kept_alive = time.monotonic()
-                    await self._keep_alive()
-                if not self._waiting:
-                    break
+            try:
+                await self._catch_up()
+            except Exception:
+                log.exception("work on the remote tier failed and is repeated")
+
+    async def _catch_up(self) -> None:
+        if not self.reachable:
+            await self._probe()
+        while self.reachable:
+            await asyncio.gather(*map(self._write_back, list(islice(self._waiting, _WRITES))))
+            if time.monotonic() - self._kept_alive >= self._alive_seconds / 4:
+                self._kept_alive = time.monotonic()
+                await self._keep_alive()
+            if not self._waiting:
+                break
 
     async def flush(self, seconds: float) -> None:
         """Waits until all stored entries are written back, for at most `seconds`."""
@@ -246,9 +252,9 @@ class Sharing:
         except Unreachable as error:
             self._failed(error)
             return  # stays in the queue
-        except (OSError, ServiceError) as error:
-            # Damaged here, or refused by the remote tier, as by a Mooncake master that no client has rejoined yet.
-            # The next renewal tries again.
+        except Exception as error:
+            # Damaged here, or refused by the remote tier, as by a Mooncake master that no client has rejoined yet, or
+            # a fault of its client library. The next renewal tries again.
             self._used[key] = None
             self._store.counters.add("remote.failures")
             _faults.warning(f"entry {key.hex()} is not written to the remote tier", error)

@@ -124,11 +124,14 @@ class Store:
         saved = time.monotonic()
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
-            self.leases.expire()
-            await self.make_room()
-            if time.monotonic() - saved >= _SAVE_HEAT_SECONDS:
-                await self.save_heat()
-                saved = time.monotonic()
+            try:
+                self.leases.expire()
+                await self.make_room()
+                if time.monotonic() - saved >= _SAVE_HEAT_SECONDS:
+                    saved = time.monotonic()
+                    await self.save_heat()
+            except Exception:
+                log.exception("the sweep failed and is repeated")
 
     async def make_room(self) -> None:
         """Evicts the coldest entries of the home tier from the high watermark down to the low one.

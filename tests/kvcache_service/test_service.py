@@ -22,6 +22,7 @@ from fusionkv.protos.runtime import errors
 from fusionkv.protos.runtime.checksum import checksum as checksum_of
 from tests.kvcache_service import tools
 from tests.kvcache_service.tools import MIB, digest, payload
+from tests.waiting import until
 
 
 async def test_put_of_what_is_new_and_of_what_exists_lookup_fetch(service: Any) -> None:
@@ -272,3 +273,19 @@ async def test_metrics_and_spans(start: Any, monkeypatch: pytest.MonkeyPatch) ->
     (span,) = exporter.get_finished_spans()
     assert span.name == "kvcache.read"
     assert dict(span.attributes or {}) == {"fusionkv.tier": "disk", "fusionkv.bytes": MIB, "fusionkv.promoted": True}
+
+
+async def test_the_sweep_goes_on_after_an_unexpected_error(start: Any, monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setattr(store, "_SWEEP_SECONDS", 0.01)
+    monkeypatch.setattr(store, "_SAVE_HEAT_SECONDS", 0.0)
+    service = await start()
+    sweep = asyncio.create_task(service.store.sweep())
+    with monkeypatch.context() as broken:
+        broken.setattr(service.store.residents.home, "save_heat", lambda heats: heats.nothing)
+        await service.put("S", b"data")
+        await service.find("S")
+        await until(lambda: "the sweep failed" in caplog.text or sweep.done())
+    service.clock.now += 100
+    await until(lambda: not len(service.store.leases) or sweep.done())
+    assert not sweep.done()
+    sweep.cancel()

@@ -24,6 +24,7 @@ class Dictionary(Engine):
     values: dict[str, bytes] = field(default_factory=dict)
     away: bool = False
     full: bool = False
+    broken: set[str] = field(default_factory=set)
     calls: list[str] = field(default_factory=list)
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
@@ -54,6 +55,8 @@ class Dictionary(Engine):
 
     def _called(self, name: str) -> None:
         self.calls.append(name)
+        if name in self.broken:
+            raise RuntimeError("a fault of the client library")
         if self.away:
             raise Unreachable("away")
 
@@ -281,6 +284,36 @@ async def test_one_that_is_full_keeps_nothing_back(serve: Any, engine: Dictionar
     assert service.sharing.reachable
     assert engine.values == {}
     engine.full = False
+    await used(service, engine)
+
+
+@pytest.mark.parametrize("method", ["touch", "put"])
+async def test_an_unexpected_error_stops_no_write_back(serve: Any, engine: Dictionary, method: str) -> None:
+    service = await serve()
+    await share(service, "S", b"data")
+    engine.broken.add(method)
+    for name in "TUVWX":
+        await service.put(name, b"data")
+    await until(lambda: service.store.counters.get("remote.failures") >= 5)
+    engine.broken.clear()
+    engine.values.clear()
+    await used(service, engine)
+    await service.put("Y", b"data")
+    await shared(service)
+
+
+async def test_an_unexpected_error_of_a_renewal_ends_nothing(serve: Any, engine: Dictionary, caplog: Any) -> None:
+    service = await serve()
+    await share(service, "S", b"data")
+    engine.broken.add("touch")
+
+    async def failed() -> bool:
+        await service.find("S")
+        return "is repeated" in caplog.text
+
+    await until(failed)
+    engine.broken.clear()
+    engine.values.clear()
     await used(service, engine)
 
 
