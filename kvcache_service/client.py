@@ -114,22 +114,31 @@ class CacheClient:
     async def fetch(self, entry: Entry, into: memoryview, *, timeout: float) -> None:
         """Fills `into` (`entry.size` bytes) from shared memory or segment files if possible, otherwise by stream.
 
-        Bytes from disk or the network are verified by checksum; those from shared memory are not.
+        Bytes from disk or the network are verified by checksum, and those of an entry that is promoted for this call.
+        Others from shared memory are not.
 
         Raises:
             DataLoss: The checksum does not match. The service was requested to delete the entry.
             NotFound: The entry is gone, or was in a remote tier that is unreachable.
         """
         into = into.cast("B")
+        deadline = time.monotonic() + timeout
         if len(into) != entry.size:
             raise errors.InvalidArgument(f"the buffer holds {len(into)} bytes, the entry {entry.size}")
         if self.on_disk(entry) and await self.read(entry, partial(read_into, into), timeout=timeout):
             return
-        shared = entry.shared or await self._risen(entry, timeout)
-        if shared is not None and await self._local.copied(shared, entry.lease, into):
+        if entry.shared is not None:
+            if await self._local.copied(entry.shared, entry.lease, into):
+                return
+        elif (
+            (risen := await self._risen(entry, deadline - time.monotonic())) is not None
+            and await self._local.copied(risen, entry.lease, into)
+            # The lease does not cover an entry that was stored anew under this key.
+            and await _checksum(into) == entry.checksum
+        ):
             return
         hasher, at, end = Checksum(), 0, 0
-        call = self._begin("Fetch", pb.FetchRequest(key=entry.key), timeout)
+        call = self._begin("Fetch", pb.FetchRequest(key=entry.key), deadline - time.monotonic())
         try:
             with self._errors("fetch from"):
                 async for message in call:
@@ -145,8 +154,9 @@ class CacheClient:
         finally:
             call.cancel()
         if end != entry.size or hasher.digest() != entry.checksum:
+            left = min(deadline - time.monotonic(), _DELETE_DAMAGED_SECONDS)
             with contextlib.suppress(errors.ServiceError):  # the damage is the error to report
-                await self.delete([entry.key], here=True, timeout=min(timeout, _DELETE_DAMAGED_SECONDS))
+                await self.delete([entry.key], here=True, timeout=left)
             raise errors.DataLoss(f"entry {entry.key.hex()} arrived damaged from {self.address}; it is deleted there")
 
     def seen(self, entry: Entry) -> memoryview | None:
@@ -229,10 +239,7 @@ class CacheClient:
         """
         data = data.cast("B")
         deadline = time.monotonic() + timeout
-        if len(data) > _HASH_INLINE_BYTES:
-            checksum = await asyncio.to_thread(checksum_of, data)
-        else:
-            checksum = checksum_of(data)
+        checksum = await _checksum(data)
         header = pb.PutHeader(
             namespace=namespace,
             path=path,
@@ -390,6 +397,10 @@ class Rise:
                 del self._keys[key]
             with contextlib.suppress(errors.ServiceError):
                 await self._send(keys)
+
+
+async def _checksum(data: memoryview) -> bytes:
+    return await asyncio.to_thread(checksum_of, data) if len(data) > _HASH_INLINE_BYTES else checksum_of(data)
 
 
 def _put_message(part: pb.PutRequest | memoryview) -> bytes:

@@ -6,15 +6,28 @@ import mmap
 import os
 import socket
 import struct
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fusionkv.kvcache_service.local import LocalTiers, receive, share_memory, share_segments
+from fusionkv.kvcache_service.local import (
+    FileServer,
+    LocalTiers,
+    path_of,
+    receive,
+    segments_of,
+    share_memory,
+    share_segments,
+)
 from fusionkv.kvcache_service.tiers.base import Place
+from fusionkv.kvcache_service.tiers.disk import DiskTier
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
+from fusionkv.protos.runtime import errors
 from tests.kvcache_service.tools import MIB, nearby, payload
+from tests.waiting import until
 
 
 @pytest.mark.parametrize("size", [1, 3 * MIB + 5, 9 * MIB])
@@ -105,6 +118,36 @@ async def test_what_is_on_disk_rises_and_is_copied_then(start: Any, tmp_path: Pa
         assert await near.fetched(entry) == (payload("S", MIB), 0)
         assert service.count("promotions") == 1
         assert await near.fetched(await near.entry("T")) == (payload("T", MIB), MIB), "no room: the first is leased"
+
+
+async def test_what_was_stored_anew_is_not_taken_for_what_was_leased(start: Any, tmp_path: Path) -> None:
+    service = await start(memory=1 * MIB, disk=64 * MIB)
+    for name in "ST":
+        await service.put(name, payload(name, MIB))
+        service.clock.now += 1000
+    async with nearby(service, tmp_path / "s") as near:
+        entry = await near.entry("S")
+        assert entry.tier == "disk"
+        await service.client.delete([entry.key])
+        await service.put("S", payload("other bytes", MIB))
+        with pytest.raises(errors.DataLoss):
+            await near.fetch(entry)
+
+
+async def test_a_fetch_takes_no_longer_than_it_may(start: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    service, slow = await start(memory=1 * MIB, disk=64 * MIB), threading.Event()
+    for name in "ST":
+        await service.put(name, payload(name, MIB))
+        service.clock.now += 1000
+    copy = DiskTier.copy
+    monkeypatch.setattr(DiskTier, "copy", lambda *args: slow.wait(20) and copy(*args))
+    async with nearby(service, tmp_path / "s") as near:
+        entry = await near.entry("S")
+        started = time.monotonic()
+        with pytest.raises(errors.DeadlineExceeded):
+            await near.client.fetch(entry, memoryview(bytearray(entry.size)), timeout=1.0)
+        assert time.monotonic() - started < 1.9, "once for the promotion, and once for the stream"
+        slow.set()
 
 
 async def test_without_a_doorway_bytes_are_streamed(service: Any, tmp_path: Path, caplog: Any) -> None:
