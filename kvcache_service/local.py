@@ -201,7 +201,13 @@ class LocalTiers:
         assert self._path is not None
         if segment not in self._files:
             path, request = segments_of(self._path), _SEGMENT.pack(segment)
-            name, file = await asyncio.to_thread(_receive, path, request, _NAME_BYTES)
+            # Shielded: a cancelled future would lose the file that its thread receives.
+            receiving = asyncio.get_running_loop().run_in_executor(None, _receive, path, request, _NAME_BYTES)
+            try:
+                name, file = await asyncio.shield(receiving)
+            except asyncio.CancelledError:
+                receiving.add_done_callback(_close_received)
+                raise
             if name != self._name or segment in self._files:
                 os.close(file)
             else:
@@ -242,6 +248,11 @@ def _receive(path: Path, request: bytes, head_bytes: int) -> tuple[bytes, int]:
             os.close(file)
         raise OSError(f"{path} sent {len(head)} bytes and {len(files)} files")
     return head, files[0]
+
+
+def _close_received(receiving: "asyncio.Future[tuple[bytes, int]]") -> None:
+    if receiving.exception() is None:
+        os.close(receiving.result()[1])
 
 
 def _within(file: FileIO, reader: Callable[[int, int], bytes], offset: int) -> bytes:

@@ -181,6 +181,37 @@ async def test_a_service_started_anew_hands_over_anew(service: Any, tmp_path: Pa
     assert await window.open(b"m" * 16) is None, "nobody hands anything over any more"
 
 
+async def test_a_segment_file_that_comes_too_late_is_closed(service: Any, tmp_path: Path) -> None:
+    await service.put("S", payload("x", MIB))
+    disk, path = service.store.residents.home, tmp_path / "s"
+    file = str(service.config.data_dir / "segments/000000.kv")
+
+    def times_open() -> int:
+        return sum(os.path.realpath(link) == file for link in Path("/proc/self/fd").iterdir())
+
+    window, before, asked, answer = LocalTiers(f"unix:{path}"), times_open(), threading.Event(), threading.Event()
+
+    async def hand_over(caller: socket.socket) -> None:
+        asked.set()
+        await asyncio.to_thread(answer.wait, 20)
+        opened = disk.open_segment(0)
+        socket.send_fds(caller, [bytes(16)], [opened])
+        os.close(opened)
+
+    door = FileServer(segments_of(path_of(f"unix:{path}")), hand_over)
+    reading = asyncio.create_task(window.read((0, 0), lambda file, offset: b""))
+    await until(asked.is_set)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    answer.set()
+    await until(lambda: not door._answering)
+    await asyncio.sleep(0.05)
+    assert times_open() == before
+    window.close()
+    door.close()
+
+
 @pytest.mark.parametrize("door", ["memory", "files"])
 async def test_doors_open_again_after_emfile(door: str, start: Any, tmp_path: Path, monkeypatch: Any) -> None:
     service = await start(memory=1 * MIB, disk=64 * MIB)
