@@ -47,6 +47,11 @@ def reserve(store: Store, record: Record, *, copied: bool = False) -> "Writer | 
     try:
         place, evicted = residents.reserve(home, record.size)
     except NoSpace:
+        if record.size > home.capacity_bytes:
+            raise ResourceExhausted(
+                f"an entry of {record.size} bytes is larger than the {home.name} tier of {home.capacity_bytes}: "
+                f"raise {home.name}_bytes in [kvcache]"
+            ) from None
         raise ResourceExhausted(
             f"no room for {record.size} bytes in the {home.name} tier of {home.capacity_bytes}: its entries "
             f"are leased or in use; try again later, or raise {home.name}_bytes in [kvcache]"

@@ -255,7 +255,7 @@ async def test_metrics_and_spans(start: Any, monkeypatch: pytest.MonkeyPatch) ->
     found = await service.find(*"Sa")
     await service.fetch(found.hits[1].entry)
     await service.client.release(found.lease)
-    with pytest.raises(Exception, match="no room"):
+    with pytest.raises(Exception, match="is larger than the disk tier"):
         await service.put("Sc", tools.payload("c", 2 * MIB + 1))
     await service.put("Sc", tools.payload("c", MIB))
     expected: dict[str, dict[str, int]] = {

@@ -74,6 +74,13 @@ async def test_leased_entries_are_not_evicted_and_a_full_cache_refuses(start: An
     assert (await service.put(["S", "new 2"], payload("new 2", MIB)))[1]
 
 
+async def test_an_entry_that_is_larger_than_the_last_tier_is_refused_as_such(start: Any) -> None:
+    service = await start(memory=1 * MIB, disk=4 * MIB)
+    with pytest.raises(errors.ResourceExhausted, match="larger than the disk tier of 4194304: raise disk_bytes"):
+        await service.put("S", bytes(4 * MIB + 1))
+    assert (await service.put("S", bytes(4 * MIB)))[1]
+
+
 async def status_of(call: Any) -> tuple[str, str]:
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await call
