@@ -66,7 +66,8 @@ class AsyncClient(_Connection):
     """An asynchronous client of a gateway. Create it in a running event loop; `async with` closes it.
 
     Calls raise a subclass of `errors.ServiceError` for each gRPC status. A call that fails as UNAVAILABLE before the
-    first response is retried up to four times within about three seconds, except `delete`.
+    first response is retried up to four times within about three seconds, except `delete`, `move` and
+    `plan_precompute`.
 
     Args:
         address: `host:port` or `unix:/path`.
