@@ -43,6 +43,7 @@ class WriteBack:
         self._cache = cache
         self._timeout = timeout
         self._max_waiting = max_waiting
+        self._copying = 0
         self._waiting: asyncio.Queue[tuple[bytes, LoadedChunk, SpanContext, memoryview | None]] = asyncio.Queue()
         self._writers = [asyncio.create_task(self._write()) for _ in range(_WRITERS)]
 
@@ -51,17 +52,20 @@ class WriteBack:
 
         A part that will be corrected in the pool is copied at once, because entries are stored uncorrected.
         """
-        if self._waiting.qsize() >= self._max_waiting:
+        if self._waiting.qsize() + self._copying >= self._max_waiting:
             _dropped.add(1, {"fusionkv.reason": "queue full"})
             return
         self._pool.pin(part.resident)
         copy = None
         if part.wanted.correction is not None:
+            self._copying += 1
             try:
                 copy = await to_the_end(asyncio.to_thread(self._storage.take_out, part.resident))
             except BaseException:
                 self._pool.unpin(part.resident)
                 raise
+            finally:
+                self._copying -= 1
         self._waiting.put_nowait((namespace, part, trace.get_current_span().get_span_context(), copy))
 
     async def put(self, namespace: bytes, part: LoadedChunk) -> None:

@@ -8,9 +8,15 @@ from contextlib import asynccontextmanager, closing, suppress
 from typing import Any
 
 import pytest
+import torch
 
-from fusionkv.fusion_worker.load.placement import ChunkSource, Stages
+from fusionkv.fusion_worker.compute.kv_pool import KVPool
+from fusionkv.fusion_worker.correct.correction import Average
+from fusionkv.fusion_worker.load.placement import ChunkSource, LoadedChunk, Stages
+from fusionkv.fusion_worker.load.write_back import WriteBack
+from fusionkv.fusion_worker.models import KVShape
 from fusionkv.fusion_worker.prompt import Chunk
+from fusionkv.fusion_worker.transfer.storage import Storage
 from fusionkv.kvcache_service.client import Entry
 from tests.fusion_worker.oracle import Parts, oracle, prompt, random_ids
 
@@ -263,6 +269,25 @@ async def test_no_room_to_wait(cached: Any) -> None:
     for _ in range(2):
         assert not (await rig.fill(*parts)).summary.degraded
     assert (await (await cached("llama")).ask(*parts)).summary.chunks_missed == 1
+
+
+async def test_chunks_that_are_being_copied_count_as_waiting(line: Line, cache_client: Any) -> None:
+    """Those that will be corrected are copied before they wait to be stored."""
+    line.up = line.stall
+    shape = KVShape(1, 1, 4, torch.float32)
+    pool = KVPool.of(shape, 10 * shape.token_bytes, 1, torch.device("cpu"))
+    back = WriteBack(pool, Storage(pool, "plain"), cache_client(line.address), 2, 30.0)
+
+    def part(n: int) -> LoadedChunk:
+        chunk = Chunk((n,))
+        average = Average(torch.zeros(1, 2, 1, 1, 4), 0)
+        wanted = ChunkSource(chunk, 0, 0, (b"S" * 32, chunk.digest), chunk.digest, correction=average)
+        return LoadedChunk(wanted, pool.add(chunk.digest, 1, 0))
+
+    await asyncio.gather(*(back.offer(b"n" * 32, part(n)) for n in range(10)))
+    # Two more may be on their way.
+    assert back._waiting.qsize() <= 2
+    back.close()
 
 
 def test_an_entry_that_is_gone_is_a_miss_of_the_second_lookup() -> None:
