@@ -133,6 +133,10 @@ class Rows:
     def size(self, row: int) -> int:
         return int.from_bytes(self._fixed[row * _FIXED.size + 112 : row * _FIXED.size + 116], "little")
 
+    def sizes(self) -> npt.NDArray[np.uint32]:
+        """Sizes by row number. While this view exists, no row can be added."""
+        return np.frombuffer(self._fixed, np.uint32).reshape(-1, _FIXED.size // 4)[:, 112 // 4]
+
     def record(self, row: int) -> Record:
         key, chunk, variant, checksum, size, tokens, base, flags = _FIXED.unpack_from(self._fixed, row * _FIXED.size)
         namespace, behind = self._behinds[self._behind[row]]

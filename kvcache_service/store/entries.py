@@ -10,14 +10,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from fusionkv.kvcache_service.index.heat import ColdQueue
 from fusionkv.kvcache_service.index.index import Index
 from fusionkv.kvcache_service.index.record import HitKind, Record
 from fusionkv.kvcache_service.keys import entry_key, path_keys
 from fusionkv.kvcache_service.metrics import Counters
 from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier
-from fusionkv.kvcache_service.tiers.extents import aligned
+from fusionkv.kvcache_service.tiers.extents import NoSpace, aligned
 from fusionkv.protos.runtime.errors import ResourceExhausted
+
+# Number of the coldest entries among which room is searched; then the coldest range is taken. More would block the
+# event loop: among a million of the smallest entries, a search for 64 MiB took a minute.
+_MAX_VICTIMS = 1024
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -180,14 +186,20 @@ class Residents:
         """
         rows, places = self.index.rows, self._places[tier.name]
         candidates: dict[int, int] = {}
+
+        def victims(coldest: Iterable[int]) -> Iterator[Place]:
+            for row in coldest:
+                candidates[places[row]] = row
+                yield Place(places[row], rows.size(row))
+
         with contextlib.closing(self._cold[tier.name].coldest(self._free_to_go)) as coldest:
-
-            def victims() -> Iterator[Place]:
-                for row in itertools.takewhile(lambda row: rows.heats[row] < colder_than, coldest):
-                    candidates[places[row]] = row
-                    yield Place(places[row], rows.size(row))
-
-            place, freed = tier.reserve(size, victims())
+            colder = itertools.takewhile(lambda row: rows.heats[row] < colder_than, coldest)
+            try:
+                place, freed = tier.reserve(size, victims(itertools.islice(colder, _MAX_VICTIMS)))
+            except NoSpace:
+                if len(candidates) < _MAX_VICTIMS:
+                    raise
+                place, freed = tier.reserve(size, victims(self._range(tier, size, colder_than)))
         evicted: list[tuple[bytes, Place]] = []
         for entry in (self._resident(candidates[offset]) for offset in freed):
             vacated = self._leave(entry, tier)
@@ -199,6 +211,25 @@ class Residents:
                 self._counters.add("demotions", tier=tier.name)
         self._reserved[tier.name, place.offset] = place.size
         return place, evicted
+
+    def _range(self, tier: Tier, size: int, colder_than: float) -> list[int]:
+        """Rows of the entries in the range of `Extents.coldest_range`; none if there is no range."""
+        rows, offsets = self.index.rows, np.frombuffer(self._places[tier.name], np.int64)
+        members = np.flatnonzero(offsets >= 0)
+        starts, sizes = offsets[members], rows.sizes()[members].astype(np.int64)
+        heats = np.frombuffer(rows.heats, np.float64)[members]
+        held = [row for row, entry in self._seen.items() if entry.held]
+        heats[(heats >= colder_than) | np.isin(members, held)] = math.inf
+        others = [entry.places[tier.name] for entry in self._leaving if tier.name in entry.places]
+        others += [Place(offset, length) for (name, offset), length in self._reserved.items() if name == tier.name]
+        start, end = tier.coldest_range(
+            size,
+            np.append(starts, np.array([place.offset for place in others], np.int64)),
+            np.append(sizes, np.array([place.size for place in others], np.int64)),
+            np.append(heats, np.full(len(others), math.inf)),
+        )
+        chosen: list[int] = members[(starts < end) & (starts + sizes > start)].tolist()
+        return chosen
 
     def surplus(self, tier: Tier, limit_bytes: int, limit: int) -> list[StoredEntry]:
         """The coldest entries without holds to delete for a tier to use `limit_bytes`; at most `limit` entries."""

@@ -138,6 +138,38 @@ def test_eviction_takes_only_what_lies_in_the_way() -> None:
     extents.check_integrity(dict.fromkeys([a, b, place]))
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_the_coldest_range_is_that_of_a_search_of_all(seed: int) -> None:
+    numbers = np.random.default_rng(seed)
+    boundary, pages = int(numbers.integers(16, 40)), int(numbers.integers(20, 90))
+    places: list[Place] = []
+    extents = Extents(pages * 4096, boundary * 4096)
+    while len(places) < 30:
+        try:
+            places.append(extents.reserve(int(numbers.integers(1, 12_000)))[0])
+        except NoSpace:
+            break
+    starts = np.array([place.offset for place in places], np.int64)
+    sizes = np.array([place.size for place in places], np.int64)
+    heats = numbers.permutation(len(places)).astype(np.float64)
+    heats[numbers.random(len(places)) < 0.1] = np.inf
+
+    def hottest(start: int, end: int) -> float:
+        inside = (starts < end) & (starts + sizes > start)
+        return float(heats[inside].max(initial=-np.inf))
+
+    for length in (1, 8, 16):
+        whole = [
+            at * 4096
+            for at in range(pages - length + 1)
+            if at // boundary == (at + length - 1) // boundary and at % boundary % max(1, length // 8) == 0
+        ]
+        best = min((hottest(at, at + length * 4096) for at in whole), default=np.inf)
+        start, end = extents.coldest_range(length * 4096, starts, sizes, heats)
+        assert (end - start == length * 4096) == (best < np.inf)
+        assert end == 0 or hottest(start, end) == best
+
+
 def test_no_extent_crosses_a_boundary() -> None:
     extents = Extents(8 * BLOCK, 4 * BLOCK)
     first = extents.reserve(3 * BLOCK)[0]

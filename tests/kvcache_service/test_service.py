@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from fusionkv.kvcache_service import metrics
 from fusionkv.kvcache_service.client import Entry, HitKind
-from fusionkv.kvcache_service.store import store
+from fusionkv.kvcache_service.store import entries, store
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime import errors
@@ -110,6 +110,27 @@ async def test_the_coldest_goes_first(start: Any) -> None:
     service.clock.now += 1
     await service.put(["S", e], payload(e, MIB))
     assert service.chunks("disk") == {a, c, e}
+
+
+@pytest.mark.parametrize("disk", [0, 4 * MIB])
+async def test_among_many_small_ones_the_coldest_range_goes(start: Any, monkeypatch: Any, disk: int) -> None:
+    monkeypatch.setattr(entries, "_MAX_VICTIMS", 4)
+    service, count = await start(memory=1 * MIB, disk=disk), (disk or MIB) // 16_384
+    for n in range(count):
+        await service.put(["S", f"{n}"], payload(n, 16_000))
+    # All but two ranges, apart from each other, become hotter; one of these is leased in its middle.
+    service.clock.now += 1000
+    for n in range(count):
+        if not (8 <= n < 24 or 32 <= n < 48):
+            await service.find("S", f"{n}", lease_ms=1)
+    leased = await service.entry("S", "40", lease_ms=600_000)
+    service.clock.now += 1
+    assert (await service.put("L", payload("large", 16 * 16_384)))[1]
+    left = [n for n in range(count) if (await service.find("S", f"{n}", lease_ms=1)).hits[1].entry is not None]
+    assert left == [n for n in range(count) if not 8 <= n < 24]
+    assert await service.fetch(leased) == payload(40, 16_000)
+    assert await service.get("L") == payload("large", 16 * 16_384)
+    assert service.count("evictions", "disk" if disk else "memory") == 16
 
 
 async def test_memory_holds_the_hottest(start: Any) -> None:
