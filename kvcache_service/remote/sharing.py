@@ -25,7 +25,7 @@ _faults = logs.RateLimitedLog(log)
 T = TypeVar("T")
 LocalHits = Sequence[tuple[HitKind, StoredEntry | None]]
 
-_THREADS = 8
+_THREADS, _LOOKUP_THREADS = 8, 8
 # Blocks per round trip: at 1 GB/s, latency is 1% of the time for 8 MiB.
 _BATCH = 8
 # Maximum numbers of concurrent copies and write-backs, each with a batch in memory.
@@ -54,6 +54,8 @@ class Sharing:
         self._lookup_seconds = store.config.remote_lookup_ms / 1000
         self._alive_seconds = min(_ALIVE_SECONDS, store.config.remote_ttl_seconds / 4)
         self._threads = ThreadPoolExecutor(_THREADS, "kvcache-remote")
+        # Of their own: copies take all of the others, and a late lookup counts as a tier that is unreachable.
+        self._lookups = ThreadPoolExecutor(_LOOKUP_THREADS, "kvcache-remote-lookup")
         self._turns = asyncio.Semaphore(_PULLS)
         self._found: dict[bytes, Record] = {}
         self._pulls: dict[bytes, asyncio.Task[bool]] = {}
@@ -86,7 +88,7 @@ class Sharing:
             return {}
         try:
             async with asyncio.timeout(self._lookup_seconds):
-                offers = await self._call(self._tier.find, namespace, path, variants, wanted)
+                offers = await self._look_up(self._tier.find, namespace, path, variants, wanted)
         except TimeoutError:
             self._failed(Unreachable(f"no response within {self._lookup_seconds:g} s"))
             return {}
@@ -198,7 +200,8 @@ class Sharing:
         for pull in pulls:
             pull.cancel()
         await asyncio.gather(*pulls, return_exceptions=True)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._lookups):
+            threads.shutdown(wait=False, cancel_futures=True)
         self._tier.engine.close()
 
     def _pull(self, record: Record) -> "asyncio.Task[bool]":
@@ -304,7 +307,7 @@ class Sharing:
     async def _probe(self) -> None:
         try:
             async with asyncio.timeout(self._lookup_seconds):
-                await self._call(self._tier.engine.probe)
+                await self._look_up(self._tier.engine.probe)
         except OSError:
             return
         log.info("the remote tier is reachable")
@@ -321,6 +324,9 @@ class Sharing:
 
     def _call(self, function: Callable[..., T], *args: Any) -> "asyncio.Future[T]":
         return asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+
+    def _look_up(self, function: Callable[..., T], *args: Any) -> "asyncio.Future[T]":
+        return asyncio.get_running_loop().run_in_executor(self._lookups, function, *args)
 
 
 def _renew(entries: dict[bytes, T], key: bytes, value: T, limit: int) -> None:

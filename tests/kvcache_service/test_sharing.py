@@ -239,6 +239,33 @@ async def test_it_goes_away_between_lookup_and_fetch(serve: Any, engine: Diction
     engine.away = False
 
 
+async def test_copies_keep_no_lookup_waiting(serve: Any, engine: Dictionary, monkeypatch: Any) -> None:
+    a, b = await serve(), await serve(remote_lookup_ms=500)
+    for name in "STUVW":
+        await share(a, name, b"data")
+    ended, busy, get, put = threading.Event(), [], engine.get, engine.put
+
+    def slow(method: Any, argument: Any) -> Any:
+        busy.append(method)
+        ended.wait(20)
+        return method(argument)
+
+    monkeypatch.setattr(engine, "get", lambda names: get(names) if "{" in names[0] else slow(get, names))
+    monkeypatch.setattr(engine, "put", lambda values: slow(put, values))
+    engine.away, b.sharing.reachable = True, False  # so that four are written back at the same time
+    for name in "1234":
+        await b.put(name, b"data")
+    engine.away = False
+    await until(lambda: len(busy) == 4)
+    for name in "STUV":
+        assert await kind(b, name) is HitKind.EXACT
+    await until(lambda: len(busy) == 8)
+    found = await kind(b, "W")
+    ended.set()
+    assert (found, b.sharing.reachable) == (HitKind.EXACT, True)
+    await shared(b)
+
+
 async def test_a_lookup_that_hangs_up_holds_nothing(serve: Any, engine: Dictionary) -> None:
     service = await serve()
     await share(service, "S", b"data")
