@@ -138,7 +138,9 @@ class CacheClient:
         ):
             return
         hasher, at, end = Checksum(), 0, 0
-        call = self._begin("Fetch", pb.FetchRequest(key=entry.key), deadline - time.monotonic())
+        call = self._begin(
+            "Fetch", pb.FetchRequest(key=entry.key, checksum=entry.checksum), deadline - time.monotonic()
+        )
         try:
             with self._errors("fetch from"):
                 async for message in call:

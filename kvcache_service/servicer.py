@@ -99,7 +99,7 @@ class KVCacheServicer:
         with self._fetching():
             if self._sharing is not None and self._store.residents.get(request.key) is None:
                 await self._sharing.bring(request.key)
-            with self._store.pinned(request.key) as entry:
+            with self._store.pinned(request.key, request.checksum) as entry:
                 async for frame in self._store.frames(entry):
                     try:
                         async with asyncio.timeout(_STALL_SECONDS):

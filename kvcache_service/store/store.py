@@ -173,11 +173,13 @@ class Store:
         return [(kind, entry) for kind, entry, _ in hits], lease
 
     @contextlib.contextmanager
-    def pinned(self, key: bytes) -> Iterator[StoredEntry]:
-        """Pins an entry for reading. Raises NotFound if there is none."""
-        entry = self.residents.get(key) or self.residents.replaced.get(key)
-        if entry is None or not (entry.visible or entry.leases):
-            raise NotFound(f"no entry {key.hex()}: never stored, evicted, or deleted")
+    def pinned(self, key: bytes, checksum: bytes = b"") -> Iterator[StoredEntry]:
+        """Pins an entry for reading. Raises NotFound if there is none, or none with this checksum."""
+        named = (self.residents.get(key), self.residents.replaced.get(key))
+        found = (each for each in named if each is not None and (each.visible or each.leases))
+        entry = next((each for each in found if checksum in (b"", each.record.checksum)), None)
+        if entry is None:
+            raise NotFound(f"no entry {key.hex()}: never stored, evicted, deleted, or stored anew with other bytes")
         entry.pins += 1
         try:
             yield entry

@@ -130,8 +130,9 @@ async def test_what_was_stored_anew_is_not_taken_for_what_was_leased(start: Any,
         assert entry.tier == "disk"
         await service.client.delete([entry.key])
         await service.put("S", payload("other bytes", MIB))
-        with pytest.raises(errors.DataLoss):
+        with pytest.raises(errors.NotFound, match="stored anew"):
             await near.fetch(entry)
+        assert await near.fetch(await near.entry("S")) == payload("other bytes", MIB), "and it is kept"
 
 
 async def test_a_fetch_takes_no_longer_than_it_may(start: Any, tmp_path: Path, monkeypatch: Any) -> None:
