@@ -66,11 +66,17 @@ class WorkerClient:
 
     async def model(self, timeout: float = _MODEL_SECONDS) -> pb.GetModelResponse:
         """The model that the worker runs, cached for the lifetime of a connection."""
-        async with self._asking:
-            if self._model is None:
-                with self._errors():
-                    self._model = await self._stub.GetModel(pb.GetModelRequest(), timeout=timeout)
-            return self._model
+        try:
+            # Around the lock: callers would wait for a hung worker one after another, each for the whole timeout.
+            async with asyncio.timeout(timeout), self._asking:
+                if self._model is None:
+                    with self._errors():
+                        self._model = await self._stub.GetModel(pb.GetModelRequest(), timeout=timeout)
+                return self._model
+        except TimeoutError as error:
+            raise errors.DeadlineExceeded(
+                f"fusion worker {self.address}: no response within {timeout:g} s"
+            ) from error
 
     def generate(
         self, request: pb.GenerateRequest, timeout: float | None = None

@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,22 @@ async def test_workers_that_describe_one_model_differently_share_no_vocabulary_b
                     seen.append(await pool.model())
     assert [vocabulary.model.device for vocabulary in seen] == ["cuda:0", "cpu"] * 2
     assert seen[:2] == seen[2:]
+
+
+class Hung(Described):
+    async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
+        await asyncio.sleep(60)
+        return self.model
+
+
+async def test_callers_do_not_wait_for_a_hung_worker_one_after_another() -> None:
+    async with listening(rpc.handlers(SERVICE, Hung("cpu"))) as address:
+        pool = WorkerPool([address])
+        started = time.monotonic()
+        asked = await asyncio.gather(*(pool.model(0.4) for _ in range(5)), return_exceptions=True)
+        assert time.monotonic() - started < 1.2, "2 s, one after another"
+        assert all(isinstance(error, DeadlineExceeded) for error in asked), asked
+        await pool.close()
 
 
 async def test_a_name_that_cannot_be_one_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
