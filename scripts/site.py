@@ -35,6 +35,8 @@ MODULES = (
     "fusionkv.fusion_worker.client",
 )
 _LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)]*)?\)")
+# Notes for contributors are no part of the site: there, a link to them is its text alone.
+_NOTES = re.compile(r"\[([^\]]+)\]\([^)\s]*\bjournal\b[^)\s]*\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -74,4 +76,4 @@ def _read(file: Path) -> str:
         path = places.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else f"source/{path}")
         return f"{match[1]}{path}{match[3] or ''})"
 
-    return _LINK.sub(moved, file.read_text())
+    return _LINK.sub(moved, _NOTES.sub(r"\1", file.read_text()))

@@ -145,6 +145,16 @@ def test_every_file_that_a_page_needs_is_there(site: Path) -> None:
 
 
 @pytest.mark.slow
+def test_every_link_of_the_site_leads_to_a_file(site: Path) -> None:
+    """mkdocs does not warn of links to pages that it excludes."""
+    for name, page in pages(site).items():
+        for element in page.select("a[href]"):
+            target = str(element["href"]).partition("#")[0]
+            if target and ":" not in target and name != "404.html":
+                assert ((site / name).parent / target).exists(), f"{name} links to {target}"
+
+
+@pytest.mark.slow
 def test_interfaces_are_whole(site: Path, root: Path) -> None:
     found = pages(site)
     for proto in root.glob("protos/*/v1/*.proto"):
