@@ -190,7 +190,7 @@ def test_a_python_example_runs(text: str, launch: Any, worker: Any, authority: A
 @pytest.mark.slow
 @pytest.mark.system
 def test_the_commands_of_the_readme_answer_as_it_says(root: Path, launch: Any, tmp_path: Path) -> None:
-    text = (root / "README.md").read_text().partition("## Try it")[2].partition("```python")[0]
+    text = (root / "README.md").read_text().partition("## Try it")[2].partition("\n## ")[0]
     lines = [shlex.split(line) for line in re.findall(r"^    (fusionkv .*)$", text, re.MULTILINE)]
     serve, *others = [words[1:] for words in lines]
     assert [words[0] for words in others] == ["ingest", "ask", "ask"]
@@ -206,6 +206,6 @@ def test_the_commands_of_the_readme_answer_as_it_says(root: Path, launch: Any, t
         argv = [str(page) if word == page.name else word for word in words]
         done = fusionkv(*argv, "--gateway", address, cwd=root)
         if words[0] == "ask":
-            (answer,) = re.findall(r"It is (\w+)", text)
+            (answer,) = re.findall(r"The answer is (\w+)", text)
             assert answer in done.stdout
     assert "full_attention" in page.read_text()
