@@ -1,4 +1,4 @@
-"""Draws the concepts and the path of a request in docs/img; the style follows the reader's light or dark scheme."""
+"""Draws the concepts, the path of a request and the kernels in docs/img, in the reader's light or dark scheme."""
 
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -190,8 +190,32 @@ def request() -> None:
     d.save("request")
 
 
+def kernels() -> None:
+    d = Drawing("A tile of query rows walks the segments of its request", 444)
+
+    def marks(*places: tuple[int, int]) -> None:
+        for x, y in places:
+            d.box(x, y, 10, "", "computed", height=14)
+
+    d.text(20, 34, "Pool: where keys and values are stored")
+    d.row(48, [(46, "S", "plain"), *((120, f"chunk {name}", "reused") for name in "BCA")])
+    d.box(450, 48, 150, "fresh rows", "computed")
+    marks((90, 92), (130, 92), (170, 92), (230, 92), (350, 92), (400, 92))
+    d.text(20, 146, "Prompt: the segments in order of position")
+    d.row(160, [(46, "S", "plain"), (150, "A, shift -460", "reused"), (150, "B, shift +160", "reused")])
+    d.box(384, 160, 216, "C: later, skipped", "plain")
+    marks((90, 204), (150, 204), (246, 204), (300, 204), (350, 204))
+    d.text(20, 258, "Tile of query rows: turned once for each segment")
+    d.row(272, [(188, f"turned by {shift}", "lossless") for shift in ("0", "-460", "+160")])
+    d.text(20, 344, "Keys are read as they were stored. One comparison of positions", weak=True)
+    d.text(20, 368, "leaves out hidden slots and later tokens.", weak=True)
+    d.text(20, 402, "Orange: recomputed tokens. Their old slots are hidden; their new", weak=True)
+    d.text(20, 426, "keys (fresh rows) are a segment with positions of its own.", weak=True)
+    d.save("kernels")
+
+
 def main() -> None:
-    for draw in (chunk, path, stale, recipe, lease, tiers, request):
+    for draw in (chunk, path, stale, recipe, lease, tiers, request, kernels):
         draw()
 
 
