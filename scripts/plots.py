@@ -1,4 +1,8 @@
-"""Draws the plots of docs/performance.md from the rows in build/bench: `make plots`."""
+"""Draws the plots of docs/performance.md from the rows in build/bench: `make plots`.
+
+Panels stand below one another, so that a phone shows them in readable size; colours follow the reader's light or dark
+scheme.
+"""
 
 import json
 from pathlib import Path
@@ -14,7 +18,12 @@ ROOT = Path(__file__).parent.parent
 ROWS, IMAGES = ROOT / "build/bench", ROOT / "docs/img"
 INK, OURS, OTHER, THIRD = "#334155", "#0f766e", "#b45309", "#6d28d9"
 FOURTH = "#be185d"
+# Each colour in the dark scheme.
+DARK = {INK: "#e2e8f0", OURS: "#2dd4bf", OTHER: "#fb923c", THIRD: "#a78bfa", FOURTH: "#f472b6", "#ffffff": "#0f172a"}
+WIDTH, PANEL = 6.7, 2.6  # inches
+NAMES = {"vllm_prefix_cache": "vLLM's prefix cache", "midlayer+corrected": "the default"}
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "fusionkv", "font.family": "sans-serif"}
+STYLE |= {"font.size": "13", "axes.titlesize": "13", "legend.fontsize": "12"}
 STYLE |= dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK)
 
 
@@ -22,7 +31,7 @@ def storage(rows: dict[str, Any]) -> None:
     """Entries stored over the number of queries, for both corpora."""
     growth = rows["growth"]
     sizes = sorted({row["workload"]["knowledge"] for row in growth})
-    figure, panels = plt.subplots(1, len(sizes), figsize=(9, 3.4), layout="constrained")
+    figure, panels = plt.subplots(len(sizes), 1, figsize=(WIDTH, PANEL * len(sizes)), layout="constrained")
     for panel, size in zip(panels, sizes, strict=True):
         rows = [row for row in growth if row["workload"]["knowledge"] == size]
         queries = [row["workload"]["queries"] for row in rows]
@@ -36,14 +45,14 @@ def storage(rows: dict[str, Any]) -> None:
 def index(rows: list[dict[str, Any]]) -> None:
     """Lookup times and memory as the index grows."""
     chunks = [row["chunks"] for row in rows]
-    figure, (times, memory) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    figure, (times, memory) = plt.subplots(2, 1, figsize=(WIDTH, PANEL * 2.4), layout="constrained")
     for kind, colour in [("exact", OURS), ("alternative", OTHER), ("miss", THIRD)]:
         for at, style, name in [(0, "o-", "median"), (1, "o:", "99th percentile")]:
             values = [row["lookup_us"][kind][at] for row in rows]
             times.semilogx(chunks, values, style, ms=3, color=colour, label=f"{kind}, {name}")
     times.set(title="lookup of 20 chunks", xlabel="chunks in the index", ylabel="microseconds")
-    times.set_ylim(0, 1.6 * times.get_ylim()[1])  # room for the legend
-    times.legend(frameon=False, fontsize=8, ncols=2, loc="upper left")
+    times.set_ylim(0, 1.7 * times.get_ylim()[1])  # room for the legend
+    times.legend(frameon=False, ncols=2, loc="upper left")
     memory.semilogx(chunks, [row["bytes_per_chunk"] for row in rows], "o-", ms=3, color=OURS)
     memory.set(title="memory", xlabel="chunks in the index", ylabel="bytes a chunk")
     memory.set_ylim(bottom=0)
@@ -52,22 +61,25 @@ def index(rows: list[dict[str, Any]]) -> None:
 
 def throughput(rows: list[dict[str, Any]]) -> None:
     """Time to first token and generated tokens over the rate of questions, for every system."""
-    figure, panels = plt.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
-    shown = [("ttft_p50_s", "time to the first token, median, s"), ("ttft_p99_s", "the same, 99th percentile, s")]
+    figure, panels = plt.subplots(3, 1, figsize=(WIDTH, 3.3 * PANEL), layout="constrained")
+    shown = [("ttft_p50_s", "seconds to the first token, median")]
+    shown += [("ttft_p99_s", "seconds to the first token, 99th percentile (dotted: the limit)")]
     names = dict.fromkeys(row["name"] for row in rows)
     for panel, (what, title) in zip(panels, [*shown, ("tokens_per_s", "answer tokens a second")], strict=True):
         for name, colour in zip(names, (INK, OTHER, OURS, THIRD, FOURTH), strict=False):
             mine = [row for row in rows if row["name"] == name]
             rates = [row["requests_per_s"] for row in mine]
-            panel.loglog(rates, [row[what] for row in mine], "o-", ms=3, color=colour, label=name.replace("_", " "))
-        panel.set(title=title, xlabel="questions a second")
+            label = NAMES.get(name, name.replace("_", " "))
+            panel.loglog(rates, [row[what] for row in mine], "o-", ms=3, color=colour, label=label)
+        panel.set_title(title)
         for axis in (panel.xaxis, panel.yaxis):
             # Few labels: a decade is narrow, and those of minor ticks would overlap.
             axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axis.set_major_formatter("{x:g}")
             axis.set_minor_formatter(NullFormatter())
+    panels[2].set_xlabel("questions a second")
     panels[1].axhline(rows[0]["bound_s"], color=INK, lw=0.8, ls=":")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     save(figure, "throughput.svg")
 
 
@@ -76,6 +88,12 @@ def save(figure: Any, name: str) -> None:
         panel.spines[["top", "right"]].set_visible(False)
     figure.savefig(IMAGES / name, metadata={"Date": None})
     plt.close(figure)
+    rules = [
+        f'[style*="{part}: {a}"]{{{part}:{b}!important}}' for a, b in DARK.items() for part in ("fill", "stroke")
+    ]
+    dark = f"@media(prefers-color-scheme:dark){{{''.join(rules)}}}"
+    text = (IMAGES / name).read_text(encoding="utf-8")
+    (IMAGES / name).write_text(text.replace("</style>", f"{dark}</style>", 1), encoding="utf-8")
 
 
 def main() -> None:
