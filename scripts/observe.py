@@ -135,8 +135,6 @@ async def pictures(out: Path, chromium: str, phoenix: str, admin: str, trace_id:
         await page.click("button")
         await page.size(1200, 900, dark=True)
         await page.picture(out / "explain.png")
-        await page.size(390, 844, scale=2)
-        await page.picture(out / "explain-phone.png")
 
 
 async def alerts(prometheus: str) -> str:
