@@ -42,6 +42,7 @@ _NOTES = re.compile(r"\[([^\]]+)\]\([^)\s]*\bjournal\b[^)\s]*\)")
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds generated pages and pages from outside docs/, and every file that a page links to."""
     made = {name: _read(ROOT / file) for name, file in ELSEWHERE.items()}
+    made["index.md"] = _home(made["index.md"])
     made |= {file.src_uri: _read(ROOT / "docs" / file.src_uri) for file in files.documentation_pages()}
     for name, page in made.items():
         _replace(files, SiteFile.generated(config, name, content=page))
@@ -52,6 +53,22 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     python = "# Python\n\n" + "\n".join(f"::: {module}\n" for module in MODULES)
     files.append(SiteFile.generated(config, "reference/python.md", content=python))
     return files
+
+
+def _home(page: str) -> str:
+    """The home page: what the README says to users, its picture beside the first paragraphs, and no sidebars.
+
+    Raises:
+        ValueError: the README lacks a picture before its first table, or a section "Dependencies".
+    """
+    page, _, _ = page[: page.index("\n## Dependencies\n") + 1].partition("\n## Documentation\n")
+    first, table, rest = page.partition("\n| ")
+    picture = re.search(r"^!\[[^\]]*\]\([^)]*\)\n", first, re.MULTILINE)
+    if picture is None:
+        raise ValueError("README.md has no picture before its first table")
+    text = first.replace(picture[0], "")
+    hero = f'<div class="hero" markdown>\n<div markdown>\n\n{text}\n</div>\n\n{picture[0]}\n</div>\n'
+    return f"---\nhide: [navigation, toc]\n---\n\n{hero}{table}{rest}"
 
 
 def _replace(files: Files, file: SiteFile) -> None:
