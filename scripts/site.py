@@ -12,6 +12,7 @@ from mkdocs.structure.files import Files
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "scripts"))  # mkdocs loads this file by its path
 
+import cli_docs  # noqa: E402
 import proto_docs  # noqa: E402
 
 # Pages from outside docs/, by their path on the site.
@@ -52,6 +53,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(SiteFile.generated(config, f"reference/{package}.md", content=page))
     python = "# Python\n\n" + "\n".join(f"::: {module}\n" for module in MODULES)
     files.append(SiteFile.generated(config, "reference/python.md", content=python))
+    files.append(SiteFile.generated(config, "reference/cli.md", content=cli_docs.page()))
     return files
 
 

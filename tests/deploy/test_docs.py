@@ -170,6 +170,11 @@ def test_interfaces_are_whole(site: Path, root: Path) -> None:
         "fusionkv.gateway.client.client.AsyncClient.stream",
         "fusionkv.protos.runtime.errors.ServiceError",
     } <= names
+    commands = found["reference/cli/index.html"]
+    assert {"fusionkv ask", "fusionkv eval", "fusionkv model get"} <= {
+        h.get_text("", True)[:-1] for h in commands.select("h2")
+    }
+    assert "--explain FILE" in commands.get_text()
     (asked,) = (h for h in python.select("h3") if h.get("id") == "fusionkv.gateway.client.requests.Options")
     assert "share of context tokens to recompute" in str(asked.parent)
 
