@@ -122,7 +122,7 @@ MODIFIERS: dict[str, Modifier] = {
         ),
         Modifier(
             "versions",
-            "chunks as computed after others, reused where some of those precede them again; keeps N versions of "
+            "chunks as computed after others, reused when some of these precede them again; keeps N versions of "
             "each (Cache-Craft)",
             (3,),
             (1,),

@@ -247,7 +247,7 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             "kvshare",
-            "as cacheblend, with the deviation times all attention into the token (KVShare)",
+            "as cacheblend, with each deviation weighted by the attention to the token (KVShare)",
             ISOLATED,
             AttendedDeviation(),
             0.2,
@@ -295,7 +295,7 @@ RECIPES: dict[str, Recipe] = {
         Recipe(
             "cacheclip",
             "recomputes, in windows, the tokens that the question attends to most in a small auxiliary model; needs "
-            "--auxiliary (CacheClip 3)",
+            "the setting auxiliary (CacheClip 3)",
             ISOLATED,
             AuxiliaryAttention(),
             0.2,
