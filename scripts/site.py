@@ -36,6 +36,8 @@ MODULES = (
     "fusionkv.fusion_worker.client",
 )
 _LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)]*)?\)")
+# On a phone a screenshot is too small to read: it links to its file.
+_SCREENSHOT = re.compile(r"!\[[^\]]*\]\(([^)\s]+\.png)\)")
 # Notes for contributors are no part of the site: there, a link to them is its text alone.
 _NOTES = re.compile(r"\[([^\]]+)\]\([^)\s]*\bjournal\b[^)\s]*\)")
 
@@ -46,7 +48,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     made["index.md"] = _home(made["index.md"])
     made |= {file.src_uri: _read(ROOT / "docs" / file.src_uri) for file in files.documentation_pages()}
     for name, page in made.items():
-        _replace(files, SiteFile.generated(config, name, content=page))
+        _replace(files, SiteFile.generated(config, name, content=_SCREENSHOT.sub(r"[\g<0>](\1)", page)))
     for file in sorted({ROOT / target for page in made.values() for target in _sources(page)}):
         _replace(files, SiteFile.generated(config, f"source/{file.relative_to(ROOT)}", abs_src_path=str(file)))
     for package, page in proto_docs.pages().items():
