@@ -1,12 +1,12 @@
 """Builds the clients' requests from plain Python values."""
 
-import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from fusionkv.gateway.client.defaults import ORDER_NAMES
@@ -16,8 +16,9 @@ from fusionkv.protos.runtime import errors
 
 ORDERS = dict(zip(ORDER_NAMES, (pb.ORDER_DOCUMENT, pb.ORDER_RANK, pb.ORDER_RANK_REVERSED), strict=True))
 
+T = TypeVar("T", bound=Message)
+
 NO_FILTER: Mapping[str, str] = {}
-M = TypeVar("M", bound=Message)
 ROLES = {"system": pb.ROLE_SYSTEM, "user": pb.ROLE_USER, "assistant": pb.ROLE_ASSISTANT}
 
 
@@ -38,7 +39,7 @@ class Options(TypedDict, total=False):
         top_p: sample from the most likely tokens of this total probability.
         sample_top_k: sample from at most this many tokens.
         seed: seed for reproducible sampling.
-        stop: strings that end the answer.
+        stop: strings that end the answer, or one string.
         query: text to retrieve by instead of the question.
         filter: metadata that a document must have.
         explain: whether to return an Explanation.
@@ -56,12 +57,20 @@ class Options(TypedDict, total=False):
     top_p: float
     sample_top_k: int
     seed: int | None
-    stop: Sequence[str]
+    stop: str | Sequence[str]
     query: str
     filter: Mapping[str, str]
     explain: bool
 
 
+_REFUSED = (TypeError, ValueError, OverflowError, AttributeError)
+_MAPPING = "a mapping of strings to strings"
+_WANTED = {
+    FieldDescriptor.CPPTYPE_STRING: "a string",
+    FieldDescriptor.CPPTYPE_BOOL: "true or false",
+    FieldDescriptor.CPPTYPE_FLOAT: "a number",
+    FieldDescriptor.CPPTYPE_DOUBLE: "a number",
+}
 _SAMPLING = ("max_tokens", "temperature", "top_p", "seed", "stop")
 
 
@@ -73,26 +82,42 @@ def generate(corpus: str = "", question: str = "", **options: Unpack[Options]) -
     """
     if unknown := sorted(options.keys() - Options.__annotations__.keys()):
         raise errors.InvalidArgument(f"unknown option {unknown[0]!r}; known: {', '.join(Options.__annotations__)}")
-    with _valid():
-        given: dict[str, Any] = dict(options)
-        sampling = {name: given.pop(name) for name in _SAMPLING if name in given}
-        passages, messages = given.pop("passages", ()), given.pop("messages", ())
-        return pb.GenerateRequest(
-            corpus=corpus,
-            question=question,
-            passages=[pb.Passage(**({"text": p} if isinstance(p, str) else asdict(p))) for p in passages],
-            messages=[_message(message) for message in messages],
-            order=order_of(given.pop("order", "rank")),
-            sampling=pb.Sampling(**sampling, top_k=given.pop("sample_top_k", 0)),
-            **given,
-        )
+    given: dict[str, Any] = dict(options)
+    sampling = {name: given.pop(name) for name in _SAMPLING if name in given}
+    if isinstance(stop := sampling.get("stop"), str):
+        sampling["stop"] = [stop]
+    passages, messages = given.pop("passages", ()), given.pop("messages", ())
+    if isinstance(passages, str):
+        raise errors.InvalidArgument("passages must be a list, not a string")
+    return of(
+        pb.GenerateRequest,
+        corpus=corpus,
+        question=question,
+        passages=[_passage(number, passage) for number, passage in enumerate(passages)],
+        messages=[_message(number, message) for number, message in enumerate(messages)],
+        order=order_of(given.pop("order", "rank")),
+        sampling=of(pb.Sampling, **sampling, top_k=given.pop("sample_top_k", 0)),
+        **given,
+    )
 
 
-def _message(message: Mapping[str, str]) -> pb.Message:
+def _passage(number: int, passage: str | Passage) -> pb.Passage:
+    if not isinstance(passage, str | Passage):
+        kind = type(passage).__name__
+        raise errors.InvalidArgument(f"passage {number} must be a string or a Passage, not {kind}")
+    fields = {"text": passage} if isinstance(passage, str) else asdict(passage)
+    return of(pb.Passage, f" of passage {number}", **fields)
+
+
+def _message(number: int, message: Mapping[str, str]) -> pb.Message:
+    if not isinstance(message, Mapping):
+        raise errors.InvalidArgument(f"message {number} must be a mapping with role and content")
     role = message.get("role", "")
     if role not in ROLES:
-        raise ValueError(f"unknown role {role!r} of a message; known: {', '.join(ROLES)}")
-    return pb.Message(role=ROLES[role], text=message.get("content"))
+        raise errors.InvalidArgument(f"message {number} has the unknown role {role!r}; known: {', '.join(ROLES)}")
+    if not isinstance(content := message.get("content"), str):
+        raise errors.InvalidArgument(f"content of message {number} must be a string")
+    return of(pb.Message, f" of message {number}", role=ROLES[role], text=content)
 
 
 def order_of(name: str) -> pb.Order:
@@ -101,18 +126,23 @@ def order_of(name: str) -> pb.Order:
     return ORDERS[name]
 
 
-def of(kind: type[M], **values: Any) -> M:
-    """A request with these values. Raises InvalidArgument for an invalid value."""
-    with _valid():
-        return kind(**values)
-
-
 def retrieve(
     corpus: str, question: str, top_k: int = 0, order: str = "rank", filter: Mapping[str, str] = NO_FILTER
 ) -> pb.RetrieveRequest:
     """Raises InvalidArgument for an invalid value."""
-    with _valid():
-        return pb.RetrieveRequest(corpus=corpus, question=question, top_k=top_k, order=order_of(order), filter=filter)
+    order_number = order_of(order)
+    return of(pb.RetrieveRequest, corpus=corpus, question=question, top_k=top_k, order=order_number, filter=filter)
+
+
+class IngestOptions(TypedDict, total=False):
+    """Options of `ingest`, which describes them."""
+
+    media_type: str
+    metadata: Mapping[str, str]
+    source: str
+    replace: bool
+    first_line: int
+    prefix: str
 
 
 def ingest(
@@ -146,24 +176,41 @@ def ingest(
         source = source or str(Path(content).resolve())
         content = Path(content).read_bytes()
     raw = content.encode() if isinstance(content, str) else content
-    with _valid():
-        return pb.IngestRequest(
-            corpus=corpus,
-            name=name,
-            media_type=media_type,
-            content=raw,
-            metadata=metadata,
-            source=source,
-            replace=replace,
-            first_line=first_line,
-            prefix=prefix,
-        )
+    return of(
+        pb.IngestRequest,
+        corpus=corpus,
+        name=name,
+        media_type=media_type,
+        content=raw,
+        metadata=metadata,
+        source=source,
+        replace=replace,
+        first_line=first_line,
+        prefix=prefix,
+    )
 
 
-@contextlib.contextmanager
-def _valid() -> Iterator[None]:
-    """Raises InvalidArgument for a value that protobuf refuses."""
+def of(kind: type[T], where: str = "", /, **values: Any) -> T:
+    """A message with these fields. Raises InvalidArgument that names the field whose value protobuf refuses."""
     try:
-        yield
-    except (TypeError, ValueError, OverflowError) as error:
-        raise errors.InvalidArgument(f"invalid option: {error}") from error
+        return kind(**values)
+    except _REFUSED:
+        for name, value in values.items():
+            try:
+                kind(**{name: value})
+            except _REFUSED as error:
+                wanted = _wanted(kind, name)
+                wrong = isinstance(error, TypeError) or wanted == _MAPPING
+                reason = f" must be {wanted}" if wrong else f": {error}"
+                raise errors.InvalidArgument(f"invalid option: {name}{where}{reason}") from error
+        raise
+
+
+def _wanted(kind: type[Message], name: str) -> str:
+    """What values a field takes, in words."""
+    field = kind.DESCRIPTOR.fields_by_name[name]
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        return _MAPPING
+    if field.is_repeated:
+        return "a list of strings"
+    return _WANTED.get(field.cpp_type, "an integer")

@@ -7,6 +7,7 @@ import pytest
 
 from fusionkv.gateway import plan
 from fusionkv.gateway.client import requests
+from fusionkv.gateway.client.results import Passage as Given
 from fusionkv.gateway.plan import Conversation
 from fusionkv.gateway.retrieval import hybrid
 from fusionkv.gateway.retrieval.base import Candidate, Chunk
@@ -206,8 +207,34 @@ def test_roles_become_turns() -> None:
     # Messages of one role that follow each other are one turn.
     asked = read(("user", "Hello."), *talk[:2], ("assistant", "Or she."), ("user", "Why?"))
     assert asked.turns == ("Hello.\n\nWho?", "He.\n\nOr she.", "Why?")
-    with pytest.raises(InvalidArgument, match="unknown role 'tool' of a message; known: system, user, assistant"):
+    with pytest.raises(InvalidArgument, match="message 0 has the unknown role 'tool'; known: system"):
         read(("tool", "x"))
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"top_k": "3"}, "top_k must be an integer"),
+        ({"temperature": "hot"}, "temperature must be a number"),
+        ({"stop": [1]}, "stop must be a list of strings"),
+        ({"filter": {"year": 2020}}, "filter must be a mapping of strings to strings"),
+        ({"max_tokens": -1}, "max_tokens: "),
+        ({"question": "\ud800"}, "question: "),
+        ({"passages": "The lake is blue."}, "passages must be a list, not a string"),
+        ({"passages": ["a", {"text": "b"}]}, "passage 1 must be a string or a Passage, not dict"),
+        ({"passages": [Given(text="a", id=7)]}, "id of passage 0 must be a string"),  # type: ignore[arg-type]
+        ({"messages": "Who?"}, "message 0 must be a mapping with role and content"),
+        ({"messages": [{"role": "user", "content": 7}]}, "content of message 0 must be a string"),
+    ],
+    ids=str,
+)
+def test_a_value_that_cannot_be_sent_is_named(options: dict[str, Any], error: str) -> None:
+    with pytest.raises(InvalidArgument, match=error):
+        requests.generate("c", **options)
+
+
+def test_one_stop_string_is_not_its_letters() -> None:
+    assert requests.generate("c", "q", stop="end").sampling.stop == ["end"]
 
 
 def said(*roles: int, text: str = "x", **more: Any) -> pb.GenerateRequest:
