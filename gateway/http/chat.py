@@ -35,6 +35,14 @@ _ONLY: Mapping[str, Any] = {
     "suffix": "",
 }
 _SYSTEM = ("system", "developer")
+_KINDS: Mapping[Any, str] = {
+    str: "a string",
+    bool: "true or false",
+    int: "an integer",
+    (int, float): "a number",
+    list: "a list",
+    dict: "an object",
+}
 
 
 class BadRequest(InvalidArgument):
@@ -148,6 +156,8 @@ def _passage(given: Any, where: str) -> Passage:
     values.setdefault("text", values.pop("content", ""))
     if not isinstance(values["text"], str):
         raise BadRequest(f"{where} has a text that is not a string", where)
+    if type(values.get("id")) is int:
+        values["id"] = str(values["id"])
     fields = {name: values.pop(name) for name in Passage.__dataclass_fields__.keys() & values}
     metadata = _typed(fields, "metadata", dict, {}) | values
     strings = {name: value if isinstance(value, str) else json.dumps(value) for name, value in metadata.items()}
@@ -191,5 +201,5 @@ def _message(message: Any, where: str) -> dict[str, str]:
 def _typed(given: Mapping[str, Any], name: str, kind: Any, default: Any) -> Any:
     value = given.get(name, default)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise BadRequest(f"{name} has the wrong type", name)
+        raise BadRequest(f"{name} has the wrong type: it must be {_KINDS[kind]}", name)
     return value

@@ -25,7 +25,7 @@ GOOD = {"model": "notes", "messages": ASKED, "max_tokens": 1}
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]", "unknown role 'tool'"),
         ({"messages": [*ASKED, {"role": "assistant", "content": "x"}]}, "messages", "last message"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0]", "not text"),
-        ({"messages": "hello"}, "messages", "wrong type"),
+        ({"messages": "hello"}, "messages", "wrong type: it must be a list"),
         ({"model": "notes@much"}, "model", "invalid ratio 'much'"),
         ({"stream": "yes"}, "stream", "wrong type"),
         ({"max_tokens": 0}, "max_tokens", "must be at least 1"),
@@ -33,7 +33,7 @@ GOOD = {"model": "notes", "messages": ASKED, "max_tokens": 1}
         ({"max_tokens": 10**30}, None, "invalid option"),
         ({"temperature": 10**400}, None, "invalid option"),
         ({"top_p": 0}, "top_p", "greater than 0"),
-        ({"seed": -1}, None, "invalid option"),
+        ({"seed": -1}, None, "invalid option: seed: "),
         ({"n": 2}, "n", "not supported"),
         ({"tools": [{"type": "function"}]}, "tools", "not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
@@ -44,10 +44,14 @@ GOOD = {"model": "notes", "messages": ASKED, "max_tokens": 1}
         ({"documents": [["text"]]}, "documents[0]", "must be a string or an object"),
         ({"passages": ["a", {"text": 5}]}, "passages[1]", "text that is not a string"),
         ({"passages": [{"text": "a", "metadata": "x"}]}, "metadata", "wrong type"),
-        ({"passages": [{"text": "a", "id": 7}]}, None, "invalid option"),
+        ({"passages": ["a", {"text": "a", "id": [7]}]}, None, "id of passage 1 must be a string"),
+        ({"stop": [1]}, None, "stop must be a list of strings"),
         ({"passages": [], "documents": []}, "documents", "the same field"),
         ({"fusionkv": {"order": []}}, "order", "wrong type"),
         ({"fusionkv": {"order": "best"}}, None, "unknown order"),
+        ({"fusionkv": {"top_k": "3"}}, None, "top_k must be an integer"),
+        ({"fusionkv": {"filter": {"year": 2020}}}, None, "filter must be a mapping of strings to strings"),
+        ({"fusionkv": {"filter": "year"}}, None, "filter must be a mapping of strings to strings"),
         ({"fusionkv": {"recipe": "\ud800"}}, None, "invalid option"),
     ],
     ids=str,
@@ -99,13 +103,16 @@ def test_passages_and_roles() -> None:
         *ASKED,
     ]
     texts = ("Be brief.", "Who?", "He.", "Which colour?")
-    documents = ["Text.", {"content": "Lake.", "title": "Lakes", "page": 3, "tags": ["a"], "metadata": {"url": "u"}}]
+    documents = [
+        "Text.",
+        {"id": 7, "content": "Lake.", "title": "Lakes", "page": 3, "tags": ["a"], "metadata": {"url": "u"}},
+    ]
     made = chat.read({"model": "fusionkv@0.5", "messages": messages, "documents": documents, "seed": 0}).request
     roles = (pb.ROLE_SYSTEM, pb.ROLE_USER, pb.ROLE_ASSISTANT, pb.ROLE_USER)
     assert made == pb.GenerateRequest(
         passages=[
             pb.Passage(text="Text."),
-            pb.Passage(text="Lake.", title="Lakes", metadata={"url": "u", "page": "3", "tags": '["a"]'}),
+            pb.Passage(id="7", text="Lake.", title="Lakes", metadata={"url": "u", "page": "3", "tags": '["a"]'}),
         ],
         messages=[pb.Message(role=role, text=text) for role, text in zip(roles, texts, strict=True)],
         ratio=0.5,
