@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from fusionkv.gateway.client import requests, results
 from fusionkv.gateway.client.defaults import DEFAULT_ADDRESS
-from fusionkv.gateway.client.requests import Options
+from fusionkv.gateway.client.requests import IngestOptions, Options
 from fusionkv.gateway.client.results import Answer, Deleted, Event, Ingested, Item, Passage, Progress, Stats
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.gateway.v1 import gateway_pb2_grpc
@@ -94,7 +94,7 @@ class AsyncClient(_Connection):
         content: bytes | str | os.PathLike[str],
         *,
         timeout: float | None = None,
-        **options: Any,
+        **options: Unpack[IngestOptions],
     ) -> Ingested:
         """Stores one document, or one per JSON line, replacing earlier versions. Options: see `requests.ingest`."""
         request = await asyncio.to_thread(requests.ingest, corpus, name, content, **options)
@@ -220,7 +220,7 @@ class Client(_Connection):
         content: bytes | str | os.PathLike[str],
         *,
         timeout: float | None = None,
-        **options: Any,
+        **options: Unpack[IngestOptions],
     ) -> Ingested:
         """Stores one document, or one per JSON line, replacing earlier versions. Options: see `requests.ingest`."""
         r = self._call("Ingest", requests.ingest(corpus, name, content, **options), timeout)
