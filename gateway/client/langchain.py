@@ -68,8 +68,9 @@ class FusionKVRetriever(_Gateway, BaseRetriever):
 class ChatFusionKV(_Gateway, BaseChatModel):
     """A chat model that answers over a corpus; the gateway retrieves passages and reuses their KV.
 
-    Without a corpus, each call takes its passages: `chat.invoke(messages, passages=[...])`. Retrieval uses the last
-    message. `response_metadata` of an answer holds its sources and its summary. Raises the errors of
+    Without a corpus, each call takes its passages: `chat.invoke(messages, passages=[...])`, which are texts,
+    `Passage`s or documents, whose metadata `title` is the passage's title. Retrieval uses the last message.
+    `response_metadata` of an answer holds its sources and its summary. Raises the errors of
     `fusionkv.protos.runtime.errors`.
 
     Attributes:
@@ -136,12 +137,21 @@ class ChatFusionKV(_Gateway, BaseChatModel):
     ) -> dict[str, Any]:
         """The options of a call, with its messages."""
         turns = [{"role": _ROLES.get(m.type, m.type), "content": m.text} for m in messages]
-        return {**self.options, **given, "messages": turns, **({"stop": stop} if stop else {})}
+        options = {**self.options, **given}
+        passages = [_passage(passage) for passage in options.pop("passages", ())]
+        return {**options, "passages": passages, "messages": turns, **({"stop": stop} if stop else {})}
 
 
 def _document(passage: Passage) -> Document:
     known = {"document": passage.document, "position": passage.position, "score": passage.score}
-    return Document(passage.text, metadata={**passage.metadata, **known})
+    title = {"title": passage.title} if passage.title else {}
+    return Document(passage.text, metadata={**passage.metadata, **known, **title})
+
+
+def _passage(given: str | Passage | Document) -> str | Passage:
+    if not isinstance(given, Document):
+        return given
+    return Passage(text=given.page_content, title=str(given.metadata.get("title") or ""), id=given.id or "")
 
 
 def _chunk(event: Event) -> ChatGenerationChunk | None:

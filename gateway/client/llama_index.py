@@ -17,11 +17,12 @@ from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_ca
 from llama_index.core.llms.llm import LLM
 from llama_index.core.response_synthesizers import BaseSynthesizer
 from llama_index.core.retrievers import BaseRetriever
-from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
+from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore, QueryBundle, TextNode
 from pydantic import ConfigDict, Field
 
 from fusionkv.gateway.client.client import DEFAULT_ADDRESS, AsyncClient, Client
 from fusionkv.gateway.client.results import Event, Passage, Sources, Summary, Token, fields
+from fusionkv.protos.runtime.errors import InvalidArgument
 from fusionkv.protos.runtime.tls import ClientTLS
 
 # The text so far, the new text and, in the last part, the sources and the summary.
@@ -56,8 +57,8 @@ class FusionKVRetriever(BaseRetriever):
 class FusionKV(LLM):
     """Answers over a corpus, or over the `passages` of a call: `llm.complete(question, passages=[...])`.
 
-    `additional_kwargs` of an answer holds its sources and its summary. Raises the errors of
-    `fusionkv.protos.runtime.errors`.
+    Passages are texts, `Passage`s or nodes; the source of a node has its id. `additional_kwargs` of an answer holds
+    its sources and its summary. Raises the errors of `fusionkv.protos.runtime.errors`.
 
     Attributes:
         options: `fusionkv.gateway.client.requests.Options`, such as recipe, ratio, top_k and max_tokens.
@@ -119,7 +120,14 @@ class FusionKV(LLM):
 
     def _call_options(self, given: dict[str, Any], question: str, messages: Sequence[ChatMessage]) -> dict[str, Any]:
         turns = [{"role": m.role.value, "content": m.content or ""} for m in messages]
-        return {**self.options, **given, **({"messages": turns} if turns else {"question": question})}
+        options = {**self.options, **given}
+        passages = [_passage(passage) for passage in options.pop("passages", ())]
+        if not self.corpus and not passages:
+            raise InvalidArgument(
+                "there is neither a corpus nor passages: set `corpus`, or give `passages`; in a query engine, use "
+                "FusionKVSynthesizer, which sends the nodes as passages"
+            )
+        return {**options, "passages": passages, **({"messages": turns} if turns else {"question": question})}
 
     def _parts(
         self, given: dict[str, Any], question: str = "", messages: Sequence[ChatMessage] = ()
@@ -170,9 +178,26 @@ class FusionKVSynthesizer(BaseSynthesizer):
 
 def _node(passage: Passage) -> NodeWithScore:
     metadata = {"document": passage.document, "position": passage.position, **passage.metadata}
-    # Without metadata in the model's text, the chunk and its KV are the same wherever the text comes from.
-    node = TextNode(text=passage.text, metadata=metadata, excluded_llm_metadata_keys=[*metadata])
+    hidden = [*metadata]
+    if passage.title:
+        hidden = [key for key in metadata if key != "title"]
+        metadata["title"] = passage.title
+    # With the title alone above the text, the chunk and its KV are the same wherever the text comes from.
+    node = TextNode(
+        text=passage.text,
+        metadata=metadata,
+        excluded_llm_metadata_keys=hidden,
+        metadata_template="{value}",
+        text_template="{metadata_str}\n{content}",
+    )
     return NodeWithScore(node=node, score=passage.score)
+
+
+def _passage(given: str | Passage | BaseNode | NodeWithScore) -> str | Passage:
+    node = given.node if isinstance(given, NodeWithScore) else given
+    if isinstance(node, BaseNode):
+        return Passage(text=node.get_content(metadata_mode=MetadataMode.LLM), id=node.node_id)
+    return node
 
 
 class _Reader:

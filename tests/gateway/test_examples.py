@@ -19,6 +19,7 @@ from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.query_engine import RetrieverQueryEngine
 
 from fusionkv.gateway.client import llama_index
+from fusionkv.gateway.client.client import Client
 from fusionkv.gateway.client.langchain import ChatFusionKV, FusionKVRetriever
 from fusionkv.protos.runtime.errors import InvalidArgument, NotFound
 from tests.commands import run_python
@@ -129,6 +130,40 @@ def test_langchain_turns_and_errors(notes: str) -> None:
     with pytest.raises(NotFound, match="no corpus"):
         ChatFusionKV(corpus="none", address=notes).invoke(QUESTION)
     assert "secret" not in repr(ChatFusionKV(corpus="notes", token="secret"))
+
+
+@pytest.fixture(scope="module")
+def titled(notes: str) -> str:
+    """The corpus of a document with a title, whose KV is in the cache."""
+    line = {"id": "lake", "title": "Report Velkorda", "text": "The code of Bervek is 535.", "metadata": {"year": "1"}}
+    with Client(notes) as client:
+        client.ingest("titled", "lines.jsonl", json.dumps(line))
+        client.ask("titled", QUESTION, max_tokens=1)
+    return "titled"
+
+
+def test_documents_of_langchain_are_passages_with_their_titles(notes: str, titled: str) -> None:
+    documents = FusionKVRetriever(corpus=titled, address=notes).invoke(QUESTION)
+    assert [document.metadata["title"] for document in documents] == ["Report Velkorda"]
+    found = [document.model_copy(update={"id": "a-1"}) for document in documents]
+    answer = ChatFusionKV(address=notes, options={"max_tokens": 1}).invoke(QUESTION, passages=found)
+    assert [source["id"] for source in answer.response_metadata["sources"]] == ["a-1"]
+    assert answer.response_metadata["summary"]["chunks_missed"] == 0, "it is the corpus's chunk"
+
+
+def test_nodes_of_llama_index_are_passages_with_their_titles(notes: str, titled: str) -> None:
+    nodes = llama_index.FusionKVRetriever(titled, address=notes).retrieve(QUESTION)
+    llm = llama_index.FusionKV(address=notes, options={"max_tokens": 1})
+    for passages in (nodes, [node.node for node in nodes]):
+        answer = llm.complete(QUESTION, passages=passages).additional_kwargs
+        assert [source.id for source in answer["sources"]] == [node.node_id for node in nodes]
+        assert answer["summary"]["chunks_missed"] == 0, "it is the corpus's chunk"
+    engine = RetrieverQueryEngine(
+        llama_index.FusionKVRetriever(titled, address=notes), llama_index.FusionKVSynthesizer(llm)
+    )
+    assert [node.metadata["title"] for node in engine.query(QUESTION).source_nodes] == ["Report Velkorda"]
+    with pytest.raises(InvalidArgument, match="use FusionKVSynthesizer"):
+        llm.complete(QUESTION)
 
 
 @pytest.mark.slow
