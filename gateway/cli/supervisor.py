@@ -15,6 +15,7 @@ from pathlib import Path
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.gateway.cli.launch import launched
 from fusionkv.gateway.client.client import AsyncClient
+from fusionkv.gateway.client.defaults import DEFAULT_ADDRESS
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.protos.runtime import process, settings
 
@@ -163,16 +164,18 @@ async def _ready(children: Sequence[Child], config: GatewayConfig, as_json: bool
     finally:
         await client.close()
     await _wait_for_worker(gateway, config)
+    (address, *_) = gateway.served["fusionkv-gateway"]
+    flag = "" if address == DEFAULT_ADDRESS else f" --gateway {address}"
+    first, then = f"fusionkv ingest{flag} CORPUS FOLDER", f"fusionkv ask{flag} CORPUS QUESTION"
     lines = [
         f"  model    {model.name} ({model.dtype} on {model.device}, prompts of up to {model.max_tokens:,} tokens)",
         f"  recipe   {config.recipe}",
         *(f"  {_ENDPOINTS[name]:8} {' '.join(where)}" for name, where in gateway.served.items()),
-        "  next     fusionkv ingest CORPUS FOLDER, then fusionkv ask CORPUS QUESTION; Ctrl-C stops",
+        f"  next     {first}, then {then}; Ctrl-C stops",
     ]
     endpoints = {_ENDPOINTS[name].lower(): where for name, where in gateway.served.items()}
-    _report(
-        as_json, "ready", "\n".join(["ready", *lines]), model=model.name, recipe=config.recipe, endpoints=endpoints
-    )
+    values = {"model": model.name, "recipe": config.recipe, "endpoints": endpoints, "next": [first, then]}
+    _report(as_json, "ready", "\n".join(["ready", *lines]), **values)
 
 
 async def _wait_for_worker(gateway: Child, config: GatewayConfig) -> None:

@@ -79,6 +79,7 @@ def test_ready_says_what_can_be_asked_where(all_services: tuple[Any, str], tiny_
     assert (ready["model"], ready["recipe"]) == (tiny_model.name, "midlayer+corrected")
     assert [*ready["endpoints"]] == ["grpc", "http", "pages"]
     assert ready["endpoints"]["grpc"] == [all_services[1]]
+    assert ready["next"][0] == f"fusionkv ingest --gateway {all_services[1]} CORPUS FOLDER", "as it has to be typed"
     assert httpx2.get(f"http://{ready['endpoints']['http'][0]}/health").status_code == 200
 
 
