@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         process.share_heaps()
         process.check_files()
+        process.check_ports(config.listen, "--listen")
         telemetry.attach(NAME, config.metrics_listen)
         process.keep_freed_memory()
         asyncio.run(run(config))

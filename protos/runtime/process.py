@@ -87,16 +87,20 @@ def check_files() -> None:
 
 
 def check_ports(addresses: Sequence[str], flag: str) -> None:
-    """Raises OSError if another program uses one of these ports; `flag` is the flag that sets them.
+    """Raises OSError if an address is malformed, or another program uses its port; `flag` is the flag that sets them.
 
     Call it before slow steps of the start: a service binds its ports only when it is ready, and may still fail then.
     """
     for address in addresses:
         host, _, port = address.rpartition(":")
-        if address.startswith("unix:") or not port.isdigit() or port == "0":
+        if address.startswith("unix:"):
+            continue
+        if not host or not port.isdigit():
+            raise OSError(f"{flag} {address}: an address is host:port, such as 127.0.0.1:8080, or unix:/path")
+        if port == "0":
             continue
         try:
-            (family, *_, where), *_ = socket.getaddrinfo(host.strip("[]") or None, int(port), type=socket.SOCK_STREAM)
+            (family, *_, where), *_ = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
         except OSError:
             continue  # the server reports it
         with socket.socket(family, socket.SOCK_STREAM) as probe:

@@ -278,6 +278,14 @@ def test_a_taken_port_is_told_before_anything_is_loaded(command: tuple[str, ...]
     assert f"{address} is in use by another program: stop it, or set another address with --listen" in done.stderr
 
 
+@pytest.mark.parametrize("command", [(), ("worker",), ("gateway",), ("kvcache",)])
+@pytest.mark.parametrize("address", ["8080", ":8080", "localhost"])
+def test_an_address_that_is_none_is_told_before_anything_is_loaded(command: tuple[str, ...], address: str) -> None:
+    done = fusionkv("serve", *command, "--listen", address, status=1)
+    assert f"--listen {address}: an address is host:port, such as 127.0.0.1:8080, or unix:/path" in done.stderr
+    assert "up on" not in done.stdout
+
+
 def test_the_package_names_its_clients_and_its_version() -> None:
     import fusionkv as package
 

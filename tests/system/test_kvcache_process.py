@@ -217,7 +217,11 @@ def test_clear_errors_at_start(start: Any, tmp_path: Path) -> None:
     service = start()
     cases = [
         (flags(tmp_path / "data"), 1, f"in use by process {service.process.pid}: give each cache service a data_dir"),
-        ([*flags(tmp_path / "new"), "--listen", service.address], 1, f"can't listen on {service.address}"),
+        (
+            [*flags(tmp_path / "new"), "--listen", service.address],
+            1,
+            f"{service.address} is in use by another program",
+        ),
         ([*flags(tmp_path / "new"), "--disk-bytes", "many"], 2, "not a size: 'many'"),
         ([*flags(tmp_path / "new"), "--max-path", "0"], 2, "outside 1..65535"),
         (flags(Path("/proc/nowhere")), 1, "/proc/nowhere"),
