@@ -28,7 +28,8 @@ def media_type(name: str, given: str = "") -> str:
         guessed = mimetypes.guess_type(name)[0]
         reason = f"the ending {ending!r} ({guessed or 'unknown'})" if ending else "no ending"
         raise InvalidArgument(
-            f"document {name!r} has {reason}: the media type is unknown; set one of {', '.join(MEDIA_TYPES)}"
+            f"document {name!r} has {reason}: the media type is unknown; set it (--media-type) to one of "
+            f"{', '.join(MEDIA_TYPES)}"
         )
     return ENDINGS[ending]
 
