@@ -147,6 +147,7 @@ async def ask(args: argparse.Namespace) -> int:
         )
     console.print(_figures(summary))
     notes = {
+        "passages": "" if summary.chunks_retrieved else "none was found, so the answer has no context",
         "degraded": summary.degraded_reason if summary.degraded else "",
         "ratio raised": summary.ratio_raised,
         "recipe replaced": summary.recipe_replaced,
@@ -236,7 +237,7 @@ async def stats(args: argparse.Namespace) -> int:
         found: dict[str, dict[str, Any]] = {"gateway": asdict(await client.stats())}
     worker, tls = args.worker or found["gateway"]["worker"], connect.tls(args)
     found["worker"] = await _reported(worker, tls, _worker_stats) if worker else {"error": "no worker is reachable"}
-    found["cache"] = await _reported(args.cache or _cache_address(), tls, _cache_stats)
+    found["cache"] = await _reported(args.cache or _cache_address(worker), tls, _cache_stats)
     if args.json:
         print_json(found)
         return 0
@@ -291,10 +292,16 @@ async def _cache_stats(address: str, tls: ClientTLS | None) -> dict[str, Any]:
     return {**found, "tiers": tiers}
 
 
-def _cache_address() -> str:
-    """Address of the cache service of `fusionkv serve` with the default folder, if its socket exists."""
-    socket = Path(".fusionkv/run/kvcache.sock").absolute()
-    return f"unix:{socket}" if socket.exists() else _FALLBACK_CACHE
+def _cache_address(worker: str) -> str:
+    """Address of the cache service of `fusionkv serve`: its socket is beside the worker's, or in the default folder.
+
+    Without such a socket, the default address.
+    """
+    beside = Path(worker.removeprefix("unix:")).parent if worker.startswith("unix:") else None
+    for folder in filter(None, (beside, Path(".fusionkv/run"))):
+        if (socket := (folder / "kvcache.sock").absolute()).exists():
+            return f"unix:{socket}"
+    return _FALLBACK_CACHE
 
 
 COMMANDS = {

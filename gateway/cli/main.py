@@ -289,7 +289,7 @@ def _parser() -> argparse.ArgumentParser:
         "--cache",
         default="",
         metavar="ADDRESS",
-        help="address of a cache service (default: the one of `fusionkv serve`, else 127.0.0.1:7070)",
+        help="address of the cache service (default: the one of `fusionkv serve all`, else 127.0.0.1:7070)",
     )
 
     # `main` runs these itself; they are added here for the list of commands.

@@ -140,6 +140,7 @@ def test_json_lines_standard_input_and_prefixes(run: Run, tmp_path: Path) -> Non
     done = run("ingest", "lines", tmp_path / "all.jsonl", "--prefix", "set/")
     assert done.stdout.startswith("lines: 2 documents (0 replaced, 0 failed), 2 chunks"), done.stderr
     run("ingest", "lines", "-", input="Read from a pipe.", status=2)
+    assert "(--media-type)" in run("ingest", "lines", "-", "--name", "piped", input="Read.", status=1).stderr
     run("ingest", "lines", "-", "--name", "piped.txt", input="Read from a pipe.")
     listed = [item["name"] for item in rows(run("list", "lines", "--json"))]
     assert listed == ["piped.txt", "set/all.jsonl#2", "set/lake"]
@@ -147,6 +148,8 @@ def test_json_lines_standard_input_and_prefixes(run: Run, tmp_path: Path) -> Non
     for year, found in (("2020", ["set/lake"]), ("2021", [])):
         (answer,) = rows(run(*ask, "--filter", f"year={year}"))
         assert [source["document"] for source in answer["sources"]] == found
+    nothing = run(*ask[:-1], "--filter", "year=2021").stderr
+    assert "passages: none was found, so the answer has no context" in nothing
     (tmp_path / "all.jsonl").write_text('"good"\n{"text"')
     wrong = run("ingest", "lines", tmp_path / "all.jsonl", status=1)
     assert wrong.stderr.count("\n") == 1
@@ -202,6 +205,12 @@ def test_encode_takes_corpora_that_are_there(run: Run, pages: Path) -> None:
     assert run(*encode).stdout.splitlines()[1] == "second: 0 chunks encoded, 1 already stored"
     wrong = run("encode", "book", "second", "--index", "2", status=2)
     assert wrong.stderr == "fusionkv: --index is 2, but there are 2 corpora, numbered from 0\n"
+
+
+def test_stats_find_the_cache_wherever_its_data_is(run: Run, all_services: tuple[Any, str]) -> None:
+    cache = next(e["addresses"][0] for e in events(all_services[0]) if e.get("service") == "kvcache")
+    found = json.loads(run("stats", "--json").stdout)["cache"]
+    assert (found["address"], "error" in found) == (cache, False)
 
 
 @pytest.mark.slow
