@@ -17,6 +17,7 @@ from fusionkv.gateway.cli.launch import launched
 from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.gateway.client.defaults import DEFAULT_ADDRESS
 from fusionkv.gateway.config import GatewayConfig
+from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime import process, settings
 
 _SERVING = re.compile(r"^(\S+) serving on (.+)$")
@@ -30,7 +31,7 @@ _ENDPOINTS = {"fusionkv-gateway": "gRPC", "fusionkv-gateway-http": "HTTP", "fusi
 
 
 class Child:
-    """One service process. Its output goes to standard error, each line prefixed with the service's name.
+    """One service process. Its output goes to standard error, each line with the service's name.
 
     Args:
         listeners: names of further servers that the service must report as serving.
@@ -91,10 +92,16 @@ class Child:
                 continue
             if not _TRACEBACK.match(line):
                 self.last = line
-            # JSON lines contain the service's name, and must remain valid JSON.
-            shown = line if line.startswith("{") else f"{self.name:8}| {line}"
-            print(shown, file=sys.stderr, flush=True)
+            print(self._shown(line), file=sys.stderr, flush=True)
         return await running.wait()
+
+    def _shown(self, line: str) -> str:
+        """The line with the service's name, which log records in JSON already have."""
+        if line.startswith("{"):
+            return line
+        if logs.as_json():
+            return json.dumps({"service": f"fusionkv-{self.name}", "message": line})
+        return f"{self.name:8}| {line}"
 
 
 class ChildEnded(Exception):

@@ -30,16 +30,25 @@ def attach(service: str) -> None:
 
     Raises ValueError if the level or the format is unknown.
     """
-    form = os.environ.get("FUSIONKV_LOG_FORMAT", "text").lower()
+    form = _form()
     if form not in ("text", "json"):
         raise ValueError(f"FUSIONKV_LOG_FORMAT must be text or json, not {form!r}")
     handler = logging.StreamHandler()
     text = _Lines(f"%(asctime)s %(levelname)s {service} %(name)s: %(message)s")
-    handler.setFormatter(JSONLines(service) if form == "json" else text)
+    handler.setFormatter(JSONLines(service) if as_json() else text)
     logging.basicConfig(level=os.environ.get("FUSIONKV_LOG", "INFO").upper(), handlers=[handler])
     # If a client disconnects, the garbage collector may close a stream's generator in another context. The span ends
     # properly, but OpenTelemetry logs a traceback because it can't restore the context.
     logging.getLogger("opentelemetry.context").setLevel(logging.CRITICAL)
+
+
+def as_json() -> bool:
+    """Whether logs are JSON lines."""
+    return _form() == "json"
+
+
+def _form() -> str:
+    return os.environ.get("FUSIONKV_LOG_FORMAT", "text").lower()
 
 
 class RateLimitedLog:

@@ -15,6 +15,7 @@ import httpx2
 import pytest
 from bs4 import BeautifulSoup
 
+from fusionkv.gateway.cli.supervisor import Child
 from fusionkv.gateway.client.client import Client
 from fusionkv.protos.runtime.tls import ClientTLS
 from tests.commands import fusionkv, run_python
@@ -248,6 +249,20 @@ def test_errors_are_one_line_and_exit_1(run: Run, pages: Path, args: tuple[str, 
     done = run(*args, status=1)
     assert (done.stdout, done.stderr.count("\n")) == ("", 1)
     assert error in done.stderr
+
+
+async def test_whatever_a_service_prints_is_json_beside_logs_in_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FUSIONKV_LOG_FORMAT", "json")
+    child = Child("gateway", "fusionkv.gateway", ["--listen", "nowhere"])
+    await child.start()
+    assert child.ended is not None
+    assert await child.ended == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    record = json.loads(line)
+    assert record["service"] == "fusionkv-gateway"
+    assert "an address is host:port" in record["message"]
 
 
 @pytest.mark.slow
