@@ -8,19 +8,22 @@ from typing import Any
 
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.protos.runtime import process, settings
+from fusionkv.protos.runtime.errors import FailedPrecondition
 from fusionkv.protos.runtime.settings import setting
 from fusionkv.protos.runtime.tls import ClientTLS, ServerTLS
 
 log = logging.getLogger(__name__)
 # The default address of `fusionkv serve kvcache`.
 _CACHE = "127.0.0.1:7070"
+# The reference model of a clone of the repository.
+_MODEL = Path("models/eased-3")
 STORES = ("plain", "int8", "fp8")
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
     model: Path = setting(
-        Path("models/eased-3"),
+        _MODEL,
         "model to serve: a directory, a *.gguf file, a Hugging Face hub id, or a name from `fusionkv model list`",
     )
     listen: tuple[str, ...] = setting(("127.0.0.1:7071",), "addresses to listen on: host:port or unix:/path")
@@ -131,9 +134,16 @@ def configured(file: Path | None, flags: Mapping[str, Any]) -> WorkerConfig:
 
     Raises:
         SettingsError: a setting is unknown or has an invalid value.
-        FailedPrecondition, OSError: as `resolve`.
+        FailedPrecondition: the default model is not in this folder, or as `resolve`.
+        OSError: as `resolve`.
     """
     config = settings.load(WorkerConfig, "worker", file=file, flags=flags)
+    if config.model == _MODEL and not _MODEL.is_dir():
+        # On the Hugging Face hub, a model of this name would be somebody else's.
+        raise FailedPrecondition(
+            f"{_MODEL}, the default model, is only in a clone of the repository: start there, or set --model, as in "
+            "`fusionkv model get smollm2` and `--model smollm2`"
+        )
     auxiliary = str(resolve(config.auxiliary)) if config.auxiliary else ""
     return replace(config, model=resolve(config.model), auxiliary=auxiliary)
 

@@ -302,6 +302,12 @@ def test_a_taken_port_is_told_before_anything_is_loaded(command: tuple[str, ...]
     assert f"{address} is in use by another program: stop it, or set another address with --listen" in done.stderr
 
 
+def test_the_default_model_is_sought_in_this_folder_alone(tmp_path: Path) -> None:
+    done = fusionkv("serve", "worker", "--listen", "127.0.0.1:0", cwd=tmp_path, status=1)
+    assert "models/eased-3, the default model, is only in a clone" in done.stderr
+    assert "--model smollm2" in done.stderr
+
+
 @pytest.mark.parametrize("command", [(), ("worker",), ("gateway",), ("kvcache",)])
 @pytest.mark.parametrize("address", ["8080", ":8080", "localhost"])
 def test_an_address_that_is_none_is_told_before_anything_is_loaded(command: tuple[str, ...], address: str) -> None:
