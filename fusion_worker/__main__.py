@@ -66,6 +66,7 @@ async def _serve(config: WorkerConfig) -> None:
             model, tp = await ranks.lead(config)
             # On the CPU, which is idle while a GPU computes.
             auxiliary = models.load(Path(config.auxiliary), device="cpu") if config.auxiliary else None
+        model = replace(model, template=model.template.configured(config.system, config.prompt_template))
         judged = verdict.read(config.model, model.fingerprint, auxiliary.fingerprint if auxiliary else b"")
         for line in judged.lines():
             log.info("fusionkv check: %s", line)

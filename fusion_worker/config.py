@@ -1,6 +1,7 @@
 """The fusion worker's settings: table `[worker]` of the configuration file."""
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ log = logging.getLogger(__name__)
 _CACHE = "127.0.0.1:7070"
 # The reference model of a clone of the repository.
 _MODEL = Path("models/eased-3")
+_PLACE = re.compile(r"\{(?:passages|question)\}")
 STORES = ("plain", "int8", "fp8")
 
 
@@ -25,6 +27,12 @@ class WorkerConfig:
     model: Path = setting(
         _MODEL,
         "model to serve: a directory, a *.gguf file, a Hugging Face hub id, or a name from `fusionkv model list`",
+    )
+    system: str = setting("", "system prompt of requests that bring none; empty uses the chat template's")
+    prompt_template: str = setting(
+        "",
+        "user message within the chat template, with {passages} and {question}; empty uses the sentence `Answer the "
+        "question using the passages.`, the passages, and `Question: {question}`",
     )
     listen: tuple[str, ...] = setting(("127.0.0.1:7071",), "addresses to listen on: host:port or unix:/path")
     cache: str = setting(
@@ -118,6 +126,8 @@ class WorkerConfig:
             raise ValueError(f"store must be one of {', '.join(STORES)}, not {self.store!r}")
         if self.tensor_parallel > 1 and self.device not in ("auto", "cpu", "cuda"):
             raise ValueError(f"with tensor_parallel, rank i takes GPU i: device can't be {self.device!r}")
+        if self.prompt_template and _PLACE.findall(self.prompt_template) != ["{passages}", "{question}"]:
+            raise ValueError("prompt_template must contain {passages} and, behind it, {question}, each once")
         ServerTLS.of(self.tls_cert, self.tls_key, self.tls_client_ca)
 
     @property

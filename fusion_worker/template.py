@@ -1,6 +1,6 @@
 """The prompt template: the system prompt, and the text around each chunk and the question."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jinja2 import TemplateError
@@ -60,6 +60,20 @@ class PromptTemplate:
         turn = _turn(tokenizer, [before, after]) or _TURN
         question = f"{before.lstrip()}{{question}}{after}"
         return cls(system, "{text}\n\n", question, own_system, turn, head, after)
+
+    def configured(self, system: str, prompt: str) -> "PromptTemplate":
+        """The template with an operator's system prompt and layout of a user message; empty ones change nothing.
+
+        Args:
+            prompt: holds `{passages}`, and behind it `{question}`, each once.
+        """
+        template = self
+        if prompt:
+            before, after = prompt.split("{passages}")
+            question = f"{after.lstrip()}{self.tail}"
+            own_system = f"{self.own_system}{before}"
+            template = replace(self, system=f"{self.head}{before}", question=question, own_system=own_system)
+        return replace(template, system=template.own_system.replace("{system}", system)) if system else template
 
 
 def _own_system(tokenizer: Any, around: list[str]) -> str:

@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from fusionkv.fusion_worker import models
+from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.library.cache import fingerprint
 from fusionkv.fusion_worker.template import INSTRUCTION, PromptTemplate
 from fusionkv.kernels.rope import Rotation
@@ -231,6 +232,31 @@ def test_a_template_puts_a_conversation_together_as_the_chat_template_does(chat:
     messages = [{"role": role, "content": content} for role, content in said]
     whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert talked(PromptTemplate.of(tokenizer)) == whole.removeprefix("<s>")
+
+
+@pytest.mark.parametrize("chat", [None, QWEN_LIKE, LLAMA_LIKE, GEMMA_LIKE], ids=["plain", "qwen", "llama", "gemma"])
+def test_an_operators_prompt_is_put_into_the_chat_template(chat: str | None) -> None:
+    tokenizer = byte_tokenizer(**({"chat_template": chat} if chat else {}))
+    template = PromptTemplate.of(tokenizer)
+    assert template.configured("", "") == template
+    set_ = template.configured("Be brief.", "Sources:\n\n{passages}Say {question} now.")
+    built = f"{set_.system}Page.\n\n{set_.question.replace('{question}', 'who')}"
+    content = "Sources:\n\nPage.\n\nSay who now."
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}]
+    whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) if chat else ""
+    assert built == (whole.removeprefix("<s>") or f"Be brief.\n{content}")
+    # A request's system prompt replaces the operator's, and leaves the user message as it is.
+    assert set_.own_system.replace("{system}", "Be brief.") == set_.system
+    assert template.configured("Be brief.", "").system == template.own_system.replace("{system}", "Be brief.")
+    assert template.configured("", "{passages}{question}").system == template.head
+
+
+@pytest.mark.parametrize(
+    "wrong", ["{question}", "{passages}", "{question}{passages}", "{passages}{question}{question}"]
+)
+def test_a_prompt_template_has_a_place_for_everything(wrong: str) -> None:
+    with pytest.raises(ValueError, match=r"must contain \{passages\} and"):
+        WorkerConfig(prompt_template=wrong)
 
 
 def test_a_chat_template_without_roles_gets_the_conversation_as_text() -> None:
