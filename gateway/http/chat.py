@@ -94,6 +94,8 @@ def read(body: Any, text: bool = False) -> Chat:
     conversation = {"question": _prompt(given)} if text else {"messages": _messages(given)}
     _typed(own, "order", str, "")
     options = {**_of_model(model), "passages": _passages(given), **conversation, **own}
+    if not options["corpus"] and not options["passages"]:
+        raise BadRequest("model names no corpus and there are no passages: name a corpus, or send passages", "model")
     request = requests.generate(**options, **_sampling(given))
     try:
         Conversation.of(request)

@@ -37,7 +37,8 @@ def read(body: Any) -> EmbeddingRequest:
     texts = given.get("input")
     texts = [texts] if isinstance(texts, str) else texts
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text.strip() for text in texts):
-        raise BadRequest("input must be a string or a list of strings that are not empty", "input")
+        message = "input must be a string or a list of strings that are not empty: token ids are not supported"
+        raise BadRequest(message, "input")
     if len(texts) > _MAX_TEXTS or any(len(text) > _MAX_CHARACTERS for text in texts):
         raise BadRequest(f"input takes at most {_MAX_TEXTS} texts of at most {_MAX_CHARACTERS} characters", "input")
     try:

@@ -161,7 +161,7 @@ def test_corpora_are_models(client: openai.OpenAI) -> None:
         (b'{"temperature": NaN}', None, "not valid JSON"),
         ({"mesages": []}, "mesages", "unknown field"),
         ({"model": "notes@7"}, None, "ratio is 7"),
-        ({"model": None}, None, "neither a corpus nor passages"),
+        ({"model": None}, "model", "name a corpus, or send passages"),
         ({"fusionkv": {"top_k": 1000}}, None, "top_k is 1000"),
     ],
     ids=str,
@@ -292,7 +292,7 @@ def test_embeddings_are_those_of_retrieval(embedding: Any) -> None:
         for change, message in (
             ({"model": "ada"}, "unknown embedding model 'ada'; known: tiny@"),
             ({"input": []}, "input must be a string"),
-            ({"input": [[1, 2]]}, "input must be a string"),
+            ({"input": [[1, 2]]}, "token ids are not supported"),
             ({"dimensions": 3}, "supports only 16 dimensions"),
             ({"encoding_format": "x"}, "encoding_format must be"),
             ({"extra_body": {"more": 1}}, "unknown field 'more'"),
