@@ -70,6 +70,8 @@ class CrossEncoder:
 
     def __init__(self, directory: Path) -> None:
         """Raises Unsupported, or any error of transformers."""
+        if not (directory / "config.json").is_file():
+            raise Unsupported(f"{directory} is not the directory of a cross-encoder: config.json is missing")
         self._tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         self._model: Any = AutoModelForSequenceClassification.from_pretrained(
             directory, local_files_only=True, use_safetensors=True, dtype=torch.float32

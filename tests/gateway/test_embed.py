@@ -102,6 +102,8 @@ def test_a_cross_encoder_scores_pairs(directory: Path, tmp_path: Path) -> None:
             assert score == pytest.approx(model(**batch).logits[0, 0].item(), abs=1e-5)
     with pytest.raises(Unsupported, match="outputs 2 scores; a reranker outputs one"):
         CrossEncoder(sentence_models.write_reranker(tmp_path / "two", labels=2))
+    with pytest.raises(Unsupported, match=r"not the directory of a cross-encoder: config\.json is missing"):
+        CrossEncoder(tmp_path)
 
 
 @pytest.mark.system
