@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
+from dataclasses import asdict
 from typing import Any
 
 import grpc
@@ -94,13 +95,7 @@ class FusionServicer:
             family=model.family,
             fingerprint=model.fingerprint,
             tokenizer_json=model.tokenizer_json,
-            template=pb.PromptTemplate(
-                system=template.system,
-                chunk=template.chunk,
-                question=template.question,
-                own_system=template.own_system,
-                turn=template.turn,
-            ),
+            template=pb.PromptTemplate(**asdict(template)),
             bos_token=model.bos,
             max_tokens=model.max_tokens,
             kv_bytes_per_token=model.token_bytes,

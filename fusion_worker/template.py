@@ -25,7 +25,9 @@ class PromptTemplate:
         question: holds `{question}` once.
         own_system: text around a system prompt that a request brings, which replaces `system`; holds `{system}` once.
         turn: text between two user messages of a conversation; holds `{answer}` once.
-        head, tail: what the chat template puts before and after a user message; empty without a chat template.
+        head, tail: what the chat template puts before and after a user message; empty without a chat template. `head`
+            includes a system prompt that the operator has set.
+        around_system: `own_system` without the beginning of the operator's user message.
     """
 
     system: str
@@ -35,6 +37,7 @@ class PromptTemplate:
     turn: str
     head: str = ""
     tail: str = ""
+    around_system: str = ""
 
     @classmethod
     def of(cls, tokenizer: Any) -> "PromptTemplate":
@@ -47,7 +50,9 @@ class PromptTemplate:
             FailedPrecondition: the chat template fails, or does not render a message exactly once.
         """
         if not getattr(tokenizer, "chat_template", None):
-            return cls(f"{INSTRUCTION}\n", "{text}\n", "Question: {question}\nAnswer:", "{system}\n", _TURN)
+            around = "{system}\n"
+            question = "Question: {question}\nAnswer:"
+            return cls(f"{INSTRUCTION}\n", "{text}\n", question, around, _TURN, around_system=around)
         try:
             system, before, after = _cut(tokenizer, [f"{INSTRUCTION}\n\n{_ASKED}"], _CONTEXT, _QUESTION)
             head = system[: system.index(INSTRUCTION)]
@@ -59,7 +64,7 @@ class PromptTemplate:
         own_system = _own_system(tokenizer, [before, after]) or f"{head}{{system}}\n\n"
         turn = _turn(tokenizer, [before, after]) or _TURN
         question = f"{before.lstrip()}{{question}}{after}"
-        return cls(system, "{text}\n\n", question, own_system, turn, head, after)
+        return cls(system, "{text}\n\n", question, own_system, turn, head, after, own_system)
 
     def configured(self, system: str, prompt: str) -> "PromptTemplate":
         """The template with an operator's system prompt and layout of a user message; empty ones change nothing.
@@ -73,7 +78,10 @@ class PromptTemplate:
             question = f"{after.lstrip()}{self.tail}"
             own_system = f"{self.own_system}{before}"
             template = replace(self, system=f"{self.head}{before}", question=question, own_system=own_system)
-        return replace(template, system=template.own_system.replace("{system}", system)) if system else template
+        if not system:
+            return template
+        head = self.around_system.replace("{system}", system)
+        return replace(template, system=template.own_system.replace("{system}", system), head=head)
 
 
 def _own_system(tokenizer: Any, around: list[str]) -> str:

@@ -27,6 +27,7 @@ _MAX_PAIRS = 16
 MAX_RECIPE = 256
 # The worker has the same limits; checking here refuses a request before anything is retrieved.
 _MAX_STOPS, _MAX_STOP = 16, 256
+_PLACE = re.compile(r"\{(?:passages|question)\}")
 # A modifier and its first number; the worker parses the rest.
 _TERM = re.compile(r"(\w{1,32})(?:\(([0-9]{0,6})[0-9, ]{0,32}\))?")
 
@@ -161,6 +162,9 @@ def check(request: pb.GenerateRequest, max_passages: int) -> None:
     _check_passages(request.passages)
     if request.query:
         check_question(request.query, "query")
+    _check_length(request.prompt_template, "prompt template")
+    if request.prompt_template and _PLACE.findall(request.prompt_template) != ["{passages}", "{question}"]:
+        raise InvalidArgument("prompt_template must contain {passages} and, behind it, {question}, each once")
     if request.HasField("ratio") and not 0 <= request.ratio <= 1:
         raise InvalidArgument(f"ratio is {request.ratio:g}: it must be from 0 to 1")
     sampling = request.sampling
@@ -251,7 +255,9 @@ def build(
     Raises:
         InvalidArgument: the prompt and its answer exceed the model's length.
     """
-    system, question = vocabulary.system(conversation.system), vocabulary.question(*conversation.turns)
+    layout = request.prompt_template
+    system = vocabulary.system(conversation.system, layout)
+    question = vocabulary.question(*conversation.turns, layout=layout)
     context = sum(len(chunk.ids) for chunk, _ in passages)
     prompt = len(system) + context + len(question)
     # An answer has at least one token.

@@ -50,25 +50,39 @@ class Vocabulary:
         """A decoder that turns the ids of an answer into text as they arrive."""
         return TextStream(self._tokenizer, stop)
 
-    def system(self, own: str = "") -> list[int]:
+    def system(self, own: str = "", layout: str = "") -> list[int]:
         """Ids of the system prompt, with the beginning-of-sequence token if the model has one.
 
         Args:
             own: the request's system prompt; empty uses the template's.
+            layout: the request's user message with {passages} and {question}, whose beginning counts to the system
+                prompt; empty uses the template's.
         """
         start = [self.model.bos_token] if self.model.HasField("bos_token") else []
         template = self.model.template
-        before, _, after = template.own_system.partition("{system}")
+        around = template.around_system if layout else template.own_system
+        before, _, after = around.partition("{system}")
+        if layout:
+            beginning, _, _ = layout.partition("{passages}")
+            return start + self._encode(*((before, own, after) if own else (template.head,)), beginning)
         return start + (self._encode(before, own, after) if own else self._encode(template.system))
 
-    def question(self, *turns: str) -> list[int]:
+    def question(self, *turns: str, layout: str = "") -> list[int]:
         """Ids of a question within the template.
 
         Args:
             turns: one question, or the texts of the user and the assistant in turn; the first and the last are the
                 user's.
+            layout: as for `system`.
         """
         before, after = self.model.template.question.split("{question}")
+        if layout:
+            _, _, rest = layout.partition("{passages}")
+            first, _, last = rest.lstrip().partition("{question}")
+            *earlier, question = turns
+            turns = (*earlier, f"{question}{last}")
+            turns = (f"{first}{turns[0]}", *turns[1:])
+            before, after = "", self.model.template.tail
         answer, _, next_ = self.model.template.turn.partition("{answer}")
         separators = (next_, answer)  # the text before a turn of the user, and before one of the assistant
         pieces = [piece for number, turn in enumerate(turns) for piece in (separators[number % 2], turn)]

@@ -106,7 +106,7 @@ class _Total:
 
 async def ask(args: argparse.Namespace) -> int:
     """Streams the answer to standard output, and prints its figures on standard error."""
-    names = "system recipe ratio top_k order max_tokens temperature top_p seed stop filter"
+    names = "system prompt_template recipe ratio top_k order max_tokens temperature top_p seed stop filter"
     options = {name: getattr(args, name) for name in names.split()}
     options["filter"] = dict(args.filter)
     page = explain.template() if args.explain is not None else None

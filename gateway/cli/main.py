@@ -238,6 +238,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     ask.add_argument("--system", default="", metavar="TEXT", help="system prompt (default: the worker's)")
     ask.add_argument(
+        "--prompt-template",
+        default="",
+        metavar="TEXT",
+        help="user message with {passages} and {question} (default: the worker's)",
+    )
+    ask.add_argument(
         "--max-tokens", type=int, default=0, metavar="N", help="maximum length of the answer (default: the worker's)"
     )
     ask.add_argument(

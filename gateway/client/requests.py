@@ -30,6 +30,7 @@ class Options(TypedDict, total=False):
         messages: a conversation instead of a question, each message with a `role` (system, user or assistant) and
             `content`; the last one is the question.
         system: the system prompt.
+        prompt_template: the user message, with `{passages}` and behind it `{question}`.
         recipe: the recipe that fuses cached chunks.
         ratio: share of context tokens to recompute, 0 to 1.
         top_k: number of chunks to retrieve.
@@ -48,6 +49,7 @@ class Options(TypedDict, total=False):
     passages: Sequence[str | Passage]
     messages: Sequence[Mapping[str, str]]
     system: str
+    prompt_template: str
     recipe: str
     ratio: float | None
     top_k: int

@@ -12,7 +12,8 @@ from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import InvalidArgument
 
 # Fields of `fusionkv` in the body, passed to `fusionkv.gateway.client.requests.generate`.
-OWN = frozenset(["corpus", "recipe", "ratio", "top_k", "order", "sample_top_k", "query", "system", "filter"])
+_RETRIEVAL = ("corpus", "query", "top_k", "order", "filter")
+OWN = frozenset([*_RETRIEVAL, "recipe", "ratio", "sample_top_k", "system", "prompt_template"])
 # Model name of requests that bring their own passages; `passages` and `documents` are synonyms.
 NO_CORPUS = "fusionkv"
 _PASSAGES = ("passages", "documents")

@@ -74,6 +74,8 @@ def test_messages_keep_their_roles(client: Client) -> None:
     assert laid_out(client, messages=messages[1:], system="Be kind.") == ("<bos>Be kind.\n", conversation)
     worker = ("<bos>Answer the question using the passages.\n", "Question: Why?\nAnswer:")
     assert laid_out(client, messages=messages[3:]) == laid_out(client, question="Why?") == worker
+    own = {"prompt_template": "Read: {passages}Say {question} now.", "system": "Be kind."}
+    assert laid_out(client, question="Why?", **own) == ("<bos>Be kind.\nRead: ", "Say Why? now.")
 
 
 def test_kv_depends_on_the_system_prompt_and_on_no_conversation(client: Client) -> None:

@@ -152,6 +152,8 @@ def test_prompt_and_answer_must_fit_the_model() -> None:
         ({"ratio": 1.01}, r"ratio is 1.01: it must be from 0 to 1"),
         ({"ratio": -0.1}, "ratio is -0.1"),
         ({"ratio": NAN}, "ratio is nan"),
+        ({"prompt_template": "{question}"}, r"must contain \{passages\} and, behind it, \{question\}, each once"),
+        ({"prompt_template": "{passages}{question}" + "x" * 65_536}, "the prompt template has 65556 characters"),
         ({"sampling": pb.Sampling(temperature=-1)}, "temperature is -1"),
         ({"sampling": pb.Sampling(temperature=NAN)}, "temperature is nan"),
         ({"sampling": pb.Sampling(temperature=float("inf"))}, "temperature is inf"),

@@ -2,14 +2,18 @@
 
 import itertools
 import random
+from dataclasses import asdict
 
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
+from fusionkv.fusion_worker.template import PromptTemplate
 from fusionkv.gateway.ingest.document import Document
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.runtime.errors import InvalidArgument
+from tests.fusion_worker import oracle
+from tests.fusion_worker.test_models import GEMMA_LIKE, LLAMA_LIKE, QWEN_LIKE
 from tests.gateway.conftest import byte_level
 
 
@@ -52,6 +56,23 @@ def test_a_conversation_and_a_system_prompt_are_laid_out_by_the_template() -> No
     assert made.question("one", "two", "three") != made.question("one two three")
     tokenizer.encode_special_tokens = True
     assert made.system("Be <eos>.") == [256, 258, *tokenizer.encode("Be <eos>.").ids, 257]
+
+
+@pytest.mark.parametrize("chat", [None, QWEN_LIKE, LLAMA_LIKE, GEMMA_LIKE], ids=["plain", "qwen", "llama", "gemma"])
+@pytest.mark.parametrize("own", ["", "Be brief."])
+@pytest.mark.parametrize("operators", ["", "Be kind."])
+def test_a_requests_prompt_template_is_laid_out_as_an_operators(chat: str | None, own: str, operators: str) -> None:
+    tokenizer = oracle.byte_tokenizer(**({"chat_template": chat} if chat else {}))
+    layout = "Sources:\n\n{passages}\nSay {question} now."
+    set_ = PromptTemplate.of(tokenizer).configured(operators, "From {passages}tell {question}")
+    wanted = PromptTemplate.of(tokenizer).configured(own or operators, layout)
+    template = fusion_pb2.PromptTemplate(**asdict(set_))
+    as_json = tokenizer.backend_tokenizer.to_str().encode()
+    made = Vocabulary(fusion_pb2.GetModelResponse(tokenizer_json=as_json, template=template))
+    assert tokenizer.decode(made.system(own, layout)) == wanted.system
+    assert tokenizer.decode(made.question("who", layout=layout)) == wanted.question.replace("{question}", "who")
+    turns = tokenizer.decode(made.question("who", "he", "why", layout=layout))
+    assert turns == wanted.question.replace("{question}", "who" + wanted.turn.replace("{answer}", "he") + "why")
 
 
 def test_control_tokens_in_a_document_are_plain_characters() -> None:
