@@ -88,6 +88,8 @@ def _saved(answer: Answer, full: Answer | None) -> str:
     if full is None or not (s.seconds.ttft and full.summary.seconds.ttft):
         return f"{saved}."
     times = full.summary.seconds.ttft / s.seconds.ttft
+    if times < 1.05:
+        return f"{saved}; the first token came no sooner than with full attention."
     return f"{saved}; the first token came {times:.1f} times sooner than with full attention."
 
 

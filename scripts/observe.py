@@ -25,7 +25,6 @@ CORPUS = ROOT / "examples/corpus"
 SERVICES = ("kvcache", "worker", "gateway")
 RECIPES = ("default", "prophetkv", "full_reuse")
 # The README's question, whose answer needs two pages.
-EXPLAINED = "Report Fenhinzu: choice of Gus?"
 UP_SECONDS = 300
 
 
@@ -91,8 +90,6 @@ async def traffic(address: str, seconds: float) -> tuple[float, str]:
         for shelf in sorted(CORPUS.glob("shelf-*")):
             for file in sorted(shelf.glob("*.md")):
                 await client.ingest("shelves", f"{shelf.name}/{file.name}", file)
-                if shelf.name == "shelf-01":
-                    await client.ingest("shelf", file.name, file)
         began = time.time()
         for i in range(1 << 30):
             asked = [questions[(2 * i + n) % len(questions)]["question"] for n in range(2)]
@@ -105,14 +102,12 @@ async def traffic(address: str, seconds: float) -> tuple[float, str]:
                 if summary.tokens_recomputed and rich > best:
                     best, trace_id = rich, summary.trace_id
             if time.time() > began + seconds:
-                # The README's question, alone. The admin page shows the last answer.
-                await client.ask("shelf", EXPLAINED, max_tokens=24)
                 return began, trace_id
     raise AssertionError
 
 
-async def pictures(out: Path, chromium: str, phoenix: str, admin: str, trace_id: str) -> None:
-    """Takes screenshots of a trace and of an explained answer."""
+async def pictures(out: Path, chromium: str, phoenix: str, trace_id: str) -> None:
+    """Takes a screenshot of a trace."""
     async with browsing(chromium) as page:
         # High enough for the whole tree of spans.
         await page.size(1440, 1400)
@@ -129,12 +124,6 @@ async def pictures(out: Path, chromium: str, phoenix: str, admin: str, trace_id:
             await page.value(f"{found}.click()")
             await settled(page)
         await page.picture(out / "trace.png")
-        await page.size(1200, 1000)
-        await page.open(admin)
-        await page.click("li a")
-        await page.click("button")
-        await page.size(1200, 900, dark=True)
-        await page.picture(out / "explain.png")
 
 
 async def alerts(prometheus: str) -> str:
@@ -208,9 +197,9 @@ async def observe(flags: argparse.Namespace) -> None:
                 flags.out.mkdir(parents=True, exist_ok=True)
                 await draw(at["prometheus"], began, time.time(), flags.out / "metrics.svg")
                 print(await alerts(at["prometheus"]), flush=True)
-                await pictures(flags.out, chromium, at["phoenix"], f"{at['admin']}/", trace_id)
+                await pictures(flags.out, chromium, at["phoenix"], trace_id)
                 shown = f"Phoenix {at['phoenix']}, Prometheus {at['prometheus']}, answers {at['admin']}"
-                print(f"screenshots are in {flags.out}; {shown}", flush=True)
+                print(f"pictures are in {flags.out}; {shown}", flush=True)
                 if flags.stay:
                     print("stop with Ctrl-C", flush=True)
                     await asyncio.Event().wait()

@@ -63,6 +63,14 @@ def test_the_page_is_whole_and_runs_nothing(page: str) -> None:
     assert [each.text for each in soup.select("h1")] == [f"Which code? {EVIL}"]
 
 
+def test_the_page_of_a_slower_answer_says_so() -> None:
+    slow, fast = (Answer("535", (), summary(name, ttft)) for name, ttft in (("a3", 0.2), ("full_attention", 0.1)))
+    page = explain.render(explain.template(), "Which code?", slow, Explanation(), fast)
+    saved = BeautifulSoup(page, "html.parser").select_one(".saved")
+    assert saved is not None
+    assert saved.text.endswith("; the first token came no sooner than with full attention.")
+
+
 def test_the_page_says_what_happened(page: str) -> None:
     soup = BeautifulSoup(page, "html.parser")
     saved = "100 of 120 context tokens were not recomputed; the first token came 2.5 times sooner than with full"
