@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from fusionkv.gateway.client.client import DEFAULT_ADDRESS, AsyncClient, Client
 from fusionkv.gateway.client.results import Event, Passage, Sources, Summary, Token, cached_tokens, fields
+from fusionkv.protos.runtime.errors import InvalidArgument
 from fusionkv.protos.runtime.tls import ClientTLS
 
 _ROLES = {"human": "user", "ai": "assistant"}
@@ -136,10 +137,19 @@ class ChatFusionKV(_Gateway, BaseChatModel):
         self, messages: Sequence[BaseMessage], stop: list[str] | None, given: dict[str, Any]
     ) -> dict[str, Any]:
         """The options of a call, with its messages."""
-        turns = [{"role": _ROLES.get(m.type, m.type), "content": m.text} for m in messages]
+        turns = [_turn(number, message) for number, message in enumerate(messages)]
         options = {**self.options, **given}
         passages = [_passage(passage) for passage in options.pop("passages", ())]
         return {**options, "passages": passages, "messages": turns, **({"stop": stop} if stop else {})}
+
+
+def _turn(number: int, message: BaseMessage) -> dict[str, str]:
+    """A message of a request. Raises InvalidArgument for one with an image, for example."""
+    parts = message.content if isinstance(message.content, list) and message.type != "ai" else []
+    for part in parts:
+        if isinstance(part, dict) and part.get("type") != "text":
+            raise InvalidArgument(f"message {number} has a part of type {part.get('type')!r}: only text is supported")
+    return {"role": _ROLES.get(message.type, message.type), "content": message.text}
 
 
 def _document(passage: Passage) -> Document:

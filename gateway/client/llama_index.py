@@ -12,6 +12,7 @@ from llama_index.core.base.llms.types import (
     CompletionResponseAsyncGen,
     CompletionResponseGen,
     LLMMetadata,
+    MessageRole,
 )
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.llm import LLM
@@ -119,7 +120,7 @@ class FusionKV(LLM):
         return (_completion(*part) async for part in self._aparts(kwargs, prompt))
 
     def _call_options(self, given: dict[str, Any], question: str, messages: Sequence[ChatMessage]) -> dict[str, Any]:
-        turns = [{"role": m.role.value, "content": m.content or ""} for m in messages]
+        turns = [_turn(number, message) for number, message in enumerate(messages)]
         options = {**self.options, **given}
         passages = [_passage(passage) for passage in options.pop("passages", ())]
         if not self.corpus and not passages:
@@ -191,6 +192,14 @@ def _node(passage: Passage) -> NodeWithScore:
         text_template="{metadata_str}\n{content}",
     )
     return NodeWithScore(node=node, score=passage.score)
+
+
+def _turn(number: int, message: ChatMessage) -> dict[str, str]:
+    """A message of a request. Raises InvalidArgument for one with an image, for example."""
+    for block in message.blocks if message.role != MessageRole.ASSISTANT else ():
+        if block.block_type != "text":
+            raise InvalidArgument(f"message {number} has a part of type {block.block_type!r}: only text is supported")
+    return {"role": message.role.value, "content": message.content or ""}
 
 
 def _passage(given: str | Passage | BaseNode | NodeWithScore) -> str | Passage:

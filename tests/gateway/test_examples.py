@@ -15,7 +15,7 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
-from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.base.llms.types import ChatMessage, ImageBlock, TextBlock
 from llama_index.core.query_engine import RetrieverQueryEngine
 
 from fusionkv.gateway.client import llama_index
@@ -149,6 +149,15 @@ def test_documents_of_langchain_are_passages_with_their_titles(notes: str, title
     answer = ChatFusionKV(address=notes, options={"max_tokens": 1}).invoke(QUESTION, passages=found)
     assert [source["id"] for source in answer.response_metadata["sources"]] == ["a-1"]
     assert answer.response_metadata["summary"]["chunks_missed"] == 0, "it is the corpus's chunk"
+
+
+def test_messages_with_images_are_refused() -> None:
+    parts = [{"type": "text", "text": "What is it?"}, {"type": "image_url", "image_url": {"url": "https://a/b.png"}}]
+    with pytest.raises(InvalidArgument, match="message 1 has a part of type 'image_url': only text is supported"):
+        ChatFusionKV(corpus="c").invoke([SystemMessage("Be brief."), HumanMessage(parts)])
+    blocks = [TextBlock(text="What is it?"), ImageBlock(url="https://a/b.png")]
+    with pytest.raises(InvalidArgument, match="message 0 has a part of type 'image': only text is supported"):
+        llama_index.FusionKV(corpus="c").chat([ChatMessage(blocks=blocks)])
 
 
 def test_nodes_of_llama_index_are_passages_with_their_titles(notes: str, titled: str) -> None:
