@@ -96,6 +96,8 @@ class KVCacheServicer:
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[memoryview]:
         """Writes to the context, in order to limit the wait for the client, and yields nothing."""
         _check_digests([request.key], "the key")
+        if len(request.checksum) not in (0, records.CHECKSUM_BYTES):
+            raise InvalidArgument(f"the checksum has {len(request.checksum)} bytes, 16 are required")
         with self._fetching():
             if self._sharing is not None and self._store.residents.get(request.key) is None:
                 await self._sharing.bring(request.key)
