@@ -1,10 +1,14 @@
 """Requests read from questions and messages, checked and put together, without any process."""
 
-from dataclasses import replace
+import time
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
+from fusionkv.fusion_worker.library import cache
+from fusionkv.fusion_worker.template import PromptTemplate
 from fusionkv.gateway import plan
 from fusionkv.gateway.client import requests
 from fusionkv.gateway.client.results import Passage as Given
@@ -15,6 +19,7 @@ from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import InvalidArgument
+from tests.conftest import ROOT
 from tests.gateway import test_tokens
 
 NAN = float("nan")
@@ -267,3 +272,25 @@ SYSTEM, USER, ASSISTANT = pb.ROLE_SYSTEM, pb.ROLE_USER, pb.ROLE_ASSISTANT
 def test_what_cannot_be_followed_is_named(request_: pb.GenerateRequest, error: str) -> None:
     with pytest.raises(InvalidArgument, match=error):
         Conversation.of(request_)
+
+
+@pytest.mark.weights
+def test_eight_passages_cost_at_most_5_ms_in_the_gateway() -> None:
+    directory = cache.root() / "smollm2"
+    if not directory.is_dir():
+        pytest.skip("smollm2 was not fetched: fusionkv model get smollm2")
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    template = fusion_pb2.PromptTemplate(**asdict(PromptTemplate.of(tokenizer)))
+    as_json = tokenizer.backend_tokenizer.to_str().encode()
+    model = fusion_pb2.GetModelResponse(tokenizer_json=as_json, template=template, max_tokens=8192)
+    known, files = Vocabulary(model), sorted((ROOT / "examples/world/halmere").glob("*.md"))
+    texts = [pb.Passage(text=file.read_text()) for file in files[:8]]
+    asked = pb.GenerateRequest(question="Which river does the Halden Bridge cross?", passages=texts)
+
+    def seconds() -> float:
+        began = time.perf_counter()
+        made = plan.build(asked, Conversation.of(asked), PLAIN, plan.given(texts, known), known, "")
+        assert sum(len(chunk.ids) for chunk in made.chunks) > 2000
+        return time.perf_counter() - began
+
+    assert min(seconds() for _ in range(5)) < 0.005
