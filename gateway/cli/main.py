@@ -2,7 +2,9 @@
 
 import argparse
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -81,6 +83,10 @@ def _run(args: argparse.Namespace) -> int:
         run = commands.COMMANDS[args.command]
 
     async def command() -> int:
+        ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as in a shell's background
+        if (task := asyncio.current_task()) and threading.current_thread() is threading.main_thread() and not ignored:
+            # asyncio.run's own handler does not wake the loop if the signal comes just before it waits.
+            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
         try:
             return await run(args)
         except asyncio.CancelledError:  # Ctrl-C
