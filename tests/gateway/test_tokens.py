@@ -8,6 +8,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from fusionkv.fusion_worker.template import PromptTemplate
+from fusionkv.gateway import tokens
 from fusionkv.gateway.ingest.document import Document
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.fusion.v1 import fusion_pb2
@@ -125,6 +126,16 @@ def test_a_line_without_end_is_split_in_parts(unit: str) -> None:
     # Behind a sentence or a word, where there are any.
     ends = [t for t in texts if not t.endswith(unit.strip())]
     assert len(ends) <= (2 if unit[-1] == " " or unit == "ä" else 400)
+
+
+def test_a_long_text_is_split_in_parts_at_paragraphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokens, "_LONGEST_TEXT", 1000)
+    text = "".join(f"The paragraph {i}.\nIts end.\n\n" for i in range(200)) + "no end " * 400 + "x" * 3000
+    parts = [*tokens._cut(text)]
+    assert "".join(parts) == text
+    assert all(500 < len(part) <= 1000 for part in parts[:-1])
+    assert sum(part.endswith(".\n\n") for part in parts) > 5
+    assert sum(part.endswith("end ") for part in parts) > 1
 
 
 def test_chunks_may_overlap() -> None:
