@@ -32,14 +32,10 @@ class Rotation:
         return x if shift == 0 else self.apply(x, *self._factors(shift, x.device))
 
     def factors(self, shifts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines, float32 [tokens, rotary_dim / 2] each, that rotate tokens by int64 [tokens] shifts.
-
-        In memory, the tokens of a channel are contiguous.
-        """
+        """Cosines and sines, float32 [tokens, rotary_dim / 2] each, that rotate tokens by int64 [tokens] shifts."""
         different, which = shifts.unique(return_inverse=True)
-        angle = self.inv_freq.to(shifts.device).double()[:, None] * different
-        cos, sin = (part.float().index_select(1, which).t() for part in (angle.cos(), angle.sin()))
-        return cos, sin
+        angle = different[:, None] * self.inv_freq.to(shifts.device).double()
+        return angle.cos().float()[which], angle.sin().float()[which]
 
     def apply(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor | None = None

@@ -1,4 +1,4 @@
-"""Attention of one layer on a CPU: explicit weights against torch's fused operator, rotated rows against keys."""
+"""Attention of one layer on a CPU: blocks of rows against one call of the operator, rotated rows against keys."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +17,6 @@ from fusionkv.kernels.segments import KVSegment, QuerySpan
 
 _CPU = torch.device("cpu")
 _SPREAD = 3.0  # standard deviation of the logits
-_SLICE = 64  # rows per call of the fused operator: with more, it computes too much beyond the diagonal
 _CHECKED = 64  # number of rows to compute errors of
 _REQUESTS = 8
 
@@ -33,15 +32,17 @@ def measure(pairs: Pairs, shape: Shape, context: int, chunk: int) -> None:
     pairs.add(
         f"attention, all {len(whole.q)} rows",
         Way("fused operator, causal", lambda: _rows(_causal(Dense(whole)))),
-        Way("explicit weights", lambda: _attend(sparse_attention_cpu.attention, whole)),
+        Way("the same, in the faster dtype", lambda: _attend(sparse_attention_cpu.attention, whole)),
         lambda found: _error(whole, found),
     )
     scattered = _sharp(prefill(shape, context, chunk, 0.15, _CPU, torch.bfloat16))
-    masks = _masks(scattered.spans[0], shape.heads // shape.kv_heads)
+    positions = scattered.spans[0].positions
+    unseen = torch.arange(int(positions[-1]) + 1) > positions[:, None]
+    mask = torch.zeros(unseen.shape, dtype=torch.bfloat16).masked_fill_(unseen, float("-inf"))
     pairs.add(
         f"attention, {len(scattered.q)} rows scattered",
-        Way(f"fused operator, {_SLICE} rows a call", lambda: _rows(_sliced(Dense(scattered), masks))),
-        Way("explicit weights", lambda: _attend(sparse_attention_cpu.attention, scattered)),
+        Way("fused operator, one call", lambda: _rows(_masked(Dense(scattered), mask))),
+        Way("blocks of rows", lambda: _attend(sparse_attention_cpu.attention, scattered)),
         lambda found: _error(scattered, found),
     )
     start = SYSTEM + context
@@ -83,28 +84,8 @@ def _causal(dense: Dense) -> torch.Tensor:
     return F.scaled_dot_product_attention(dense.q, dense.k, dense.v, is_causal=True, enable_gqa=True)
 
 
-def _sliced(dense: Dense, masks: list[torch.Tensor]) -> torch.Tensor:
-    """The fused operator over slices of the rows, with keys up to the last row and a group's heads as rows."""
-    out, start = torch.empty_like(dense.q), 0
-    kv_heads = dense.k.shape[1]
-    for mask in masks:
-        stop, keys = start + len(mask) * kv_heads // dense.q.shape[1], mask.shape[1]
-        q = dense.q[:, :, start:stop].reshape(1, kv_heads, len(mask), -1)
-        found = F.scaled_dot_product_attention(q, dense.k[:, :, :keys], dense.v[:, :, :keys], attn_mask=mask)
-        out[:, :, start:stop] = found.view(1, dense.q.shape[1], stop - start, -1)
-        start = stop
-    return out
-
-
-def _masks(span: QuerySpan, groups: int) -> list[torch.Tensor]:
-    """The additive mask of each slice, [groups * rows, keys]."""
-    masks = []
-    for rows in span.positions.split(_SLICE):
-        unseen = torch.arange(int(rows[-1]) + 1) > rows[:, None]
-        masks.append(
-            torch.zeros(unseen.shape, dtype=torch.bfloat16).masked_fill_(unseen, float("-inf")).repeat(groups, 1)
-        )
-    return masks
+def _masked(dense: Dense, mask: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(dense.q, dense.k, dense.v, attn_mask=mask, enable_gqa=True)
 
 
 def _rows(out: torch.Tensor) -> torch.Tensor:

@@ -228,7 +228,7 @@ def _blocks(
     """The layers by the rotation that they share, at most `size` at a time."""
     positions = torch.arange(base, base + tokens)
     factors = {
-        rotation: tuple(part.to(device).contiguous()[:, None] for part in rotation.factors(positions))
+        rotation: tuple(part.to(device)[:, None] for part in rotation.factors(positions))
         for rotation in dict.fromkeys(rotations)
     }
     start = 0

@@ -10,7 +10,7 @@ from tests.fusion_worker.oracle import CLOSE, error, oracle, whole
 
 # bfloat16 keeps 8 bits, so two right computations differ by about 3% of the spread after three layers. What is held
 # is that ours lies hardly further from the same weights in float32 than plain transformers in bfloat16 does.
-AS_GOOD = 1.5
+AS_GOOD = 1.25
 RECIPES = ("epic", "cacheblend", "kvshare", "cache_craft", "a3", "prophetkv", "midlayer", "fusionrag")
 
 
@@ -70,17 +70,23 @@ async def test_the_last_layer_keeps_reused_kv(family: str, recipe: str, start: A
 
 
 async def test_bfloat16(family: str, start: Any, parts: Any) -> None:
-    """With all, nothing and a third recomputed, the third by `epic`, whose choice no rounding changes."""
+    """With all, nothing and a third recomputed, the third by `epic`, whose choice no rounding changes.
+
+    Errors are over several questions: for one, a sum of roundings may be half as large as for another.
+    """
     rig, plain = await start(family, torch.bfloat16), oracle(family, torch.bfloat16)
     exact = type(plain)(copy.deepcopy(plain.network).float())
     fresh = exact.chosen("epic", *parts, 0.3)
+    system, chunks, question = parts
+    asked = [(system, chunks, [*question[turn:], *question[:turn]]) for turn in range(min(4, len(question)))]
     for recipe, ratio, expected in (
-        ("prophetkv", 1.0, lambda of: of.full_attention(parts)),
-        ("full_reuse", 0.0, lambda of: of.full_reuse(parts)),
-        ("epic", 0.3, lambda of: of.overlaid(whole(parts), of.reused(*parts[:2]), fresh)),
+        ("prophetkv", 1.0, lambda of, parts: of.full_attention(parts)),
+        ("full_reuse", 0.0, lambda of, parts: of.full_reuse(parts)),
+        ("epic", 0.3, lambda of, parts: of.overlaid(whole(parts), of.reused(*parts[:2]), fresh)),
     ):
-        ours, true = (await rig.ask(*parts, recipe=recipe, ratio=ratio)).logits[0], expected(exact)
-        assert float((ours - true).norm()) < AS_GOOD * float((expected(plain) - true).norm()), recipe
+        ours = torch.stack([(await rig.ask(*parts, recipe=recipe, ratio=ratio)).logits[0] for parts in asked])
+        true, theirs = (torch.stack([expected(of, parts) for parts in asked]) for of in (exact, plain))
+        assert float((ours - true).norm()) < AS_GOOD * float((theirs - true).norm()), recipe
 
 
 async def test_context_at_another_temperature(family: str, start: Any, parts: Any) -> None:
