@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +19,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fusionkv.kernels.cpu.compute_dtype import compute_dtype
-from fusionkv.kernels.cpu.threads import side_by_side
 from fusionkv.kernels.rope import Rotation
 
 # Of the mean square of the inputs: what keeps a map fitted to a few thousand tokens from following their noise.
@@ -34,7 +34,6 @@ _STEPS = 8
 # the others' places.
 _FIRST, _DECAYS = 4, (4.0, 16.0, 64.0)
 PLACES = 1 + _FIRST + len(_DECAYS)
-_CACHED = 1650  # tokens times layers that a CPU corrects at a time
 # How a correction is made, in its file's name: one made otherwise is not read, but learned again.
 MADE = repr((RIDGE, STRENGTH, _HALF, _FIRST, _DECAYS)).encode()
 
@@ -78,9 +77,7 @@ class Correction:
         _, _, tokens, heads, dim = kv.shape
         weights = self._weights_as(kv.dtype if kv.is_cuda else compute_dtype(kv.dtype), kv.device)
         place = places(tokens, kv.device)
-
-        def correct(block: _Block) -> None:
-            layers, rotation, cos, sin = block
+        for layers, rotation, cos, sin in _blocks(rotations, base, tokens, kv.device):
             keys, values = kv[layers, 0], kv[layers, 1]
             x = weights.new_empty(len(keys), heads, tokens, weights.shape[2])
             rotation.apply(keys, cos, -sin, out=x[..., :dim].transpose(1, 2))
@@ -89,12 +86,6 @@ class Correction:
             change = (x @ weights[layers]).transpose(1, 2)
             torch.add(keys, rotation.apply(change[..., :dim], cos, sin), alpha=share, out=out[layers, 0])
             torch.add(values, change[..., dim:], alpha=share, out=out[layers, 1])
-
-        # On a CPU, all 30 layers of SmolLM2 at once don't fit its cache, and a layer at a time starts too many
-        # operations: chunks of 330 tokens, 2,300 in all, take 0.13 s on two cores, and 0.08 s five layers at a time.
-        size = len(rotations) if kv.is_cuda else max(1, _CACHED // tokens)
-        blocks = _blocks(rotations, base, tokens, size, kv.device)
-        side_by_side(correct, [*blocks])
 
     def _weights_as(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The map in the dtype that it is applied in, made once."""
@@ -222,26 +213,24 @@ class _Block(NamedTuple):
     sin: torch.Tensor
 
 
-def _blocks(
-    rotations: Sequence[Rotation], base: int, tokens: int, size: int, device: torch.device
-) -> Iterator["_Block"]:
-    """The layers by the rotation that they share, at most `size` at a time."""
+def _blocks(rotations: Sequence[Rotation], base: int, tokens: int, device: torch.device) -> Iterator["_Block"]:
+    """The layers, in runs that share a rotation."""
     positions = torch.arange(base, base + tokens)
     factors = {
         rotation: tuple(part.to(device)[:, None] for part in rotation.factors(positions))
         for rotation in dict.fromkeys(rotations)
     }
     start = 0
-    for stop in range(1, len(rotations) + 1):
-        if stop == len(rotations) or stop - start == size or rotations[stop] is not rotations[start]:
-            yield _Block(slice(start, stop), rotations[start], *factors[rotations[start]])
-            start = stop
+    for rotation, run in groupby(rotations):
+        stop = start + len([*run])
+        yield _Block(slice(start, stop), rotation, *factors[rotation])
+        start = stop
 
 
 def _pairs(kv: torch.Tensor, base: int, rotations: Sequence[Rotation]) -> torch.Tensor:
     """float32 [layers, kv_heads, tokens, 2 * head_dim]: a token's key, turned back to position 0, and its value."""
     pairs = torch.cat([kv[:, 0].transpose(1, 2).float(), kv[:, 1].transpose(1, 2).float()], -1)
-    for layers, rotation, cos, sin in _blocks(rotations, base, kv.shape[2], len(rotations), kv.device):
+    for layers, rotation, cos, sin in _blocks(rotations, base, kv.shape[2], kv.device):
         keys = pairs[layers, ..., : kv.shape[-1]].transpose(1, 2)
         keys[:] = rotation.apply(keys, cos, -sin)
     return pairs

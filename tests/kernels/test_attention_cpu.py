@@ -1,4 +1,4 @@
-"""The CPU path where the plain cases don't lead: a guess that is far off, its dtype, and more than one thread."""
+"""The CPU path where the plain cases don't lead: a key far above the others, its dtype, and more than one thread."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,6 @@ from fusionkv.kernels import reference
 from fusionkv.kernels.attention_scores import attention_scores
 from fusionkv.kernels.cpu import compute_dtype as module
 from fusionkv.kernels.cpu.compute_dtype import compute_dtype
-from fusionkv.kernels.cpu.threads import side_by_side
 from fusionkv.kernels.gpu.segment_table import Spans
 from fusionkv.kernels.segments import KVSegment, QuerySpan
 from fusionkv.kernels.sparse_attention import sparse_attention
@@ -101,17 +100,3 @@ def test_float16_would_overflow_and_float32_is_not_rounded() -> None:
 def test_bfloat16_is_computed_in_the_faster_dtype(faster: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_seconds", lambda dtype: 1.0 if dtype == faster else 2.0)
     assert compute_dtype.__wrapped__(torch.bfloat16) == faster
-
-
-@pytest.mark.parametrize("threads", [2, 4, 8])
-def test_pieces_share_the_threads(threads: int) -> None:
-    torch.set_num_threads(threads)
-
-    def piece(number: int) -> tuple[int, float, int]:
-        # Large enough that torch would spread it.
-        return number, float(torch.ones(1 << 20).exp2_().sum()), torch.get_num_threads()
-
-    for _ in range(3):
-        found = side_by_side(piece, range(2 * threads))
-        assert list(found) == [(number, 2.0 * (1 << 20), 1) for number in range(2 * threads)]
-    assert torch.get_num_threads() == threads
