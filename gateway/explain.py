@@ -64,6 +64,8 @@ def render(
         summary=answer.summary,
         saved=_saved(answer, full),
         facts=_facts(answer, full),
+        duration=_duration,
+        shown=_shown,
         stages=STAGES,
         timelines=[(name, _timeline(a.summary.seconds, longest), a.summary.seconds) for name, a in answers],
         seconds=[fields(a.summary.seconds) for _, a in answers],
@@ -151,6 +153,12 @@ def _around(name: str, piece: ExplainedChunk) -> dict[str, Any]:
         "runs": [(state, len(piece.texts))],
         "tokens": [(text, state, None) for text in piece.texts],
     }
+
+
+def _shown(text: str, state: str, last: bool) -> str:
+    """A token's text on the page: a recomputed line break has a sign, and the last token leaves no empty lines."""
+    sign = "↵" if state == "recomputed" and text and not text.strip("\n") else ""
+    return sign + (text.rstrip("\n") if last else text)
 
 
 def _runs(states: Sequence[str]) -> list[tuple[str, int]]:

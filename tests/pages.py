@@ -2,7 +2,7 @@
 
 from html.parser import HTMLParser
 
-_VOID = {"meta", "br", "hr", "img", "input", "link", "circle", "path", "line", "polyline"}
+_VOID = {"meta", "br", "wbr", "hr", "img", "input", "link", "circle", "path", "line", "polyline"}
 
 
 class Page(HTMLParser):

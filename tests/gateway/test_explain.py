@@ -39,7 +39,7 @@ def page() -> str:
     missed = ExplainedChunk(texts=[*words, EVIL, "x" * 300], kind="miss", tier="none", lossless=True)
     found = ExplainedChunk(texts=[*words, "a", "b"], kind="alternative", tier="disk", scores=[0.5] * 60)
     found.recomputed.extend(range(20))
-    answer = Answer(f"The code is 535. {EVIL}", sources, summary("fusionrag", 0.08, f"it strays {EVIL}"))
+    answer = Answer(f"The code is 535. {EVIL}", sources, summary("midlayer+corrected", 0.08, f"it strays {EVIL}"))
     full = Answer("The code is 535.", sources, summary("full_attention", 0.2))
     system = ExplainedChunk(texts=["Answer ", "this."], lossless=True)
     question = ExplainedChunk(texts=["Which ", "code? ", EVIL], recomputed=range(3))
@@ -69,6 +69,13 @@ def test_the_page_of_a_slower_answer_says_so() -> None:
     saved = BeautifulSoup(page, "html.parser").select_one(".saved")
     assert saved is not None
     assert saved.text.endswith("; the first token came no sooner than with full attention.")
+
+
+def test_a_recomputed_line_break_is_seen_and_the_last_leaves_no_empty_lines() -> None:
+    assert explain._shown("\n\n", "recomputed", last=False) == "↵\n\n"
+    assert explain._shown("\n", "recomputed", last=True) == "↵"
+    assert explain._shown(".\n\n", "reused", last=True) == "."
+    assert explain._shown("\n", "reused", last=False) == "\n"
 
 
 def test_the_page_says_what_happened(page: str) -> None:
@@ -107,6 +114,17 @@ def test_the_page_says_what_happened(page: str) -> None:
 
 
 MEASURE = """(() => {
+  // Parts of words that stand on two lines.
+  const broken = (of) => {
+    const texts = document.createNodeIterator(of, NodeFilter.SHOW_TEXT), found = [];
+    for (let node = texts.nextNode(); node; node = texts.nextNode())
+      for (const word of node.data.matchAll(/[^\\s+_]+/g)) {
+        const range = document.createRange();
+        range.setStart(node, word.index); range.setEnd(node, word.index + word[0].length);
+        if (new Set([...range.getClientRects()].map((at) => at.top)).size > 1) found.push(word[0]);
+      }
+    return found;
+  };
   const css = (of) => getComputedStyle(of), token = css(document.querySelector(".tokens .recomputed"));
   const rects = (of) => [...document.querySelectorAll(of)].map((each) => each.getBoundingClientRect());
   return {
@@ -114,6 +132,7 @@ MEASURE = """(() => {
     font: css(document.body).fontSize, ground: css(document.body).backgroundColor, ink: css(document.body).color,
     outline: token.outlineStyle, answers: rects(".answers section").map((at) => at.left),
     bars: rects(".bar i").map((at) => at.width),
+    broken: [...document.querySelectorAll("small, h3 span")].flatMap(broken),
   };
 })()"""
 
@@ -127,7 +146,7 @@ async def test_the_page_in_a_browser(chromium: str, page: str, tmp_path: Path) -
     (tmp_path / "page.html").write_text(page)
     measured: list[dict[str, Any]] = []
     async with browser.browsing(chromium) as shown:
-        for width, dark in ((390, False), (1100, True)):
+        for width, dark in ((390, False), (720, False), (1100, True)):
             await shown.size(width, 700, dark=dark)
             await shown.open(f"file://{tmp_path / 'page.html'}")
             measured.append(await shown.value(MEASURE))
@@ -137,8 +156,9 @@ async def test_the_page_in_a_browser(chromium: str, page: str, tmp_path: Path) -
         assert float(found["font"].removesuffix("px")) >= 16
         assert found["outline"] == "solid"
         assert all(bar >= 1 for bar in found["bars"])
+        assert found["broken"] == []
         assert abs(lightness(found["ink"]) - lightness(found["ground"])) > 0.6
-    phone, desk = measured
+    phone, _, desk = measured
     # One below the other on a phone, side by side on a desk.
     assert len(set(phone["answers"])) == 1
     assert len(set(desk["answers"])) == 2
