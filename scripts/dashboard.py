@@ -2,12 +2,13 @@
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from matplotlib.ticker import FuncFormatter
-from plots import STYLE, plt
+from plots import FOURTH, INK, OTHER, OURS, PANEL, STYLE, THIRD, WEAK, WIDTH, plt, save
 
 ROOT = Path(__file__).parent.parent
 DASHBOARD = ROOT / "k8s/fusionkv/files/dashboard.json"
@@ -19,7 +20,9 @@ SHOWN = (
     "Time per token",
     "Quality: same answer as full attention",
 )
-_COLUMNS = 2
+COLOURS = (OURS, OTHER, THIRD, FOURTH, INK, WEAK)
+# A panel's title, its unit, and its series: points by name.
+Panel = tuple[str, str, dict[str, list[tuple[float, float]]]]
 
 
 async def draw(prometheus: str, start: float, end: float, out: Path) -> None:
@@ -34,12 +37,11 @@ async def draw(prometheus: str, start: float, end: float, out: Path) -> None:
         ValueError: a panel's queries return no data.
     """
     panels = {panel["title"]: panel for panel in json.loads(DASHBOARD.read_text())["panels"]}
-    plt.rcParams.update({**STYLE, "font.size": 9})
-    rows = -(-len(SHOWN) // _COLUMNS)
-    figure, axes = plt.subplots(rows, _COLUMNS, figsize=(10, 2.7 * rows), layout="constrained", sharex=True)
+    found: list[Panel] = []
     async with aiohttp.ClientSession() as session:
-        for axis, title in zip(axes.flat, SHOWN, strict=True):
-            panel, drawn = panels[title], 0
+        for title in SHOWN:
+            panel = panels[title]
+            found.append((title, panel["fieldConfig"]["defaults"].get("unit", "short"), {}))
             for target in panel["targets"]:
                 # Grafana would choose the interval of rates.
                 query = target["expr"].replace("$__rate_interval", "20s").replace("[1h]", "[10m]")
@@ -49,20 +51,28 @@ async def draw(prometheus: str, start: float, end: float, out: Path) -> None:
                 for one in series:
                     points = [(at - start, float(value)) for at, value in one["values"] if value != "NaN"]
                     if points:
-                        axis.plot(*zip(*points, strict=True), lw=1.5, label=_legend(target["legendFormat"], one))
-                        drawn += 1
-            if not drawn:
+                        found[-1][2][_legend(target["legendFormat"], one)] = points
+            if not found[-1][2]:
                 raise ValueError(f"no data for the panel {title!r}")
-            unit = panel["fieldConfig"]["defaults"].get("unit", "short")
-            axis.set_title(title, loc="left", fontsize=10, fontweight="bold")
-            axis.set_ylim(bottom=0)
-            axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _, unit=unit: _shown(value, unit)))
-            axis.spines[["top", "right"]].set_visible(False)
-            axis.legend(frameon=False, fontsize=7.5, ncols=2)
-    for axis in axes[-1]:
-        axis.set_xlabel("seconds of traffic")
-    figure.savefig(out, metadata={"Date": None})
-    plt.close(figure)
+    plot(found, out)
+
+
+def plot(panels: Sequence[Panel], out: Path) -> None:
+    """Draws panels below one another, so that a phone shows them in readable size."""
+    plt.rcParams.update(STYLE)
+    size = (WIDTH, PANEL * len(panels))
+    figure, axes = plt.subplots(len(panels), 1, figsize=size, layout="constrained", sharex=True)
+    for axis, (title, unit, series) in zip(axes, panels, strict=True):
+        for colour, (name, points) in zip(COLOURS, series.items(), strict=False):
+            axis.plot(*zip(*points, strict=True), lw=1.5, color=colour, label=name)
+        axis.set_title(title)
+        # Room for the legend.
+        axis.set_ylim(0, (1.2 + 0.15 * -(-len(series) // 3)) * axis.get_ylim()[1])
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _, unit=unit: _shown(value, unit)))
+        spaces = {"handlelength": 1.2, "columnspacing": 1, "handletextpad": 0.4, "borderpad": 0}
+        axis.legend(frameon=False, ncols=3, loc="upper left", **spaces).set_in_layout(False)
+    axes[-1].set_xlabel("seconds of traffic")
+    save(figure, out)
 
 
 def _legend(form: str, series: dict[str, Any]) -> str:

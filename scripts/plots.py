@@ -17,9 +17,10 @@ from matplotlib.ticker import LogLocator, NullFormatter
 ROOT = Path(__file__).parent.parent
 ROWS, IMAGES = ROOT / "build/bench", ROOT / "docs/img"
 INK, OURS, OTHER, THIRD = "#334155", "#0f766e", "#b45309", "#6d28d9"
-FOURTH = "#be185d"
+FOURTH, WEAK = "#be185d", "#64748b"
 # Each colour in the dark scheme.
-DARK = {INK: "#e2e8f0", OURS: "#2dd4bf", OTHER: "#fb923c", THIRD: "#a78bfa", FOURTH: "#f472b6", "#ffffff": "#0f172a"}
+DARK = {INK: "#e2e8f0", OURS: "#2dd4bf", OTHER: "#fb923c", THIRD: "#a78bfa", FOURTH: "#f472b6"}
+DARK |= {WEAK: "#94a3b8", "#ffffff": "#0f172a"}
 WIDTH, PANEL = 6.7, 2.6  # inches
 NAMES = {"vllm_prefix_cache": "vLLM's prefix cache", "midlayer+corrected": "the default"}
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "fusionkv", "font.family": "sans-serif"}
@@ -39,7 +40,7 @@ def storage(rows: dict[str, Any]) -> None:
             panel.loglog(queries, [row[name]["stored"] for row in rows], "o-", ms=3, color=colour, label=label)
         panel.set(title=f"knowledge base of {size:,} chunks", xlabel="queries", ylabel="entries stored")
         panel.legend(frameon=False)
-    save(figure, "storage.svg")
+    save(figure, IMAGES / "storage.svg")
 
 
 def index(rows: list[dict[str, Any]]) -> None:
@@ -56,7 +57,7 @@ def index(rows: list[dict[str, Any]]) -> None:
     memory.semilogx(chunks, [row["bytes_per_chunk"] for row in rows], "o-", ms=3, color=OURS)
     memory.set(title="memory", xlabel="chunks in the index", ylabel="bytes a chunk")
     memory.set_ylim(bottom=0)
-    save(figure, "index.svg")
+    save(figure, IMAGES / "index.svg")
 
 
 def throughput(rows: list[dict[str, Any]]) -> None:
@@ -80,20 +81,21 @@ def throughput(rows: list[dict[str, Any]]) -> None:
     panels[2].set_xlabel("questions a second")
     panels[1].axhline(rows[0]["bound_s"], color=INK, lw=0.8, ls=":")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
-    save(figure, "throughput.svg")
+    save(figure, IMAGES / "throughput.svg")
 
 
-def save(figure: Any, name: str) -> None:
+def save(figure: Any, file: Path) -> None:
+    """Writes a figure whose colours follow the reader's scheme."""
     for panel in figure.axes:
         panel.spines[["top", "right"]].set_visible(False)
-    figure.savefig(IMAGES / name, metadata={"Date": None})
+    figure.savefig(file, metadata={"Date": None})
     plt.close(figure)
     rules = [
         f'[style*="{part}: {a}"]{{{part}:{b}!important}}' for a, b in DARK.items() for part in ("fill", "stroke")
     ]
     dark = f"@media(prefers-color-scheme:dark){{{''.join(rules)}}}"
-    text = (IMAGES / name).read_text(encoding="utf-8")
-    (IMAGES / name).write_text(text.replace("</style>", f"{dark}</style>", 1), encoding="utf-8")
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text.replace("</style>", f"{dark}</style>", 1), encoding="utf-8")
 
 
 def main() -> None:
