@@ -115,9 +115,14 @@ def ideal(model: models.Model, prompt: Prompt, chosen: Sequence[int], depth: flo
 
 
 async def bench(
-    model: models.Model, passages: Passages, contexts: list[int], repeats: int, console: Console
+    model: models.Model,
+    passages: Passages,
+    contexts: list[int],
+    repeats: int,
+    console: Console,
+    recipes: Sequence[tuple[str, float]] = ROWS,
 ) -> list[dict[str, object]]:
-    """One row for each context length and recipe."""
+    """One row for each context length and recipe. recipes: their names and ratios."""
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as directory:
         pool_bytes = 3 * max(contexts) * model.kv.token_bytes
@@ -127,7 +132,7 @@ async def bench(
             _servicer(model, address, pool_bytes) as servicer,
         ):
             with Progress(console=console) as progress:
-                task = progress.add_task("ttft", total=len(contexts) * (1 + repeats * (1 + len(ROWS))))
+                task = progress.add_task("ttft", total=len(contexts) * (1 + repeats * (1 + len(recipes))))
                 await passages.store(servicer)
                 for context in contexts:
                     for lesson in range(_LESSONS):
@@ -135,15 +140,15 @@ async def bench(
                     await servicer.settle()
                     progress.advance(task)
                     prompt = _prompt(passages, context, 0)
-                    chosen = {row: await _chosen(servicer, prompt, *row) for row in ROWS}
-                    pairs: dict[tuple[str, float], list[_Pair]] = {row: [] for row in ROWS}
+                    chosen = {row: await _chosen(servicer, prompt, *row) for row in recipes}
+                    pairs: dict[tuple[str, float], list[_Pair]] = {row: [] for row in recipes}
                     for _ in range(repeats):
                         baseline = await _ttft(servicer, prompt, "full_attention", 1.0)
                         progress.advance(task)
-                        for row in ROWS:
+                        for row in recipes:
                             pairs[row].append(_Pair(baseline, await _ttft(servicer, prompt, *row)))
                             progress.advance(task)
-                    rows += [_row(model, prompt, _middle(pairs[row]), chosen[row], *row) for row in ROWS]
+                    rows += [_row(model, prompt, _middle(pairs[row]), chosen[row], *row) for row in recipes]
     return rows
 
 
@@ -282,7 +287,7 @@ def write(rows: list[dict[str, object]], path: Path | None) -> None:
 
 def parser_of(module: str, about: str | None, model: str = "") -> argparse.ArgumentParser:
     """The options that all benches of a worker have. model: further values of --model."""
-    parser = argparse.ArgumentParser(prog=f"python -m fusionkv.bench.worker.{module}", description=about)
+    parser = argparse.ArgumentParser(prog=f"python -m fusionkv.bench.{module}", description=about)
     parser.add_argument(
         "--model", default="smollm2", help=f"as for `fusionkv serve worker`{model} (default: %(default)s)"
     )
@@ -297,7 +302,7 @@ def add_data(parser: argparse.ArgumentParser) -> None:
 
 
 def main() -> int:
-    parser = parser_of("bench", __doc__, ", or `shape`")
+    parser = parser_of("worker.bench", __doc__, ", or `shape`")
     add_data(parser)
     parser.add_argument("--contexts", default="1024,2048,4096", help="tokens of passages (%(default)s)")
     about = "runs per recipe; the median ratio's is reported (%(default)s)"

@@ -85,7 +85,7 @@ def measure(model: models.Model, tokens: int, repeats: int) -> list[dict[str, ob
 
 
 def main() -> int:
-    parser = parser_of("decode", __doc__)
+    parser = parser_of("worker.decode", __doc__)
     parser.add_argument("--tokens", type=int, default=2560, help="tokens of context (%(default)s)")
     parser.add_argument("--repeats", type=int, default=15, help="runs, of which the median is reported (%(default)s)")
     args = parser.parse_args()

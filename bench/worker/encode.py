@@ -66,7 +66,7 @@ async def measure(model: models.Model, count: int, prompt_chunks: int) -> list[d
 
 
 def main() -> int:
-    parser = parser_of("encode", __doc__)
+    parser = parser_of("worker.encode", __doc__)
     parser.add_argument("--chunks", type=int, default=24, help="chunks to encode (%(default)s)")
     parser.add_argument("--prompt-chunks", type=int, default=8, help="chunks of a prefilled prompt (%(default)s)")
     args = parser.parse_args()

@@ -198,11 +198,16 @@ class VllmStation(Station):
 
 
 async def bench(
-    model: models.Model, directory: Path, traffic: Traffic, systems: Systems, requests: int, console: Console
+    model: models.Model,
+    directory: Path,
+    traffic: Traffic,
+    systems: Systems,
+    requests: int,
+    console: Console,
+    bound: float = 0.0,
 ) -> list[dict[str, object]]:
-    """Measures a row for each system and rate. The bound comes from the first system without load."""
+    """Measures a row for each system and rate. Without a bound, it comes from the first system without load."""
     rows: list[dict[str, object]] = []
-    bound = 0.0
     with Progress(console=console) as progress:
         task = progress.add_task("throughput", total=len(systems))
         for name, ratio in systems:
@@ -309,7 +314,7 @@ def _capacities(rows: Sequence[dict[str, object]]) -> Table:
 
 
 def main() -> int:
-    parser = parser_of("throughput", __doc__)
+    parser = parser_of("worker.throughput", __doc__)
     add_data(parser)
     parser.add_argument("--requests", type=int, default=40, help="minimum requests at each rate (%(default)s)")
     parser.add_argument("--base", type=int, default=64, help="passages of the knowledge base (%(default)s)")
