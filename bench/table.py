@@ -79,7 +79,7 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "processor": _processor(),
         "model": args.model,
     }
-    record = {"about": about, "date": time.strftime("%Y-%m-%d"), "parts": {}}
+    record: dict[str, Any] = {"about": about, "date": time.strftime("%Y-%m-%d"), "parts": {}}
     if args.json.exists() and (known := json.loads(args.json.read_text()))["about"] == about:
         record = known
     parts = record["parts"]
@@ -142,7 +142,9 @@ def _quality(args: argparse.Namespace, commit: str) -> _Rows:
 def markdown(record: Mapping[str, Any]) -> str:
     """The table and its caption."""
     about, parts = record["about"], record["parts"]
-    lines = [(f"{about['model']}, {about['processor']}", "full attention", "full reuse", "the default")]
+    lines: list[tuple[str, ...]] = [
+        (f"{about['model']}, {about['processor']}", "full attention", "full reuse", "the default")
+    ]
     lines.append(("tokens of the context computed", "all", "none", _computed()))
     lines += [*_first_tokens(parts["first"]), _questions(parts), *_qualities(parts["quality"])]
     lines.insert(1, ("---",) * len(lines[0]))
