@@ -18,7 +18,7 @@ Passage = tuple[Chunk, pb.Passage]
 # Characters of given passages with their titles: of one, and of all. The second is a context of 128 Ki tokens.
 _MAX_PASSAGE, _MAX_PASSAGES = 1 << 15, 1 << 19
 # Characters of a passage's document, id and metadata, which are not part of the prompt.
-_MAX_NOTES = 4096
+MAX_NOTES = 4096
 # Characters of a whole conversation. Longer context belongs in passages.
 MAX_QUESTION = 1 << 16
 MAX_MESSAGES = 1024
@@ -172,10 +172,10 @@ def check(request: pb.GenerateRequest, max_passages: int) -> None:
         raise InvalidArgument(f"temperature is {sampling.temperature:g}: it must be 0 (greedy) or more")
     if not 0 <= sampling.top_p <= 1:
         raise InvalidArgument(f"top_p is {sampling.top_p:g}: it must be from 0 to 1")
-    if any(not stop for stop in sampling.stop):
-        raise InvalidArgument("a stop string is empty")
     if len(sampling.stop) > _MAX_STOPS or any(len(stop) > _MAX_STOP for stop in sampling.stop):
         raise InvalidArgument(f"a request takes at most {_MAX_STOPS} stop strings of at most {_MAX_STOP} characters")
+    if any(not stop for stop in sampling.stop):
+        raise InvalidArgument("a stop string is empty")
 
 
 def _check_passages(passages: Sequence[pb.Passage]) -> None:
@@ -186,10 +186,10 @@ def _check_passages(passages: Sequence[pb.Passage]) -> None:
             raise InvalidArgument(
                 f"passage {number} has {length} characters; the maximum is {_MAX_PASSAGE}: split it"
             )
-        notes = (passage.document, passage.id, *passage.metadata.keys(), *passage.metadata.values())
-        if sum(map(len, notes)) > _MAX_NOTES:
+        many = len(passage.metadata) > MAX_NOTES  # which need not be listed
+        if many or len(passage.document) + len(passage.id) + _length(passage.metadata) > MAX_NOTES:
             raise InvalidArgument(
-                f"document, id and metadata of passage {number} have more than {_MAX_NOTES} characters in total"
+                f"document, id and metadata of passage {number} have more than {MAX_NOTES} characters in total"
             )
     if (length := sum(len(p.text) + len(p.title) for p in passages)) > _MAX_PASSAGES:
         raise InvalidArgument(f"the passages have {length} characters; the maximum is {_MAX_PASSAGES}")
@@ -197,8 +197,12 @@ def _check_passages(passages: Sequence[pb.Passage]) -> None:
 
 def check_filter(where: Mapping[str, str]) -> None:
     """Raises InvalidArgument if a filter is too long."""
-    if len(where) > _MAX_PAIRS or sum(map(len, (*where.keys(), *where.values()))) > _MAX_NOTES:
-        raise InvalidArgument(f"a filter takes at most {_MAX_PAIRS} pairs and {_MAX_NOTES} characters")
+    if len(where) > _MAX_PAIRS or _length(where) > MAX_NOTES:
+        raise InvalidArgument(f"a filter takes at most {_MAX_PAIRS} pairs and {MAX_NOTES} characters")
+
+
+def _length(pairs: Mapping[str, str]) -> int:
+    return sum(map(len, (*pairs.keys(), *pairs.values())))
 
 
 def given(passages: Sequence[pb.Passage], vocabulary: Vocabulary) -> list[Passage]:

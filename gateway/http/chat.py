@@ -1,13 +1,14 @@
 """Converts OpenAI's completion requests to the gateway's; unsupported fields are refused."""
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fusionkv.gateway.client import requests
 from fusionkv.gateway.client.results import Passage
-from fusionkv.gateway.plan import Conversation
+from fusionkv.gateway.plan import MAX_MESSAGES, MAX_NOTES, Conversation
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import InvalidArgument
 
@@ -71,8 +72,10 @@ class Chat:
     text: bool = False
 
 
-def read(body: Any, text: bool = False) -> Chat:
+def read(body: Any, text: bool = False, max_passages: int = sys.maxsize) -> Chat:
     """Reads the JSON body of a chat completion, or of a text completion.
+
+    Checks lengths of lists first: it blocks, and a body has room for 500,000 passages.
 
     Raises:
         InvalidArgument: the body is invalid, or requests something unsupported.
@@ -94,7 +97,7 @@ def read(body: Any, text: bool = False) -> Chat:
     usage = _typed(_typed(given, "stream_options", dict, {}), "include_usage", bool, False)
     conversation = {"question": _prompt(given)} if text else {"messages": _messages(given)}
     _typed(own, "order", str, "")
-    options = {**_of_model(model), "passages": _passages(given), **conversation, **own}
+    options = {**_of_model(model), "passages": _passages(given, max_passages), **conversation, **own}
     if not options["corpus"] and not options["passages"]:
         raise BadRequest("model names no corpus and there are no passages: name a corpus, or send passages", "model")
     request = requests.generate(**options, **_sampling(given))
@@ -142,11 +145,11 @@ def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _passages(given: Mapping[str, Any]) -> list[Passage]:
+def _passages(given: Mapping[str, Any], limit: int) -> list[Passage]:
     name, *more = [name for name in _PASSAGES if name in given] or ["passages"]
     if more:
         raise BadRequest("passages and documents are the same field: use only one of them", "documents")
-    return [_passage(passage, f"{name}[{i}]") for i, passage in enumerate(_typed(given, name, list, []))]
+    return [_passage(passage, f"{name}[{i}]") for i, passage in enumerate(_list(given, name, limit))]
 
 
 def _passage(given: Any, where: str) -> Passage:
@@ -163,6 +166,10 @@ def _passage(given: Any, where: str) -> Passage:
         values["id"] = str(values["id"])
     fields = {name: values.pop(name) for name in Passage.__dataclass_fields__.keys() & values}
     metadata = _typed(fields, "metadata", dict, {}) | values
+    if len(metadata) > MAX_NOTES:
+        raise BadRequest(
+            f"{where} has {len(metadata)} fields of metadata; the maximum is {MAX_NOTES} characters", where
+        )
     strings = {name: value if isinstance(value, str) else json.dumps(value) for name, value in metadata.items()}
     return Passage(**{**fields, "metadata": strings})
 
@@ -176,7 +183,7 @@ def _prompt(given: Mapping[str, Any]) -> str:
 
 
 def _messages(given: Mapping[str, Any]) -> list[dict[str, str]]:
-    messages = [_message(m, f"messages[{i}]") for i, m in enumerate(_typed(given, "messages", list, []))]
+    messages = [_message(m, f"messages[{i}]") for i, m in enumerate(_list(given, "messages", MAX_MESSAGES))]
     if not messages:
         raise BadRequest("messages is empty", "messages")
     return messages
@@ -194,11 +201,18 @@ def _message(message: Any, where: str) -> dict[str, str]:
     content = message.get("content")
     if isinstance(content, str):
         return {"role": role, "content": content}
-    parts = content if isinstance(content, list) else [None]
+    parts = _list(message, "content", MAX_MESSAGES) if isinstance(content, list) else [None]
     texts = [p.get("text") if isinstance(p, dict) and p.get("type") == "text" else None for p in parts]
     if not all(isinstance(text, str) for text in texts):
         raise BadRequest(f"{where} has content that is not text", where)
     return {"role": role, "content": "".join(map(str, texts))}
+
+
+def _list(given: Mapping[str, Any], name: str, limit: int) -> list[Any]:
+    items: list[Any] = _typed(given, name, list, [])
+    if len(items) > limit:
+        raise BadRequest(f"{name} has {len(items)} items; the maximum is {limit}", name)
+    return items
 
 
 def _typed(given: Mapping[str, Any], name: str, kind: Any, default: Any) -> Any:

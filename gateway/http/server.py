@@ -52,7 +52,7 @@ class HTTPServer(Listener):
         return web.json_response({"status": "ok"})
 
     async def _complete(self, text: bool, request: web.Request) -> web.StreamResponse:
-        completion = chat.read(await self._json(request), text)
+        completion = chat.read(await self._json(request), text, self._config.max_top_k)
         async with contextlib.aclosing(self._servicer.Generate(completion.request, None)) as responses:
             events = (results.event(response) async for response in responses)
             if completion.stream:

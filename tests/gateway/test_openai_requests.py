@@ -10,6 +10,7 @@ from fusionkv.gateway.http import chat, embeddings, failures
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime import errors
 from fusionkv.protos.runtime.errors import InvalidArgument
+from tests.stopwatch import Stopwatch
 
 ASKED = [{"role": "user", "content": "Which colour?"}]
 GOOD = {"model": "notes", "messages": ASKED, "max_tokens": 1}
@@ -65,6 +66,26 @@ def test_what_cannot_be_followed_is_refused(body: Any, param: str | None, said: 
     assert failures.status(refused.value) == 400
     made = failures.body(refused.value)["error"]
     assert (made["type"], made["param"], made["code"]) == ("invalid_request_error", param, None)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"passages": ["x"] * 200_000}, "passages has 200000 items; the maximum is 128"),
+        ({"passages": [{"text": "x", **{str(i): i for i in range(200_000)}}]}, "200000 fields of metadata"),
+        ({"messages": ASKED * 100_000}, "messages has 100000 items; the maximum is 1024"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 100_000}]},
+            "content has 100000",
+        ),
+    ],
+    ids=["passages", "fields", "messages", "parts"],
+)
+def test_long_lists_are_refused_before_they_are_read(body: dict[str, Any], said: str) -> None:
+    watch = Stopwatch()
+    with pytest.raises(InvalidArgument, match=said):
+        chat.read({**GOOD, **body}, False, 128)
+    assert watch.seconds() < 0.2
 
 
 def test_everything_that_can_be_asked() -> None:
