@@ -51,6 +51,7 @@ def main() -> int:
 
 
 async def _serve(config: GatewayConfig) -> None:
+    from fusionkv.gateway import messages
     from fusionkv.gateway.auth.quotas import Quotas
     from fusionkv.gateway.auth.tenants import Tenants, read_key
     from fusionkv.gateway.embed.base import Embedder
@@ -95,7 +96,7 @@ async def _serve(config: GatewayConfig) -> None:
     await rpc.serve(
         "fusionkv-gateway",
         config.listen,
-        {SERVICE.full_name: rpc.handlers(SERVICE, servicer)},
+        {SERVICE.full_name: rpc.handlers(SERVICE, servicer, messages.readers())},
         drain_seconds=config.drain_seconds,
         on_drain=servicer.close,
         tls=config.server_tls,

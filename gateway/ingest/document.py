@@ -33,10 +33,11 @@ def check_text(size: int, limit: int) -> None:
 
 def metadata_pairs(metadata: Mapping[str, str]) -> Pairs:
     """Metadata as stored with chunks: pairs sorted by key. Raises InvalidArgument."""
+    many = len(metadata) > _MAX_METADATA  # which need not be listed
+    if many or sum(map(len, (*metadata.keys(), *metadata.values()))) > _MAX_METADATA:
+        raise InvalidArgument(f"the metadata has more than {_MAX_METADATA} characters")
     if any(not key or "=" in key for key in metadata):
         raise InvalidArgument("a metadata key is empty or contains `=`")
-    if sum(map(len, (*metadata.keys(), *metadata.values()))) > _MAX_METADATA:
-        raise InvalidArgument(f"the metadata has more than {_MAX_METADATA} characters")
     return tuple(sorted(metadata.items()))
 
 

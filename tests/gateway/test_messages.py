@@ -1,0 +1,69 @@
+"""Requests that protobuf would take seconds and gigabytes to parse are refused before it does."""
+
+import grpc
+import pytest
+from google.protobuf.message import DecodeError
+
+from fusionkv.gateway import messages, plan
+from fusionkv.gateway.ingest.document import metadata_pairs
+from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
+from fusionkv.protos.runtime import rpc
+from fusionkv.protos.runtime.errors import InvalidArgument
+from tests.gateway.conftest import Serve, Start
+from tests.gateway.strangers import call
+from tests.stopwatch import Stopwatch
+
+READ = messages.readers()
+PASSAGE, GROUP, GROUP_END = b"\x52\x00", b"\xa3\x06", b"\xa4\x06"  # field 10, and a group that is unknown
+METADATA = b"".join(b"\x2a\x05\x0a\x03%03d" % (i % 1000) for i in range(70_000))
+
+
+def test_all_methods_have_limits() -> None:
+    request = pb.GenerateRequest(question="q", passages=[pb.Passage(text="x" * 1000, score=0.5)] * 128, ratio=0.1)
+    assert READ["Generate"](request.SerializeToString()) == request
+    document = pb.IngestRequest(corpus="c", content=bytes(60 << 20), first_line=7, metadata={"a": "b"})
+    assert READ["Ingest"](document.SerializeToString()) == document
+    for name, read in READ.items():
+        with pytest.raises(ValueError, match="more than 65536 fields"):
+            read(PASSAGE * (1 << 17))
+        if name != "Ingest":
+            with pytest.raises(ValueError, match="the maximum is 8388608"):
+                read(b"\x0a\x80\x80\x80\x04" + bytes(8 << 20))
+
+
+@pytest.mark.parametrize("data", [
+    pytest.param(PASSAGE * 40_000_000, id="passages"),
+    pytest.param(GROUP + PASSAGE * (1 << 17) + GROUP_END, id="in a group"),
+    pytest.param(GROUP + GROUP_END + PASSAGE * (1 << 17), id="behind a group"),
+    pytest.param(b"\x09" + bytes(8) + b"\x0d" + bytes(4) + b"\x08\xff\1" + PASSAGE * (1 << 17), id="behind numbers"),
+    pytest.param(b"\xff" * (60 << 20), id="no number"),
+    pytest.param(b"\x52\xff\xff\xff\xff\xff\xff\xff\xff\xff\x7f", id="a size beyond all"),
+    pytest.param(b"\x07" + PASSAGE * 9, id="no kind"),
+    pytest.param(METADATA, id="metadata"),
+])  # fmt: skip
+def test_what_protobuf_need_not_read(data: bytes) -> None:
+    watch = Stopwatch()
+    with pytest.raises((ValueError, DecodeError)):
+        READ["Ingest"](data)
+    assert watch.seconds() < 0.5
+
+
+def test_counts_are_checked_before_values() -> None:
+    stops = pb.GenerateRequest(corpus="c", sampling=pb.Sampling(stop=["a"] * 2_000_000))
+    pairs = {str(number): "" for number in range(500_000)}
+    noted = pb.GenerateRequest(passages=[pb.Passage(text="x", metadata=pairs)])
+    for refused in (lambda: plan.check(stops, 9), lambda: plan.check(noted, 9), lambda: metadata_pairs(pairs)):
+        watch = Stopwatch()
+        with pytest.raises(InvalidArgument, match=r"at most 16 stop|more than 4096"):
+            refused()
+        assert watch.seconds() < 0.05
+
+
+@pytest.mark.system
+def test_a_gateway_refuses_them_and_goes_on(start: Start, serve: Serve) -> None:
+    client, gateway = serve(start())
+    with rpc.dial_sync(gateway.address) as channel:
+        for method, data in (("Generate", PASSAGE * (1 << 17)), ("List", bytes(9 << 20)), ("Ingest", METADATA)):
+            status, said = call(channel, f"/gateway.v1.GatewayService/{method}", [data])
+            assert (status, said[:26]) == (grpc.StatusCode.INVALID_ARGUMENT, "the request is malformed: ")
+    assert client.list() == []
