@@ -93,7 +93,7 @@ def _line(document: Document, text: str) -> str:
 def _utf8(content: bytes, encoding: str = "utf-8") -> str:
     try:
         text = content.decode(encoding).removeprefix("\ufeff")
-    except (UnicodeError, LookupError) as error:
+    except (ValueError, LookupError) as error:
         raise InvalidArgument(f"the text is not {encoding.upper()}: {error}") from error
     if "\0" in text:
         raise InvalidArgument(f"the text contains a NUL character at {text.index(chr(0))}: is it a binary file?")

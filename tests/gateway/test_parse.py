@@ -95,6 +95,7 @@ def test_each_json_line_is_a_document() -> None:
         (b"", MARKDOWN, "no text"),
         (b"<p> </p><script>x</script>", HTML, "no text"),
         ("<p>Größe</p>".encode("latin-1"), HTML, "not UTF-8"),
+        (b"<meta charset='utf\0'><p>x", HTML, "not UTF.*null character"),
         (b"hello", PDF, "does not begin with %PDF-"),
         (b"%PDF-1.4\ngarbage", PDF, "the PDF can't be read"),
         (pdf("x")[:200], PDF, "PDF can't be read|no text"),
