@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ DEFAULT_RECIPE = "midlayer+corrected"
 # The name of that recipe in requests; modifiers may follow it.
 DEFAULT = "default"
 _MODEL_SECONDS = 30.0
+_PLACE = re.compile(r"\{(?:passages|question)\}")
 # Trailing metadata key of FetchPrefill.
 CHECKSUM = "fusionkv-checksum-bin"
 
@@ -27,6 +29,13 @@ def full_name(recipe: str, default: str) -> str:
     """A requested recipe's full name, with `default` for an empty name, and in place of the base `default`."""
     base, plus, modifiers = (recipe or DEFAULT).partition("+")
     return f"{default}{plus}{modifiers}" if base == DEFAULT else recipe
+
+
+def template_error(template: str) -> str:
+    """What is wrong with a prompt template; empty if nothing is, or if there is no template."""
+    if not template or _PLACE.findall(template) == ["{passages}", "{question}"]:
+        return ""
+    return "prompt_template must contain {passages} and, behind it, {question}, each once"
 
 
 class WorkerClient:

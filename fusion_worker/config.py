@@ -1,12 +1,12 @@
 """The fusion worker's settings: table `[worker]` of the configuration file."""
 
 import logging
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fusionkv.fusion_worker.client import template_error
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.protos.runtime import process, settings
 from fusionkv.protos.runtime.errors import FailedPrecondition
@@ -18,7 +18,6 @@ log = logging.getLogger(__name__)
 _CACHE = "127.0.0.1:7070"
 # The reference model of a clone of the repository.
 _MODEL = Path("models/eased-3")
-_PLACE = re.compile(r"\{(?:passages|question)\}")
 STORES = ("plain", "int8", "fp8")
 
 
@@ -126,8 +125,8 @@ class WorkerConfig:
             raise ValueError(f"store must be one of {', '.join(STORES)}, not {self.store!r}")
         if self.tensor_parallel > 1 and self.device not in ("auto", "cpu", "cuda"):
             raise ValueError(f"with tensor_parallel, rank i takes GPU i: device can't be {self.device!r}")
-        if self.prompt_template and _PLACE.findall(self.prompt_template) != ["{passages}", "{question}"]:
-            raise ValueError("prompt_template must contain {passages} and, behind it, {question}, each once")
+        if error := template_error(self.prompt_template):
+            raise ValueError(error)
         ServerTLS.of(self.tls_cert, self.tls_key, self.tls_client_ca)
 
     @property

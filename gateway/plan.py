@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fusionkv.fusion_worker.client import template_error
 from fusionkv.gateway.retrieval.base import Chunk
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.fusion.v1 import fusion_pb2
@@ -27,7 +28,6 @@ _MAX_PAIRS = 16
 MAX_RECIPE = 256
 # The worker has the same limits; checking here refuses a request before anything is retrieved.
 _MAX_STOPS, _MAX_STOP = 16, 256
-_PLACE = re.compile(r"\{(?:passages|question)\}")
 # A modifier and its first number; the worker parses the rest.
 _TERM = re.compile(r"(\w{1,32})(?:\(([0-9]{0,6})[0-9, ]{0,32}\))?")
 
@@ -163,8 +163,8 @@ def check(request: pb.GenerateRequest, max_passages: int) -> None:
     if request.query:
         check_question(request.query, "query")
     _check_length(request.prompt_template, "prompt template")
-    if request.prompt_template and _PLACE.findall(request.prompt_template) != ["{passages}", "{question}"]:
-        raise InvalidArgument("prompt_template must contain {passages} and, behind it, {question}, each once")
+    if error := template_error(request.prompt_template):
+        raise InvalidArgument(error)
     if request.HasField("ratio") and not 0 <= request.ratio <= 1:
         raise InvalidArgument(f"ratio is {request.ratio:g}: it must be from 0 to 1")
     sampling = request.sampling
