@@ -92,9 +92,9 @@ class _Pass:
 
     async def lesson(self) -> fusion_pb2.EncodeRequest | None:
         """The request to learn the corpus's correction; None if there are fewer than two different chunks."""
-        names = sorted(self.sizes)
-        sample: list[Chunk] = []
-        for name in names[:: max(1, len(names) // _SAMPLE)]:
+        names, sample = sorted(self.sizes), list[Chunk]()
+        count = min(len(names), _SAMPLE)
+        for name in (names[i * len(names) // count] for i in range(count)):
             stored = await self.tenant.retrieval.chunks(self.corpus, name, self.model)
             sample += [chunk for chunk, _ in stored[: max(1, _SAMPLE // len(names))]]
         if len({chunk.ids for chunk in sample}) < 2:

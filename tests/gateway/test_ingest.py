@@ -139,6 +139,24 @@ async def test_what_is_unchanged_is_embedded_once(rig: Rig, topics: Topics) -> N
     np.testing.assert_allclose(vectors, await Topics().embed(changed), atol=1e-6)
 
 
+@pytest.mark.parametrize("documents", [2, 33, 63, 100])
+async def test_a_correction_is_learned_from_documents_of_the_whole_corpus(rig: Rig, documents: int) -> None:
+    rig.workers.vocabulary.model.modifiers.add(name="corrected")
+    rig.workers.vocabulary.model.recipes.add(name="r", takes_modifiers=True)
+    lines = [json.dumps({"id": f"{number:03}", "text": f"It is {number}."}) for number in range(documents)]
+    await rig.ingest("d.jsonl", "\n".join(lines))
+    _ = [p async for p in rig.precompute.run(rig.tenant, pb.PrecomputeRequest(corpus="c", recipe="r+corrected"))]
+    lesson = rig.workers.encoded[0]
+    assert lesson.mode == lesson.MODE_CORRECTION
+    numbers = {(await rig.chunks(f"{number:03}"))[0][0].ids: number for number in range(documents)}
+    sampled = [numbers[tuple(part.ids)] for part in (*lesson.before, lesson.chunk)]
+    assert len(sampled) == min(32, documents)
+    assert sampled == sorted(set(sampled))
+    assert max(np.diff([-1, *sampled, documents])) <= 1 + -(-documents // 32), (
+        "no large part of the corpus is left out"
+    )
+
+
 async def test_what_was_encoded_ahead_of_time_stays_with_its_chunk(rig: Rig) -> None:
     rig.workers.vocabulary.model.recipes.add(name="r", neighbours=1)
     await rig.ingest("d.txt", "\n\n".join(PARAGRAPHS))
