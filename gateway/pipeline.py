@@ -20,9 +20,17 @@ from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.observe import telemetry
-from fusionkv.protos.runtime.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
+from fusionkv.protos.runtime.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    ResourceExhausted,
+    Unavailable,
+)
 
 tracer = trace.get_tracer(__name__)
+# Of a worker that computed nothing: it is busy, or its checks refused the request.
+_UNSERVED = (ResourceExhausted, Unavailable, InvalidArgument, FailedPrecondition)
 
 
 class Engine(Protocol):
@@ -148,7 +156,7 @@ class Pipeline:
                         yield pb.GenerateResponse(summary=summary)
         except Exception as error:
             finished = True  # with an error, which the span records
-            if not ttft and isinstance(error, (ResourceExhausted, Unavailable)):  # the caller will retry
+            if not ttft and isinstance(error, _UNSERVED):
                 tenant.meter.give_back(prompt)
             raise
         finally:

@@ -1,7 +1,9 @@
 """Files in: JSON lines, sources, what is kept of chunks, another embedder; and what is found then."""
 
+import contextlib
+import dataclasses
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,15 @@ from fusionkv.gateway.retrieval.hybrid import HybridSearch
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
-from fusionkv.protos.runtime.errors import AlreadyExists, FailedPrecondition, InvalidArgument, Unavailable
+from fusionkv.protos.runtime.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    ResourceExhausted,
+    ServiceError,
+    Unavailable,
+)
 from tests.gateway.conftest import Reopen
 from tests.gateway.test_tokens import vocabulary
 
@@ -137,6 +147,28 @@ async def test_what_is_unchanged_is_embedded_once(rig: Rig, topics: Topics) -> N
     assert near.document == "d.txt"
     vectors = np.stack([vector for _, vector in await rig.chunks("d.txt")])
     np.testing.assert_allclose(vectors, await Topics().embed(changed), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("error", "free"),
+    [(InvalidArgument, True), (FailedPrecondition, True), (Unavailable, True), (DeadlineExceeded, False)],
+)
+async def test_a_prompt_that_a_worker_refuses_costs_no_tokens(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, error: type[ServiceError], free: bool
+) -> None:
+    async def generate(request: fusion_pb2.GenerateRequest, timeout: float) -> AsyncGenerator[Any]:
+        raise error("no")
+        yield
+
+    monkeypatch.setattr(rig.workers, "generate", generate, raising=False)
+    rig.workers.vocabulary.model.recipes.add(name="r")
+    meter = Meter(lambda: Quota(tokens_per_minute=1), clock=lambda: 0.0)
+    meter.admit()
+    asked = requests.generate(question="Which?", passages=["A lake."], recipe="r")
+    with pytest.raises(error):
+        _ = [event async for event in rig.pipeline.answer(dataclasses.replace(rig.tenant, meter=meter), asked, 60)]
+    with contextlib.nullcontext() if free else pytest.raises(ResourceExhausted):
+        meter.admit()
 
 
 @pytest.mark.parametrize("documents", [2, 33, 63, 100])
