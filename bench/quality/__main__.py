@@ -21,7 +21,7 @@ from fusionkv.bench.quality import jobs
 from fusionkv.bench.quality.data import datasets, tasks
 from fusionkv.bench.quality.data.samples import Task
 from fusionkv.bench.quality.report import report
-from fusionkv.bench.quality.report.cells import Cell, Store, Subject, table
+from fusionkv.bench.quality.report.cells import Cell, Store, Subject, locked, table
 from fusionkv.bench.quality.report.rows import judged, rows
 from fusionkv.fusion_worker.client import DEFAULT_RECIPE, full_name
 from fusionkv.fusion_worker.config import STORES, WorkerConfig
@@ -54,7 +54,8 @@ def main() -> int:
     args = _parser().parse_args()
     console = Console(stderr=True, highlight=False)
     try:
-        return _evaluate(args, console)
+        with locked(args.out):
+            return _evaluate(args, console)
     except (ServiceError, SettingsError, OSError, ValueError) as error:
         print(f"fusionkv eval: {error}", file=sys.stderr)
         return 1

@@ -1,8 +1,11 @@
 """Cells (a recipe at a ratio) and their results, stored immediately in a JSON-lines file."""
 
+import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,6 +77,20 @@ def key(subject: Subject, block: Block, cell: Cell) -> Key:
     if by_library and block.task.library is not None:
         how = (*how, block.task.library.digest)
     return (*how, block.task.name, str(block.start), block.digest, cell.specification, repr(cell.ratio))
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keeps other processes from measuring into a folder, which is made if missing. Raises OSError if one does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise OSError(f"{folder} is in use by another process: give each one an --out of its own") from None
+    finally:
+        os.close(file)
 
 
 class Store:

@@ -1,8 +1,10 @@
 """What was measured is found again under what it depends on, and nothing else; jobs measure the rest."""
 
 import argparse
+import fcntl
 import json
 import multiprocessing
+import os
 import subprocess
 import sys
 import time
@@ -17,7 +19,7 @@ from fusionkv.bench.quality.__main__ import RATIOS, _parser, _plan, _subject, ma
 from fusionkv.bench.quality.data.samples import Library, Sample, Task
 from fusionkv.bench.quality.data.tasks import reference
 from fusionkv.bench.quality.jobs import BLOCK, cells_of, missing
-from fusionkv.bench.quality.report.cells import NO_CONTEXT, Cell, Measured, Store, Subject, key, table
+from fusionkv.bench.quality.report.cells import NO_CONTEXT, Cell, Measured, Store, Subject, key, locked, table
 from fusionkv.fusion_worker.config import STORES, WorkerConfig
 from fusionkv.fusion_worker.recipes import modifiers
 from fusionkv.fusion_worker.select.base import CachedAttention
@@ -175,6 +177,21 @@ def test_what_a_report_could_not_tell_apart_is_refused(
     monkeypatch.setattr(sys, "argv", ["eval", *map(str, models), *flags])
     assert main() == 1
     assert "two of the model model, " in capsys.readouterr().err
+
+
+def test_a_folder_that_another_process_measures_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["eval", "--tasks", "single", "single", "--n", "1", "--out", str(tmp_path)])
+    file = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    assert main() == 1
+    assert capsys.readouterr().err == (
+        f"fusionkv eval: {tmp_path} is in use by another process: give each one an --out of its own\n"
+    )
+    os.close(file)
+    with locked(tmp_path), pytest.raises(OSError, match="in use"), locked(tmp_path):
+        pass
 
 
 @pytest.mark.slow
