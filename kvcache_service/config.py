@@ -74,6 +74,10 @@ class Config:
     )
 
     def __post_init__(self) -> None:
+        if self.low_watermark > self.high_watermark:
+            raise ValueError(
+                f"low_watermark ({self.low_watermark:g}) exceeds high_watermark ({self.high_watermark:g})"
+            )
         ServerTLS.of(self.tls_cert, self.tls_key, self.tls_client_ca)
         scheme, _, _ = self.remote_url.partition("://")
         if self.remote_url and scheme not in _SCHEMES:

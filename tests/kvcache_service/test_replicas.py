@@ -152,6 +152,12 @@ def test_demand_is_bounded_and_remembers_the_last() -> None:
     assert demand.count((700).to_bytes(8)) == 0
 
 
+def test_watermarks_in_the_wrong_order_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"low_watermark \(0.9\) exceeds high_watermark \(0.5\)"):
+        Config(low_watermark=0.9, high_watermark=0.5)
+    assert Config(low_watermark=0.5, high_watermark=0.5)
+
+
 def test_between_the_watermarks_the_coldest_make_room_ahead_of_need() -> None:
     replicas = Replicas(blocks=100, high_watermark=0.9, low_watermark=0.5)
     for i in range(90):
