@@ -95,7 +95,7 @@ def check_ports(addresses: Sequence[str], flag: str) -> None:
         host, _, port = address.rpartition(":")
         if address.startswith("unix:"):
             continue
-        if not host or not port.isdigit():
+        if not host or not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
             raise OSError(f"{flag} {address}: an address is host:port, such as 127.0.0.1:8080, or unix:/path")
         if port == "0":
             continue

@@ -222,6 +222,14 @@ def test_clear_errors_at_start(start: Any, tmp_path: Path) -> None:
             1,
             f"{service.address} is in use by another program",
         ),
+        ([*flags(tmp_path / "new"), "--listen", "foo"], 1, "--listen foo: an address is host:port, such as"),
+        # gRPC would listen on port 34463, and getaddrinfo take the other digits.
+        ([*flags(tmp_path / "new"), "--listen", "127.0.0.1:99999"], 1, "127.0.0.1:99999: an address is host:port"),
+        (
+            [*flags(tmp_path / "new"), "--listen", "127.0.0.1:\u0667\u0660\u0667\u0660"],
+            1,
+            "127.0.0.1:\u0667\u0660\u0667\u0660: an address is host:port",
+        ),
         ([*flags(tmp_path / "new"), "--disk-bytes", "many"], 2, "not a size: 'many'"),
         ([*flags(tmp_path / "new"), "--max-path", "0"], 2, "outside 1..65535"),
         (flags(Path("/proc/nowhere")), 1, "/proc/nowhere"),
