@@ -15,7 +15,7 @@ from fusionkv.kvcache_service.index.record import HitKind
 from fusionkv.kvcache_service.local import LocalTiers, read_into
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.kvcache.v1.kvcache_pb2_grpc import KVCacheServiceStub
-from fusionkv.protos.runtime import errors, frames, process, rpc
+from fusionkv.protos.runtime import cancellation, errors, frames, process, rpc
 from fusionkv.protos.runtime.checksum import Checksum
 from fusionkv.protos.runtime.checksum import checksum as checksum_of
 from fusionkv.protos.runtime.tls import ClientTLS
@@ -90,6 +90,8 @@ class CacheClient:
         self._tls = tls
         self._channels: list[grpc.aio.Channel] = []
         self._stub: Any = None
+        self._closed = False
+        self._puts: set[asyncio.Timeout] = set()
         self._local = LocalTiers(address)
         self._rise = Rise(self._prefetch)
 
@@ -253,7 +255,13 @@ class CacheClient:
             offered=offered,
             signature=signature,
         )
-        response = await self._send(header, data, deadline - time.monotonic())
+        with self._errors("put at"):
+            async with asyncio.timeout(None) as put:
+                self._puts.add(put)
+                try:
+                    response = await self._send(header, data, deadline - time.monotonic())
+                finally:
+                    self._puts.discard(put)
         return response.key, response.outcome == pb.PutResponse.OUTCOME_STORED
 
     async def release(self, lease: int, *, timeout: float = 5.0) -> None:
@@ -276,11 +284,13 @@ class CacheClient:
         return await self._call("Stats", pb.StatsRequest(), timeout)
 
     async def close(self) -> None:
-        """Closes the connection; calls in progress fail."""
+        """Closes the connection; calls in progress and later ones raise Unavailable."""
+        self._closed = True
         self._rise.close()
+        for put in self._puts:
+            put.reschedule(0)  # grpc.aio would let it wait for ever
         for channel in self._channels:
             await channel.close()
-        self._channels.clear()
         self._local.close()
 
     async def _send(self, header: pb.PutHeader, data: memoryview, timeout: float) -> pb.PutResponse:
@@ -324,12 +334,22 @@ class CacheClient:
             yield
         except grpc.RpcError as error:
             raise errors.from_rpc(error, f"{doing} the cache service at {self.address}") from error
+        except (TimeoutError, asyncio.CancelledError) as error:
+            # `close` ends Puts by a timeout, and grpc.aio may cancel other calls.
+            if not self._closed or cancellation.requests():
+                raise
+            raise self._unavailable(doing) from error
+
+    def _unavailable(self, doing: str) -> errors.Unavailable:
+        return errors.Unavailable(f"{doing} the cache service at {self.address}: the client is closed")
 
     def _begin(self, method: str, request: Any, timeout: float, **more: Any) -> Any:
         """Starts a call. The channel is created here, since it binds to the running event loop."""
         if timeout <= 0:
             # gRPC would interpret 0 as no deadline.
             raise errors.DeadlineExceeded(f"no time left for {method.lower()} at the cache service at {self.address}")
+        if self._closed:
+            raise self._unavailable(f"{method.lower()} at")
         if not self._channels:
             process.keep_freed_memory()
             channel = rpc.dial(self.address, tls=self._tls)

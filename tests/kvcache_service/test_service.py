@@ -1,6 +1,7 @@
 """The RPCs over a real channel: what each of them does, and what OpenTelemetry is told."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -294,6 +295,20 @@ async def test_metrics_and_spans(start: Any, monkeypatch: pytest.MonkeyPatch) ->
     (span,) = exporter.get_finished_spans()
     assert span.name == "kvcache.read"
     assert dict(span.attributes or {}) == {"fusionkv.tier": "disk", "fusionkv.bytes": MIB, "fusionkv.promoted": True}
+
+
+async def test_calls_while_their_client_closes_and_afterwards(service: Any) -> None:
+    client = service.client
+    calls = [call for number in range(8) for call in (client.stats(), service.put(f"P{number}", bytes(9)))]
+    closing = asyncio.gather(*calls, client.close(), *(client.stats() for _ in range(8)), return_exceptions=True)
+    async with asyncio.timeout(60):
+        while not closing.done():
+            with contextlib.suppress(errors.Unavailable):
+                await client.stats()
+            await asyncio.sleep(0)
+    ended = [*(await closing), *await asyncio.gather(client.stats(), return_exceptions=True)]
+    assert {type(result) for result in ended} <= {pb.StatsResponse, tuple, errors.Unavailable, type(None)}
+    assert "the client is closed" in str(ended[-1])
 
 
 async def test_the_sweep_goes_on_after_an_unexpected_error(start: Any, monkeypatch: Any, caplog: Any) -> None:
