@@ -154,10 +154,20 @@ async def test_a_fetch_that_fails(fault: str, line: Line, behind: Any) -> None:
     await undegraded(rig, parts, ratio=1.0, expected=expected)
 
 
-async def test_a_request_beside_one_that_fails(line: Line, behind: Any) -> None:
+async def test_a_request_beside_one_that_fails(line: Line, behind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two requests wait for one fetch; one is cancelled, the fetch fails, the other is answered all the same."""
     parts = prompt(120)
     rig = await behind("llama", parts, lookup_timeout=30, fetch_timeout=FETCH)
+    cache, both = rig.servicer.loader._cache, asyncio.Barrier(2)
+    look_up = cache.lookup
+
+    async def together(*args: Any, **more: Any) -> Any:
+        """Neither fetches before both have looked up: what stalls is no lookup."""
+        found = await look_up(*args, **more)
+        await both.wait()
+        return found
+
+    monkeypatch.setattr(cache, "lookup", together)
     line.down = line.stall
     expected = oracle("llama").full_attention(parts)
     first, second = (asyncio.create_task(rig.ask(*parts, expected=expected)) for _ in range(2))
