@@ -4,7 +4,8 @@ Full attention answers questions about passages, and its answers are fed to ever
 divergence of its next-token distributions from full attention is at most 0.1 nats, by a 95% interval; it is unsafe if
 the divergence is larger; otherwise there is not enough evidence. The questions are built in, or given by --data or
 --corpus. The verdicts are written to fusionkv-check.json in the model's directory. A worker that serves the model
-answers with full attention instead of an unsafe recipe.
+answers with full attention instead of an unsafe recipe. The exit code is 0, whatever the verdicts, unless the engine
+differs from the model's own code.
 """
 
 import argparse
