@@ -62,32 +62,19 @@ def test_an_entry_of_another_namespace_is_not_found() -> None:
     assert find(index, "SA") == [("miss", None), ("miss", None)]
 
 
-def test_removed_entries_are_not_found() -> None:
-    one, two, v = entry("SXA"), entry("SYA"), entry("SA", "v")
-    index = index_of(one, two, v)
-    index.remove(one.key)
-    index.remove(v.key)
-    index.check_integrity()
-    assert find(index, "SXA", {2: "v"})[2] == ("alternative", two)
-    index.remove(two.key)
-    index.check_integrity()
-    assert not len(index.rows)
-    assert index.namespace_keys(NAMESPACE) == []
-
-
 paths = st.lists(st.sampled_from("ABC"), max_size=5).map(lambda tail: "S" + "".join(tail))
 
 
 @settings(max_examples=examples(200), deadline=None)
 @given(st.sets(paths, max_size=25), paths, st.randoms(use_true_random=False))
 def test_suffix_search_agrees_with_trying_every_entry(stored: set[str], asked: str, random: Any) -> None:
-    entries = {names: entry(names) for names in stored}
-    index = index_of(*entries.values())
-    for names in random.sample(sorted(stored), len(stored) // 3):
-        index.remove(entries.pop(names).key)
+    entries, variant = {names: entry(names) for names in stored}, entry("SA", "v")
+    index = index_of(*entries.values(), variant)
+    for key in (variant.key, *(entries.pop(names).key for names in random.sample(sorted(stored), len(stored) // 3))):
+        index.remove(key)
     index.check_integrity()
 
-    for i, (kind, row, _) in enumerate(index.find(NAMESPACE, path(asked), [()] * len(asked))):
+    for i, (kind, row, _) in enumerate(index.find(NAMESPACE, path(asked), [(variant.variant,)] * len(asked))):
         found = None if row is None else index.rows.record(row)
         prefix = asked[: i + 1]
         replicas = [n for n in entries if len(n) > 1 and n[-1] == prefix[-1]] if i else []
@@ -101,6 +88,10 @@ def test_suffix_search_agrees_with_trying_every_entry(stored: set[str], asked: s
             assert found in [entries[n] for n in alone]
         else:
             assert (kind, found) == (HitKind.MISS, None)
+    for left in entries.values():
+        index.remove(left.key)
+    index.check_integrity()
+    assert (len(index.rows), index.namespace_keys(NAMESPACE)) == (0, [])
 
 
 THREE = keys.versions_variant(3)

@@ -105,7 +105,8 @@ def test_of_two_offered_at_the_same_time_one_stays(replicas: Replicas) -> None:
     assert stored(replicas.store) == {"SABC"}
 
 
-paths = st.lists(st.sampled_from("ABC"), min_size=1, max_size=4).map(lambda tail: "S" + "".join(tail))
+# So few that many come again.
+paths = st.lists(st.sampled_from("AB"), min_size=1, max_size=3).map(lambda tail: "S" + "".join(tail))
 steps = st.lists(st.tuples(st.sampled_from(["put", "offer", "offer", "find", "find"]), paths), max_size=40)
 
 

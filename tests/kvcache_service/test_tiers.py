@@ -168,11 +168,6 @@ def filled(tmp_path: Path) -> Filled:
     return Filled(tmp_path / "data")
 
 
-def test_a_restart_keeps_everything(filled: Filled) -> None:
-    for _ in range(2):
-        filled.reopened(filled.keys).close()
-
-
 def test_bytes_behind_the_last_record_are_free_space(filled: Filled) -> None:
     with open(filled.segment, "ab") as file:
         file.write(payload("tail", 3 * BLOCK + 5))
@@ -275,14 +270,6 @@ def test_a_crash_of_the_machine_empties_a_tier_without_sync(filled: Filled, monk
 def test_a_restart_of_the_machine_after_a_clean_stop_loses_nothing(filled: Filled, monkeypatch: Any) -> None:
     monkeypatch.setattr(disk, "_boot_id", lambda: "another boot")
     filled.reopened(filled.keys).close()
-
-
-def test_a_read_behind_the_end_is_an_error(filled: Filled) -> None:
-    tier = filled.reopened(filled.keys)
-    os.truncate(filled.segment, 10)
-    with pytest.raises(OSError, match="truncated"):
-        tier.read(filled.entries[filled.keys[0]][1], 0, 100)
-    tier.close()
 
 
 def test_a_truncated_segment_is_named(tmp_path: Path) -> None:
