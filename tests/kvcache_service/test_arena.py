@@ -26,8 +26,18 @@ from fusionkv.kvcache_service.tiers.base import Place
 from fusionkv.kvcache_service.tiers.disk import DiskTier
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.protos.runtime import errors
-from tests.kvcache_service.tools import MIB, nearby, payload
+from tests.kvcache_service.tools import MIB, Service, nearby, payload
 from tests.waiting import until
+
+
+@pytest.fixture
+async def crowded(start: Any) -> Service:
+    """Memory for one entry: T is there, and S, which is colder, on disk alone."""
+    service: Service = await start(memory=1 * MIB, disk=64 * MIB)
+    for name in "ST":
+        await service.put(name, payload(name, MIB))
+        service.clock.now += 1000
+    return service
 
 
 @pytest.mark.parametrize("size", [1, 3 * MIB + 5, 9 * MIB])
@@ -107,42 +117,30 @@ async def test_what_is_on_disk_or_elsewhere_is_streamed(start: Any, tmp_path: Pa
     assert (await service.entry("T")).shared is None, "over TCP"
 
 
-async def test_what_is_on_disk_rises_and_is_copied_then(start: Any, tmp_path: Path) -> None:
-    service = await start(memory=1 * MIB, disk=64 * MIB)
-    for name in "ST":
-        await service.put(name, payload(name, MIB))
-        service.clock.now += 1000
-    async with nearby(service, tmp_path / "s") as near:
+async def test_what_is_on_disk_rises_and_is_copied_then(crowded: Service, tmp_path: Path) -> None:
+    async with nearby(crowded, tmp_path / "s") as near:
         entry = await near.entry("S")
         assert (entry.tier, entry.shared) == ("disk", None)
         assert await near.fetched(entry) == (payload("S", MIB), 0)
-        assert service.count("promotions") == 1
+        assert crowded.count("promotions") == 1
         assert await near.fetched(await near.entry("T")) == (payload("T", MIB), MIB), "no room: the first is leased"
 
 
-async def test_what_was_stored_anew_is_not_taken_for_what_was_leased(start: Any, tmp_path: Path) -> None:
-    service = await start(memory=1 * MIB, disk=64 * MIB)
-    for name in "ST":
-        await service.put(name, payload(name, MIB))
-        service.clock.now += 1000
-    async with nearby(service, tmp_path / "s") as near:
+async def test_what_was_stored_anew_is_not_taken_for_what_was_leased(crowded: Service, tmp_path: Path) -> None:
+    async with nearby(crowded, tmp_path / "s") as near:
         entry = await near.entry("S")
         assert entry.tier == "disk"
-        await service.client.delete([entry.key])
-        await service.put("S", payload("other bytes", MIB))
+        await crowded.client.delete([entry.key])
+        await crowded.put("S", payload("other bytes", MIB))
         with pytest.raises(errors.NotFound, match="stored anew"):
             await near.fetch(entry)
         assert await near.fetch(await near.entry("S")) == payload("other bytes", MIB), "and it is kept"
 
 
-async def test_a_fetch_takes_no_longer_than_it_may(start: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    service, slow = await start(memory=1 * MIB, disk=64 * MIB), threading.Event()
-    for name in "ST":
-        await service.put(name, payload(name, MIB))
-        service.clock.now += 1000
-    copy = DiskTier.copy
+async def test_a_fetch_takes_no_longer_than_it_may(crowded: Service, tmp_path: Path, monkeypatch: Any) -> None:
+    slow, copy = threading.Event(), DiskTier.copy
     monkeypatch.setattr(DiskTier, "copy", lambda *args: slow.wait(20) and copy(*args))
-    async with nearby(service, tmp_path / "s") as near:
+    async with nearby(crowded, tmp_path / "s") as near:
         entry = await near.entry("S")
         started = time.monotonic()
         with pytest.raises(errors.DeadlineExceeded):

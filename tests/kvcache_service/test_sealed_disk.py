@@ -1,5 +1,6 @@
 """Encryption at rest: nothing readable on the disk, and whatever does not open is a miss and no error."""
 
+import contextlib
 import hashlib
 import os
 from pathlib import Path
@@ -22,8 +23,8 @@ FIRST, SECOND, THIRD = (bytes([n]) * 32 for n in (1, 2, 3))
 SECOND_ID = hashlib.sha256(SECOND).digest()[:ID_BYTES]
 
 
-def opened(tmp_path: Path, *raw: bytes) -> SealedDiskTier:
-    return SealedDiskTier(tmp_path / "data", 64 * MIB, tools.disk_keys(tmp_path / "keys", *raw))
+def opened(tmp_path: Path, *raw: bytes) -> "contextlib.closing[SealedDiskTier]":
+    return contextlib.closing(SealedDiskTier(tmp_path / "data", 64 * MIB, tools.disk_keys(tmp_path / "keys", *raw)))
 
 
 def fill(tier: SealedDiskTier) -> dict[int, bytes]:
@@ -53,88 +54,77 @@ def unreadable(tier: SealedDiskTier) -> int:
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 700_000), min_size=1, max_size=6), st.data())
 def test_any_pieces_come_back_at_any_range(tmp_path_factory: Any, pieces: list[int], draw: st.DataObject) -> None:
-    folder = tmp_path_factory.mktemp("any")
-    tier = opened(folder, FIRST)
-    data = os.urandom(sum(pieces))
-    place, _ = tier.reserve(len(data))
-    at = 0
-    for size in pieces:
-        tier.write(place, at, [memoryview(data)[at : at + size]])
-        at += size
+    data, at = os.urandom(sum(pieces)), 0
     start = draw.draw(st.integers(0, len(data) - 1))
-    size = draw.draw(st.integers(1, len(data) - start))
-    assert bytes(tier.read(place, start, size)) == data[start : start + size]
-    tier.close()
+    length = draw.draw(st.integers(1, len(data) - start))
+    with opened(tmp_path_factory.mktemp("any"), FIRST) as tier:
+        place, _ = tier.reserve(len(data))
+        for size in pieces:
+            tier.write(place, at, [memoryview(data)[at : at + size]])
+            at += size
+        assert bytes(tier.read(place, start, length)) == data[start : start + length]
 
 
 def test_entries_outlive_a_restart_and_are_nowhere_in_the_clear(tmp_path: Path) -> None:
-    tier = opened(tmp_path, FIRST)
-    stored = fill(tier)
-    tier.close()
+    with opened(tmp_path, FIRST) as tier:
+        stored = fill(tier)
     on_disk = b"".join(file.read_bytes() for file in (tmp_path / "data").rglob("*") if file.is_file())
     for data in stored.values():
         if len(data) > 16:
             assert data[:16] not in on_disk
             assert data[-16:] not in on_disk
-    again = opened(tmp_path, FIRST)
-    found = again.recover()
-    assert {f.place.offset: bytes(again.read(f.place, 0, f.place.size)) for f in found} == stored
-    again.close()
+    with opened(tmp_path, FIRST) as again:
+        assert {f.place.offset: bytes(again.read(f.place, 0, f.place.size)) for f in again.recover()} == stored
 
 
 def test_no_nonce_comes_twice_even_for_the_same_bytes_at_the_same_place(tmp_path: Path) -> None:
-    tier = opened(tmp_path, FIRST)
     seals, texts = set(), set()
-    for _ in range(50):
-        place = tools.write(tier, bytes(5000))
-        seals.add((tmp_path / "data/segments/000000.seal").read_bytes()[4:16])
-        texts.add((tmp_path / "data/segments/000000.kv").read_bytes()[:5000])
-        tier.free(place)
+    with opened(tmp_path, FIRST) as tier:
+        for _ in range(50):
+            place = tools.write(tier, bytes(5000))
+            seals.add((tmp_path / "data/segments/000000.seal").read_bytes()[4:16])
+            texts.add((tmp_path / "data/segments/000000.kv").read_bytes()[:5000])
+            tier.free(place)
     assert len(seals) == len(texts) == 50
-    tier.close()
 
 
 def test_keys_rotate(tmp_path: Path) -> None:
-    tier = opened(tmp_path, FIRST)
-    fill(tier)
-    tier.close()
-    tier = opened(tmp_path, SECOND, FIRST)
-    assert unreadable(tier) == 0
-    place = tools.write(tier, bytes(5000))
-    # While it runs: the file is looked at once a second.
-    tools.disk_keys(tmp_path / "keys", THIRD)
-    wait_until(lambda: tier._keys.find(SECOND_ID) is None)
-    with pytest.raises(OSError, match="its key is unknown"):
-        tier.read(place, 0, 5000)
-    tier.close()
-    tier = opened(tmp_path, THIRD)
-    assert unreadable(tier) == len(SIZES)
-    tier.close()
+    with opened(tmp_path, FIRST) as tier:
+        fill(tier)
+    with opened(tmp_path, SECOND, FIRST) as tier:
+        assert unreadable(tier) == 0
+        place = tools.write(tier, bytes(5000))
+        # While it runs: the file is looked at once a second.
+        tools.disk_keys(tmp_path / "keys", THIRD)
+        wait_until(lambda: tier._keys.find(SECOND_ID) is None)
+        with pytest.raises(OSError, match="its key is unknown"):
+            tier.read(place, 0, 5000)
+    with opened(tmp_path, THIRD) as tier:
+        assert unreadable(tier) == len(SIZES)
 
 
 @pytest.mark.parametrize("ending", ["kv", "seal"])
 @pytest.mark.parametrize("damage", ["flip", "truncate", "zero", "swap"])
 def test_damage_is_met_when_it_is_read(tmp_path: Path, ending: str, damage: str) -> None:
-    tier = opened(tmp_path, FIRST)
-    data = payload("x", 2 * BLOCK_BYTES)
-    place = tools.write(tier, data)
-    file = tmp_path / f"data/segments/000000.{ending}"
-    raw, unit = bytearray(file.read_bytes()), (BLOCK_BYTES if ending == "kv" else 32)
-    second = unit if ending == "kv" else BLOCK_BYTES // 4096 * 32
-    if damage == "flip":
-        raw[second + unit // 2] ^= 1
-    elif damage == "truncate":
-        del raw[second + unit // 2 :]
-    elif damage == "zero":
-        raw[second : second + unit] = bytes(unit)
-    else:
-        raw[:unit], raw[second : second + unit] = raw[second : second + unit], raw[:unit]
-    file.write_bytes(raw)
-    with pytest.raises(OSError, match=r"damaged|truncated|not encrypted"):
-        tier.read(place, 0, len(data))
-    if damage != "swap":
-        assert bytes(tier.read(place, 0, BLOCK_BYTES)) == data[:BLOCK_BYTES]
-    tier.close()
+    with opened(tmp_path, FIRST) as tier:
+        data = payload("x", 2 * BLOCK_BYTES)
+        place = tools.write(tier, data)
+        file = tmp_path / f"data/segments/000000.{ending}"
+        raw, unit = bytearray(file.read_bytes()), (BLOCK_BYTES if ending == "kv" else 32)
+        second = unit if ending == "kv" else BLOCK_BYTES // 4096 * 32
+        if damage == "flip":
+            raw[second + unit // 2] ^= 1
+        elif damage == "truncate":
+            del raw[second + unit // 2 :]
+        elif damage == "zero":
+            raw[second : second + unit] = bytes(unit)
+        else:
+            raw[:unit], raw[second : second + unit] = raw[second : second + unit], raw[:unit]
+        file.write_bytes(raw)
+        with pytest.raises(OSError, match=r"damaged|truncated|not encrypted"):
+            tier.read(place, 0, len(data))
+        if damage != "swap":
+            assert bytes(tier.read(place, 0, BLOCK_BYTES)) == data[:BLOCK_BYTES]
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "00", "zz" * 32, FIRST.hex() + "\n" + FIRST.hex(), "01" * 31])

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -208,35 +207,30 @@ async def test_without_a_disk_tier(start: Any) -> None:
         await service.put("Sd", payload("d", MIB))
 
 
-async def test_stock_protobuf_clients_read_and_write_the_same_bytes(service: Any) -> None:
-    data = payload("stock", 3 * MIB + 77)
+async def put_in_pieces(service: Any, data: bytes, size: int) -> Any:
+    """With gRPC's own client, in messages of so many bytes."""
     names = {"namespace": digest("namespace"), "path": [digest("S"), digest("A")]}
     head = pb.PutHeader(**names, size_bytes=len(data), tokens=1, checksum=checksum_of(data))
+    pieces = [pb.PutRequest(data=data[at : at + size]) for at in range(0, len(data), size)]
+    return await service.stub.Put(iter([pb.PutRequest(header=head), *pieces]), timeout=20)
 
-    def messages() -> Iterator[pb.PutRequest]:
-        yield pb.PutRequest(header=head)
-        for at in range(0, len(data), 700_001):
-            yield pb.PutRequest(data=data[at : at + 700_001])
 
-    response = await service.stub.Put(messages(), timeout=20)
+async def test_stock_protobuf_clients_read_and_write_the_same_bytes(service: Any) -> None:
+    data = payload("stock", 3 * MIB + 77)
+    response = await put_in_pieces(service, data, 700_001)
     assert response.outcome == pb.PutResponse.OUTCOME_STORED
     frames = [message.data async for message in service.stub.Fetch(pb.FetchRequest(key=response.key), timeout=20)]
     assert b"".join(frames) == data
     assert [len(frame) for frame in frames] == [MIB, MIB, MIB, 77]
-    again = await service.stub.Put(messages(), timeout=20)
-    assert again.outcome == pb.PutResponse.OUTCOME_EXISTS
+    assert (await put_in_pieces(service, data, 700_001)).outcome == pb.PutResponse.OUTCOME_EXISTS
     assert await service.get(*"SA") == data
 
 
 async def test_an_entry_may_come_in_small_messages(service: Any) -> None:
     """The system writes at most 1024 pieces at once."""
     data = payload("small", 1025)
-    names = {"namespace": digest("namespace"), "path": [digest("S")]}
-    head = pb.PutHeader(**names, size_bytes=len(data), tokens=1, checksum=checksum_of(data))
-    messages = [pb.PutRequest(header=head), *(pb.PutRequest(data=data[at : at + 1]) for at in range(len(data)))]
-    response = await service.stub.Put(iter(messages), timeout=20)
-    assert response.outcome == pb.PutResponse.OUTCOME_STORED
-    assert await service.get("S") == data
+    assert (await put_in_pieces(service, data, 1)).outcome == pb.PutResponse.OUTCOME_STORED
+    assert await service.get(*"SA") == data
 
 
 async def test_sixteen_clients_at_once(start: Any) -> None:
