@@ -47,17 +47,6 @@ async def test_generate(change: Any, status: grpc.StatusCode, message: str, star
     assert caught.value.code() is status
 
 
-async def test_the_queue_is_full(start: Any) -> None:
-    rig = await start("llama", max_requests=1, max_queue=0)
-    gate, running = await rig.block(*PROMPT)
-    with pytest.raises(grpc.RpcError, match="try again later") as caught:
-        await call(rig)
-    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    gate.opened.set()
-    await running
-    await call(rig)
-
-
 async def test_a_deadline_that_the_queue_is_too_long_for(start: Any) -> None:
     """Refused at once, while one with time waits, and one that finds a place free is never refused."""
     rig = await start("llama", max_requests=1)

@@ -34,20 +34,6 @@ pytestmark = pytest.mark.system
 SERVICE = pb.DESCRIPTOR.services_by_name["FusionService"]
 
 
-@pytest.mark.slow
-def test_a_worker_that_stands_still_is_not_waited_for(start: Start, serve: Serve) -> None:
-    workers = [start() for _ in range(2)]
-    # Far more than it takes, and far less than the 300 s after which a silent worker's call would end.
-    client, _ = serve(workers)
-    for i in range(4):
-        client.ingest("c", f"{i}.txt", f"page about subject{i} and nothing else")
-    for worker in workers:
-        worker.process.send_signal(signal.SIGSTOP)
-        for i in range(4):
-            assert client.ask("c", f"subject{i}?", top_k=1, max_tokens=2).summary.tokens_generated == 2
-        worker.process.send_signal(signal.SIGCONT)
-
-
 IDS = pb.Tokens(ids=[1, 2, 3])
 ENCODE = pb.EncodeRequest(chunk=IDS, mode=pb.EncodeRequest.MODE_NEIGHBOURS)
 ASK = pb.GenerateRequest(question=IDS, sampling=pb.Sampling(max_tokens=2), recipe="full_attention", ratio=1.0)

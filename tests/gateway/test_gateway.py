@@ -83,13 +83,6 @@ def test_every_media_type_becomes_passages(client: Client, name: str, content: b
     assert client.ingest("types", name, content).replaced
 
 
-def test_a_long_document_is_split_and_a_shorter_one_replaces_it(client: Client) -> None:
-    text = "\n\n".join(f"Paragraph {i} says nothing of note." for i in range(20))
-    assert client.ingest("split", "d.txt", text).chunks > 5
-    assert client.ingest("split", "d.txt", "Only this.").chunks == 1
-    assert [p.text for p in client.retrieve("split", "paragraph of only that", top_k=50)] == ["Only this."]
-
-
 def test_a_question_without_passages_is_answered_without_context(client: Client) -> None:
     client.ingest("empty", "d.txt", "text")
     client.delete("empty", "d.txt")

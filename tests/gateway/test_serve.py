@@ -18,7 +18,7 @@ from bs4 import BeautifulSoup
 from fusionkv.gateway.cli.supervisor import Child
 from fusionkv.gateway.client.client import Client
 from fusionkv.protos.runtime.tls import ClientTLS
-from tests.commands import fusionkv, run_python
+from tests.commands import fusionkv
 from tests.gateway.conftest import Start, children
 from tests.services import Launch, start_cache, token_entry, token_flags
 from tests.waiting import wait_until
@@ -340,13 +340,6 @@ def test_serve_runs_one_service_with_its_own_flags(name: str) -> None:
     wrong = fusionkv("serve", name, "--config", "/none.toml", status=None)
     assert wrong.returncode != 0
     assert "can't read the configuration /none.toml" in wrong.stderr
-
-
-def test_a_wrong_key_in_the_configuration_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "f.toml"
-    file.write_text("[gateway]\nchunk_token = 5\n")
-    done = run_python("-m", "fusionkv.gateway", "--config", file, status=1)
-    assert "unknown key 'chunk_token' in [gateway]; known: " in done.stderr
 
 
 @pytest.mark.slow
