@@ -65,10 +65,7 @@ def test_modifiers_fill_one_slot_each() -> None:
         ("a3+linked+layers", "a3 chooses no tokens, or has link tokens beside them"),
         ("midlayer+linked", "midlayer recomputes tokens in its first layers only: it takes no link tokens"),
         ("prefix_cache+a3", "unknown recipe modifier 'a3'"),
-        (
-            "prefix_cache+snapkv",
-            "prefix_cache is full attention .* such as snapkv; .* attention at a ratio of 1",
-        ),
+        ("prefix_cache+snapkv", "prefix_cache is full attention .* such as snapkv; .* attention at a ratio of 1"),
     ],
 )
 def test_names_that_are_none(name: str, message: str) -> None:

@@ -160,15 +160,8 @@ async def test_answers_are_those_of_the_worker(worker: Any, decoder: Decoder, op
             want, got = told.summary, answer.summary
             assert not got.degraded, got.degraded_reason
             assert got.finish_reason == "max_tokens"
-            for same in (
-                "recipe",
-                "ratio",
-                "prompt_tokens",
-                "context_tokens",
-                "tokens_recomputed",
-                "tokens_generated",
-            ):
-                assert getattr(got, same) == getattr(want, same)
+            same = ("recipe", "ratio", "prompt_tokens", "context_tokens", "tokens_recomputed", "tokens_generated")
+            assert [getattr(got, name) for name in same] == [getattr(want, name) for name in same]
             assert 0 < got.seconds.ttft < got.seconds.total
             assert got.seconds.decode > 0
     assert decoder.loaded == len(decoder.bodies) == 4

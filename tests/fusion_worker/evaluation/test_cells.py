@@ -26,6 +26,7 @@ from fusionkv.fusion_worker.select.base import CachedAttention
 from fusionkv.fusion_worker.select.question_attention import QuestionAttention
 from fusionkv.models.shipped import shipped
 from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted
+from tests.waiting import wait_until
 
 SUBJECT = Subject("m", "ab", "auto", 512)
 TASK = Task("t", tuple(Sample("s", (f"page {i}",), "q", (str(i),)) for i in range(BLOCK + 5)))
@@ -224,12 +225,7 @@ def test_an_evaluation_that_is_killed_leaves_no_process(reference_model: Path, t
     command = (sys.executable, "-P", "-m", "fusionkv.bench.quality", str(reference_model), *flags)
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as started:
         children = Path(f"/proc/{started.pid}/task/{started.pid}/children")
-        deadline = time.monotonic() + 120
-        while len(found := children.read_text().split()) < 3:  # the third one tracks resources
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_until(lambda: len(children.read_text().split()) >= 3, 120)  # the third one tracks resources
+        found = children.read_text().split()
         started.kill()
-    deadline = time.monotonic() + 30
-    while any(runs(number) for number in found):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: not any(map(runs, found)), 30)
