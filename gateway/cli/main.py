@@ -73,7 +73,7 @@ def _run(args: argparse.Namespace) -> int:
     # Imported after parsing: gRPC and the clients take longer to load than --help should.
     import asyncio
 
-    from fusionkv.protos.runtime.errors import ServiceError, Unavailable
+    from fusionkv.protos.runtime.errors import ServiceError
 
     if args.command == "serve":
         from fusionkv.gateway.cli.supervisor import serve as run
@@ -104,7 +104,8 @@ def _run(args: argparse.Namespace) -> int:
         print(f"fusionkv: {error}", file=sys.stderr)
         return _USAGE
     except (ServiceError, SettingsError, OSError) as error:
-        print(f"fusionkv: {error}{_START_HINT if isinstance(error, Unavailable) else ''}", file=sys.stderr)
+        hint = _START_HINT if "failed to connect" in str(error) else ""
+        print(f"fusionkv: {error}{hint}", file=sys.stderr)
         return 1
 
 

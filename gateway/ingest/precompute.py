@@ -1,6 +1,7 @@
 """Encodes a corpus ahead of time: each chunk alone, or after its most similar neighbours (FusionRAG, section 3.1)."""
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,14 +18,17 @@ from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime import cancellation
-from fusionkv.protos.runtime.errors import InvalidArgument, NotFound
+from fusionkv.protos.runtime.errors import InvalidArgument, NotFound, Unavailable
 
+log = logging.getLogger(__name__)
 # Chunks per batch, whose variants are stored in one commit.
 _BATCH = 16
 # The papers use 10; searching more than a few hundred takes longer than encoding.
 _MAX_NEIGHBOURS = 256
 # Chunks that a worker learns a correction from, if possible of different documents.
 _SAMPLE = 32
+# Attempts to encode a chunk: on a busy machine, storing it may take longer than the worker waits.
+_ATTEMPTS, _PAUSE_SECONDS = 3, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +199,7 @@ class Precompute:
         async def one(chunk: Chunk, vector: np.ndarray) -> tuple[Chunk, bool]:
             async with slots:
                 request = await work.request(chunk, vector)
-                encoded = await self._workers.encode(request)
+                encoded = await self._encoded(request)
                 if not encoded.existed:
                     work.tenant.meter.spend(sum(len(part.ids) for part in (request.chunk, *request.before)))
                 # Without neighbours, keep a variant that was encoded with neighbours before: it is better.
@@ -208,6 +212,16 @@ class Precompute:
         if changed := [chunk for chunk, _ in done if chunk not in known]:
             await work.tenant.retrieval.set_variants(work.corpus, changed)
         return sum(existed for _, existed in done)
+
+    async def _encoded(self, request: fusion_pb2.EncodeRequest) -> fusion_pb2.EncodeResponse:
+        """Encodes a chunk on a worker; retries while workers or their cache service do not answer in time."""
+        for attempt in range(1, _ATTEMPTS):
+            try:
+                return await self._workers.encode(request)
+            except Unavailable as error:
+                log.warning("retrying to encode a chunk: %s", error)
+                await asyncio.sleep(_PAUSE_SECONDS * attempt)
+        return await self._workers.encode(request)
 
 
 def _recipe(name: str, default: str, vocabulary: Vocabulary) -> fusion_pb2.Recipe:

@@ -1,6 +1,8 @@
 """A real gateway with a real worker and cache: documents in, answers out, bad input, and chunks encoded ahead."""
 
 import re
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -228,3 +230,16 @@ def test_what_the_cache_lost_is_encoded_again(start: Start, launch: Launch, serv
         summary = client.ask("c", "subject1?", recipe="fusionrag", max_tokens=1).summary
         assert (summary.degraded, summary.chunks_missed, summary.tokens_encoded) == (False, 0, 0)
         assert gateway.stop() == 0
+
+
+@pytest.mark.slow
+def test_encoding_outlasts_a_cache_that_stands_still(
+    launch: Launch, start: Start, serve: Serve, tmp_path: Path
+) -> None:
+    cache = start_cache(launch, tmp_path)
+    client, _ = serve(start("--lookup-timeout", "0.5", "--fetch-timeout", "0.5", cache=cache))
+    client.ingest("c", "1.txt", "page 1 is about subject1")
+    cache.process.send_signal(signal.SIGSTOP)
+    # The worker gives up on the cache earlier than that, twice.
+    threading.Timer(1.5, cache.process.send_signal, [signal.SIGCONT]).start()
+    assert [*client.precompute("c")][-1].done == 1
