@@ -18,7 +18,7 @@ from fusionkv.fusion_worker.template import PromptTemplate
 from fusionkv.fusion_worker.tensor_parallel import ranks as tp
 from fusionkv.fusion_worker.tensor_parallel.ranks import ALONE, Ranks
 from fusionkv.kernels.rope import Rotation
-from fusionkv.protos.runtime.errors import FailedPrecondition
+from fusionkv.protos.runtime.errors import FailedPrecondition, first_line
 
 # model_type -> whether RoPE pairs neighbouring channels (GLM) instead of the two halves (Llama).
 FAMILIES = {"llama": False, "mistral": False, "qwen2": False, "qwen3": False, "glm4": True, "gemma3_text": False}
@@ -132,7 +132,7 @@ def load(
         # Not AutoTokenizer: for a qwen2 model it replaces the pre-tokeniser of tokenizer.json by the family's.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
     except (ValueError, OSError, KeyError, RuntimeError, SafetensorError) as error:
-        raise FailedPrecondition(f"can't load the model in {directory}: {_line(error)}") from error
+        raise FailedPrecondition(f"can't load the model in {directory}: {first_line(error)}") from error
     limit = min(config.max_position_embeddings, max_tokens or config.max_position_embeddings)
     identity = fingerprint(directory) if ranks.rank == 0 else b""  # only rank 0 needs it
     return wrap(name_of(directory), network, tokenizer, identity, limit, ranks)
@@ -162,7 +162,7 @@ def configuration(directory: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(directory)
     except (ValueError, OSError, KeyError) as error:
-        raise FailedPrecondition(f"can't read the configuration in {directory}: {_line(error)}") from error
+        raise FailedPrecondition(f"can't read the configuration in {directory}: {first_line(error)}") from error
     check_supported(config)
     return config
 
@@ -209,12 +209,7 @@ def _device(name: str) -> torch.device:
     try:
         return torch.empty(0, device=torch.device(name)).device
     except (RuntimeError, AssertionError) as error:
-        raise FailedPrecondition(f"can't compute on device {name!r}: {_line(error)}") from error
-
-
-def _line(error: Exception) -> str:
-    """The first line of an error's message, or the error's class without one."""
-    return str(error).strip().split("\n")[0] or type(error).__name__
+        raise FailedPrecondition(f"can't compute on device {name!r}: {first_line(error)}") from error
 
 
 def wrap(name: str, network: Any, tokenizer: Any, fingerprint: bytes, max_tokens: int, ranks: Ranks = ALONE) -> Model:

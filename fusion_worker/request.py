@@ -17,26 +17,25 @@ from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.forward_job import Result
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.compute.planner import Planner, Scored
-from fusionkv.fusion_worker.compute.prefill_plan import PrefillPlan
+from fusionkv.fusion_worker.compute.prefill_plan import PrefillPlan, step
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.correct.corrector import Corrector
-from fusionkv.fusion_worker.decode.adaptive_ratio import step
 from fusionkv.fusion_worker.decode.eviction import evict
 from fusionkv.fusion_worker.decode.sampling import Sampler, SamplingParams
 from fusionkv.fusion_worker.decode.text import TextStream
 from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.load.lookup import CacheFault
 from fusionkv.fusion_worker.load.placement import PromptLayout, Stages
+from fusionkv.fusion_worker.meters import Summary
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Prompt
 from fusionkv.fusion_worker.quality.explain import explain
 from fusionkv.fusion_worker.quality.shadow import Allowed, Fallback, Sample, Shadow
 from fusionkv.fusion_worker.recipes.recipes import Recipe
 from fusionkv.fusion_worker.select.choose import budget
-from fusionkv.fusion_worker.summary import Summary
 from fusionkv.fusion_worker.transfer.handover import Handover
-from fusionkv.protos.answer.v1.answer_pb2 import Explanation
-from fusionkv.protos.fusion.v1.fusion_pb2 import PrefilledKV
+from fusionkv.protos.answer.v1.answer_pb2 import Explanation, Token
+from fusionkv.protos.fusion.v1.fusion_pb2 import FirstToken, PrefilledKV
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime.errors import FailedPrecondition
 
@@ -61,26 +60,6 @@ class Request:
     params: SamplingParams
     corpus: str = ""
     explained: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One generated token and the text it completes."""
-
-    token: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class FirstPiece:
-    """The first token of an answer.
-
-    finish: as in Summary; empty if more tokens may follow. lossless: whether the prompt's KV equals full attention's.
-    """
-
-    piece: Piece
-    finish: str
-    lossless: bool
 
 
 class _Prefilled(NamedTuple):
@@ -129,8 +108,8 @@ class Answerer:
 
     async def answer(
         self, request: Request, seconds_left: float | None = None
-    ) -> AsyncGenerator[Explanation | Piece | Summary]:
-        """Yields the answer's pieces as they are decoded, then one Summary. Closing the iterator frees everything.
+    ) -> AsyncGenerator[Explanation | Token | Summary]:
+        """Yields the answer's tokens as they are decoded, then one Summary. Closing the iterator frees everything.
 
         seconds_left: seconds until the caller's deadline; None without one.
 
@@ -143,10 +122,10 @@ class Answerer:
             summary = prefilled.summary
             if request.explained:
                 yield self._explain(prefilled)
-            async with aclosing(self._decode(prefilled, request.params)) as pieces:
-                async for piece in pieces:
-                    answer.append(piece.token)
-                    yield piece
+            async with aclosing(self._decode(prefilled, request.params)) as tokens:
+                async for token in tokens:
+                    answer.append(token.id)
+                    yield token
         meters.answered(summary)
         self._learn(request)
         if summary.first_logits is not None:
@@ -156,8 +135,8 @@ class Answerer:
 
     async def prefill(
         self, request: Request, seconds_left: float | None = None
-    ) -> AsyncGenerator[Explanation | FirstPiece | PrefilledKV | Summary]:
-        """Yields the first piece of an answer, the KV of its prompt, and, once the KV is released, one Summary.
+    ) -> AsyncGenerator[Explanation | FirstToken | PrefilledKV | Summary]:
+        """Yields the first token of an answer, the KV of its prompt, and, once the KV is released, one Summary.
 
         The KV is freed when it is released or the iterator is closed. Parameters are those of `answer`.
 
@@ -175,9 +154,10 @@ class Answerer:
                 if request.explained:
                     yield self._explain(prefilled)
                 text = TextStream(self._model.tokenizer, request.params.stop)
-                piece = self._next_piece(prefilled.result, text, summary, request.params)
+                token = self._next_token(prefilled.result, text, summary, request.params)
                 more = summary.finish == "max_tokens" and max_tokens > 1
-                yield FirstPiece(piece, "" if more else summary.finish, lossless=not summary.reused)
+                finish, lossless = "" if more else summary.finish, not summary.reused
+                yield FirstToken(token=token, finish_reason=finish, lossless=lossless, max_tokens=max_tokens)
                 kv = await self.handover.fill(held, prefilled.plan, prompt) if more else None
             meters.context(summary)
             self._learn(request)
@@ -188,7 +168,6 @@ class Answerer:
             yield summary
 
     def _learn(self, request: Request) -> None:
-        """Offers a prompt of a corrected recipe to the corrector."""
         if request.recipe.encode is not None and request.recipe.encode.corrected:
             self.corrector.offer(request.prompt, request.corpus)
 
@@ -298,8 +277,7 @@ class Answerer:
         summary = prefilled.summary
         return explain(summary.prompt, prefilled.plan, summary.stages, self._model.tokenizer)
 
-    async def _decode(self, prefilled: _Prefilled, params: SamplingParams) -> AsyncGenerator[Piece]:
-        """Samples tokens until the answer ends."""
+    async def _decode(self, prefilled: _Prefilled, params: SamplingParams) -> AsyncGenerator[Token]:
         summary, plan, result = prefilled.summary, prefilled.plan, prefilled.result
         text, answer = TextStream(self._model.tokenizer, params.stop), list[int]()
         started = time.perf_counter()
@@ -308,15 +286,15 @@ class Answerer:
         try:
             with self._engine.streaming():
                 while True:
-                    piece = self._next_piece(result, text, summary, params)
-                    yield piece
+                    token = self._next_token(result, text, summary, params)
+                    yield token
                     if summary.finish:
                         break
                     if result.votes is not None:
                         assert summary.recipe.keep is not None
                         keep, tp = summary.recipe.keep, self._engine.tp
                         await evict(plan, keep, result.votes, self._pool, self._model, tp)
-                    answer.append(piece.token)
+                    answer.append(token.id)
                     plan, result = await step(self._engine, plan, answer, prefilled.sampler)
                     summary.recomputed = len(plan.chosen)
         finally:
@@ -325,18 +303,18 @@ class Answerer:
             meters.context(summary)
         summary.stages.seconds["decode"] = time.perf_counter() - started
 
-    def _next_piece(self, result: Result, text: TextStream, summary: Summary, params: SamplingParams) -> Piece:
+    def _next_token(self, result: Result, text: TextStream, summary: Summary, params: SamplingParams) -> Token:
         """A step's token with the text that it completes; sets `summary.finish` at the last token."""
         token = result.token
         assert token is not None
         summary.generated += 1
         if token in self._model.ends:
             summary.finish = "end"
-            return Piece(token, text.flush())
+            return Token(id=token, text=text.flush())
         piece = text.push(token)
         if text.stopped:
             summary.finish = "stop_string"
         elif summary.generated == params.max_tokens:
             summary.finish = "max_tokens"
             piece += text.flush()
-        return Piece(token, piece)
+        return Token(id=token, text=piece)

@@ -16,12 +16,12 @@ from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.decode.sampling import SamplingParams
 from fusionkv.fusion_worker.load.encoder import Encoder
 from fusionkv.fusion_worker.load.loader import Loader
+from fusionkv.fusion_worker.meters import Summary
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.fusion_worker.quality.verdict import Verdict
 from fusionkv.fusion_worker.recipes import modifiers, recipes
-from fusionkv.fusion_worker.request import Answerer, FirstPiece, Piece, Request
-from fusionkv.fusion_worker.summary import Summary
+from fusionkv.fusion_worker.request import Answerer, Request
 from fusionkv.fusion_worker.tensor_parallel.group import TPGroup
 from fusionkv.fusion_worker.transfer.handover import HANDLE_BYTES
 from fusionkv.kvcache_service.client import CacheClient
@@ -123,8 +123,8 @@ class FusionServicer:
         checked, replaced = self._checked(request)
         async with aclosing(self.answerer.answer(checked, rpc.time_remaining(context))) as events:
             async for event in events:
-                if isinstance(event, Piece):
-                    yield pb.GenerateResponse(token=_token(event))
+                if isinstance(event, answer_pb2.Token):
+                    yield pb.GenerateResponse(token=event)
                 else:
                     yield pb.GenerateResponse(**self._about(event, replaced))
 
@@ -132,14 +132,8 @@ class FusionServicer:
         checked, replaced = self._checked(request.prompt)
         async with aclosing(self.answerer.prefill(checked, rpc.time_remaining(context))) as events:
             async for event in events:
-                if isinstance(event, FirstPiece):
-                    first = pb.FirstToken(
-                        token=_token(event.piece),
-                        finish_reason=event.finish,
-                        lossless=event.lossless,
-                        max_tokens=checked.params.max_tokens,
-                    )
-                    yield pb.PrefillResponse(first=first)
+                if isinstance(event, pb.FirstToken):
+                    yield pb.PrefillResponse(first=event)
                 elif isinstance(event, pb.PrefilledKV):
                     yield pb.PrefillResponse(kv=event)
                 else:
@@ -166,7 +160,6 @@ class FusionServicer:
         return pb.ReleasePrefillResponse()
 
     def _about(self, event: answer_pb2.Explanation | Summary, replaced: str) -> dict[str, Any]:
-        """The fields of a response with an explanation or a summary."""
         if isinstance(event, Summary):
             return {"summary": _summary(event, replaced), "pool_tokens": self.pool.capacity}
         event.verdicts.extend(self._verdicts())
@@ -284,10 +277,6 @@ def _handle(request: pb.HoldPrefillRequest | pb.FetchPrefillRequest | pb.Release
     if len(request.handle) != HANDLE_BYTES:
         raise InvalidArgument(f"a handle has {HANDLE_BYTES} bytes, not {len(request.handle)}")
     return request.handle
-
-
-def _token(piece: Piece) -> answer_pb2.Token:
-    return answer_pb2.Token(id=piece.token, text=piece.text)
 
 
 def _summary(summary: Summary, replaced: str) -> answer_pb2.Summary:

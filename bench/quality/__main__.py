@@ -25,7 +25,6 @@ from fusionkv.bench.quality.report.cells import Cell, Store, Subject, locked, ta
 from fusionkv.bench.quality.report.rows import judged, rows
 from fusionkv.fusion_worker.client import DEFAULT_RECIPE, full_name
 from fusionkv.fusion_worker.config import STORES, WorkerConfig
-from fusionkv.fusion_worker.cores import cores
 from fusionkv.fusion_worker.library.cache import fingerprint, name_of
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.fusion_worker.models import on_cpu
@@ -35,6 +34,7 @@ from fusionkv.fusion_worker.select.base import SecondModel
 from fusionkv.models.shipped import shipped
 from fusionkv.models.tasks import CROSS_CHUNK, TASKS
 from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument, ServiceError
+from fusionkv.protos.runtime.process import cores
 from fusionkv.protos.runtime.settings import SettingsError, parse_bytes, positive, share
 from fusionkv.protos.runtime.shorten import shorten
 

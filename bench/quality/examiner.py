@@ -18,8 +18,7 @@ from fusionkv.bench.quality.data.samples import Sample, Task
 from fusionkv.bench.quality.report.cells import Measured
 from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
-from fusionkv.fusion_worker.compute.prefill_plan import PrefillPlan
-from fusionkv.fusion_worker.decode.adaptive_ratio import fed, step
+from fusionkv.fusion_worker.compute.prefill_plan import PrefillPlan, step
 from fusionkv.fusion_worker.decode.eviction import evict
 from fusionkv.fusion_worker.decode.sampling import Sampler, SamplingParams
 from fusionkv.fusion_worker.models import Model
@@ -246,3 +245,26 @@ def compared(given: Given, logits: np.ndarray) -> dict[str, float]:
         "answer_kl": float(metrics.kl(given.logits, logits).mean()),
         "answer_agreement": float(agree.mean()),
     }
+
+
+async def fed(engine: Engine, fused: PrefillPlan, answer: Sequence[int]) -> tuple[PrefillPlan, torch.Tensor]:
+    """Computes the logits of a given answer in one pass, like `step` would token by token.
+
+    More of the context is recomputed at the first uncertain token, up to which the answer is the greedy one.
+
+    Returns the plan that the last row was computed with, and float32 [len(answer) + 1, vocabulary]: logits of the
+    answer's tokens and of the one after them.
+    """
+    logits = (await engine.run(fused.behind(answer).prefill(logits=len(answer) + 1))).logits
+    assert logits is not None
+    if fused.doubt is None:
+        return fused, logits
+    greedy = logits[:-1].argmax(-1).cpu() == torch.tensor(answer, dtype=torch.int64)
+    count = 1 + int(greedy.long().cumprod(0).sum())
+    (uncertain,) = fused.doubt.doubts(logits[:count]).nonzero(as_tuple=True)
+    if not len(uncertain):
+        return fused, logits
+    fused, first = await fused.doubt.more(), int(uncertain[0])
+    more = (await engine.run(fused.behind(answer).prefill(logits=len(answer) + 1))).logits
+    assert more is not None
+    return fused, torch.cat([logits[:first], more[first:]])

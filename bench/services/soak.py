@@ -30,13 +30,14 @@ from fusionkv.bench.worker.bench import PATIENT, cache_process, write
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.decode.sampling import SamplingParams
+from fusionkv.fusion_worker.meters import Summary
 from fusionkv.fusion_worker.prompt import Prompt
 from fusionkv.fusion_worker.recipes import modifiers
-from fusionkv.fusion_worker.request import Piece, Request
+from fusionkv.fusion_worker.request import Request
 from fusionkv.fusion_worker.servicer import FusionServicer
-from fusionkv.fusion_worker.summary import Summary
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.models.tasks import TASKS
+from fusionkv.protos.answer.v1.answer_pb2 import Token
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 
 RECIPES = (
@@ -108,8 +109,8 @@ async def answer(servicer: FusionServicer, case: Case) -> tuple[tuple[int, ...],
     request = Request(case.prompt, modifiers.find(case.recipe), case.ratio, SamplingParams(max_tokens=ANSWER))
     async with aclosing(servicer.answerer.answer(request)) as events:
         async for event in events:
-            if isinstance(event, Piece):
-                ids.append(event.token)
+            if isinstance(event, Token):
+                ids.append(event.id)
             elif isinstance(event, Summary):
                 return tuple(ids), event
     raise AssertionError("no summary")

@@ -33,11 +33,11 @@ from fusionkv.fusion_worker.client import DEFAULT_RECIPE
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.decode.sampling import SamplingParams
 from fusionkv.fusion_worker.library.resolve import resolve
+from fusionkv.fusion_worker.meters import Summary
 from fusionkv.fusion_worker.prompt import Prompt
 from fusionkv.fusion_worker.recipes import modifiers
 from fusionkv.fusion_worker.request import Request
 from fusionkv.fusion_worker.servicer import FusionServicer
-from fusionkv.fusion_worker.summary import Summary
 from fusionkv.protos.answer.v1.answer_pb2 import Explanation
 from fusionkv.protos.runtime.errors import ServiceError
 

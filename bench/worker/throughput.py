@@ -37,11 +37,12 @@ from fusionkv.fusion_worker.client import DEFAULT_RECIPE
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.decode.sampling import SamplingParams
 from fusionkv.fusion_worker.library.resolve import resolve
+from fusionkv.fusion_worker.meters import Summary
 from fusionkv.fusion_worker.prompt import Prompt
 from fusionkv.fusion_worker.recipes import modifiers
-from fusionkv.fusion_worker.request import Piece, Request
+from fusionkv.fusion_worker.request import Request
 from fusionkv.fusion_worker.servicer import FusionServicer
-from fusionkv.fusion_worker.summary import Summary
+from fusionkv.protos.answer.v1.answer_pb2 import Token
 from fusionkv.protos.runtime.errors import ServiceError
 
 ANSWER = 16
@@ -171,7 +172,7 @@ class WorkerStation(Station):
         request = Request(prompt, self._recipe, self._ratio, SamplingParams(max_tokens=ANSWER))
         async with aclosing(self._servicer.answerer.answer(request)) as events:
             async for event in events:
-                if isinstance(event, Piece):
+                if isinstance(event, Token):
                     first = first or time.perf_counter() - started
                 elif isinstance(event, Summary):
                     if event.degraded:

@@ -1,21 +1,26 @@
 """Scores context tokens with a small auxiliary model on the CPU, while the main model's KV loads (CacheClip)."""
 
 import asyncio
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
+from tokenizers import Tokenizer
 
-from fusionkv.fusion_worker.auxiliary.mapping import CharacterSpan, carry_over, spans_of
 from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.forward_job import ForwardJob
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.decode.text import Characters
 from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.load.placement import Stages
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos.runtime import cancellation
+
+# Characters `[start, stop)` of a text.
+CharacterSpan = tuple[int, int]
 
 
 class Auxiliary:
@@ -52,11 +57,9 @@ class Auxiliary:
         return torch.cat([torch.zeros(len(prompt.system)), *scores])
 
     async def settle(self) -> None:
-        """Waits until all chunks encoded so far are stored or dropped."""
         await self._loader.settle()
 
     async def close(self) -> None:
-        """Waits until chunks are stored or dropped, and stops the engine."""
         await self._loader.close()
         self._engine.close()
 
@@ -90,3 +93,35 @@ class Auxiliary:
         text, spans = spans_of(self._primary.tokenizer, ids)
         encoded = self._model.tokenizer.encode(text, add_special_tokens=False)
         return tuple(encoded.ids), spans, encoded.offsets
+
+
+def spans_of(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, list[CharacterSpan]]:
+    """Decodes tokens to a text, and to the characters that each token covers.
+
+    Tokens that only together form a character each cover it. Tokens of an incomplete character at the end cover
+    nothing.
+    """
+    characters = Characters(tokenizer, skip_special_tokens=False)
+    text, spans, open_tokens = "", list[CharacterSpan](), 0
+    for token in ids:
+        open_tokens += 1
+        piece = characters.step(token)
+        if piece is not None:
+            spans += [(len(text), len(text) + len(piece))] * open_tokens
+            text, open_tokens = text + piece, 0
+    return text, spans + [(len(text), len(text))] * open_tokens
+
+
+def carry_over(scores: torch.Tensor, spans: Sequence[CharacterSpan], to: Sequence[CharacterSpan]) -> torch.Tensor:
+    """Maps scores to another tokenizer's tokens (CacheClip 3.4).
+
+    Each gets the highest score of the tokens that share its characters.
+
+    spans, to: characters of the scored and of the other tokens, in order, over the same text. Returns float32
+    [len(to)]; 0 for a token that shares no character.
+    """
+    best = [0.0] * (max((stop for _, stop in (*spans, *to)), default=0))
+    for (start, stop), score in zip(spans, scores.tolist(), strict=True):
+        for at in range(start, stop):
+            best[at] = max(best[at], score)
+    return torch.tensor([max(best[start:stop], default=0.0) for start, stop in to])

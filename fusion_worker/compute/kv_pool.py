@@ -186,7 +186,6 @@ class KVPool:
         return runs
 
     def release(self, runs: Sequence[SlotRange]) -> None:
-        """Frees fresh slots."""
         self._fresh -= sum(run.length for run in runs)
         self._give(runs)
 

@@ -13,8 +13,7 @@ from fusionkv.fusion_worker.compute.batch import ReusedKV
 from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.forward_job import ForwardJob, Result, ShallowProbe
 from fusionkv.fusion_worker.compute.prefill_plan import AdaptiveRatio, PrefillPlan
-from fusionkv.fusion_worker.load.links import Links
-from fusionkv.fusion_worker.load.placement import PromptLayout, masked
+from fusionkv.fusion_worker.load.placement import Links, PromptLayout, masked
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Prompt
 from fusionkv.fusion_worker.recipes.recipes import Recipe

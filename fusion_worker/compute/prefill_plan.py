@@ -1,4 +1,4 @@
-"""A prefill's plan: the keys that a prompt's rows see, the rows to compute, and jobs for the engine."""
+"""A prefill's plan: the keys that a prompt's rows see, the rows to compute, and the steps of the engine by it."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -7,7 +7,8 @@ import torch
 
 from fusionkv.fusion_worker.compute.attention import LayerState
 from fusionkv.fusion_worker.compute.batch import ReusedKV
-from fusionkv.fusion_worker.compute.forward_job import ForwardJob, behind, lay_out
+from fusionkv.fusion_worker.compute.engine import Engine
+from fusionkv.fusion_worker.compute.forward_job import ForwardJob, Result, behind, lay_out
 from fusionkv.fusion_worker.decode.sampling import Sampler
 from fusionkv.fusion_worker.load.placement import PromptLayout
 from fusionkv.kernels.segments import KVSegment
@@ -24,6 +25,10 @@ class AdaptiveRatio:
 
     certain: float
     more: Callable[[], Awaitable["PrefillPlan"]]
+
+    def doubts(self, logits: torch.Tensor) -> torch.Tensor:
+        """bool [rows]: whether no token reaches the minimum probability. logits: float32 [rows, vocabulary]."""
+        return logits.softmax(-1).amax(-1) < self.certain
 
 
 @dataclass(slots=True)
@@ -72,7 +77,6 @@ class PrefillPlan:
         self.seen, self._evicted, self.doubt = seen, len(self.chosen) + self.links, None
 
     def visible(self) -> tuple[KVSegment, ...]:
-        """All keys that the next row sees."""
         own = lay_out(self.positions[self._evicted :].to(self.device), behind(self.placement.fresh, self._evicted))
         return (*self.seen, *own)
 
@@ -116,3 +120,26 @@ class PrefillPlan:
             logits=logits,
             temper=self.temper,
         )
+
+
+async def step(
+    engine: Engine, plan: PrefillPlan, answer: Sequence[int], sampler: Sampler, logits: int = 0, votes: int = 0
+) -> tuple[PrefillPlan, Result]:
+    """Computes the token after `answer`; recomputes more of the context first if that token is uncertain.
+
+    answer: the tokens so far; the KV of the last one is not computed yet. logits, votes: as for `ForwardJob`. Returns
+    the plan that the token was computed with, and the result.
+    """
+
+    def job(sampler: Sampler | None, logits: int) -> ForwardJob:
+        return plan.next(answer[-1:], sampler, logits) if answer else plan.prefill(sampler, logits, votes)
+
+    if plan.doubt is None:
+        return plan, await engine.run(job(sampler, logits))
+    result = await engine.run(job(None, 1))
+    assert result.logits is not None
+    if plan.doubt.doubts(result.logits).any():
+        plan = (await plan.doubt.more()).behind(answer)
+        result = await engine.run(plan.prefill(None, 1, votes))
+    assert result.logits is not None
+    return plan, replace(result, token=sampler.draw(result.logits[0]))

@@ -1,1 +1,1 @@
-"""Decoding: sampling, detokenisation, eviction of context, and a ratio that rises when a token is uncertain."""
+"""Decoding: sampling, detokenisation and eviction of context."""

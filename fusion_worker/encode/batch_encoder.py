@@ -10,11 +10,11 @@ import torch
 
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.config import WorkerConfig, cache_address, configured
-from fusionkv.fusion_worker.cores import cores
 from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime.cancellation import all_of
 from fusionkv.protos.runtime.errors import FailedPrecondition
+from fusionkv.protos.runtime.process import cores
 
 # Chunks of a batch that are encoded concurrently. Each may hold ten neighbours in the pool besides itself.
 _CONCURRENCY = 4

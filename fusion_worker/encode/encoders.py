@@ -14,7 +14,6 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fusionkv.fusion_worker.cores import cores
 from fusionkv.protos.runtime import process
 from fusionkv.protos.runtime.errors import FailedPrecondition, ResourceExhausted, Unavailable
 
@@ -110,7 +109,7 @@ async def _started(encoder: Encoder) -> None:
 @contextlib.asynccontextmanager
 async def local(count: int, file: Path | None, flags: Mapping[str, Any]) -> AsyncGenerator[Sequence[Encoder]]:
     """Runs `count` processes on this machine, which share its cores. file, flags: settings, as for BatchEncoder."""
-    shares = {"threads": max(1, cores() // count), **flags}
+    shares = {"threads": max(1, process.cores() // count), **flags}
     started = [_Process(file, shares, number) for number in range(count)]
     try:
         yield started

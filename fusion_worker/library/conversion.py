@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from fusionkv.protos.runtime.errors import FailedPrecondition
+from fusionkv.protos.runtime.errors import FailedPrecondition, first_line
 
 _PACKAGES = ("gguf", "accelerate")
 # GGUF pre-tokenisers that split digits first; transformers uses GPT-2's for every BPE vocabulary.
@@ -63,8 +63,3 @@ def _convert(file: Path, into: Path, pre: str) -> None:
         **where, dtype=torch.bfloat16, quantization_config=whole, use_safetensors=True
     )
     network.save_pretrained(into)
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message, or the error's class without one."""
-    return str(error).strip().split("\n")[0] or type(error).__name__

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fusionkv.fusion_worker.library import cache, conversion
 from fusionkv.fusion_worker.library.catalog import KNOWN
-from fusionkv.protos.runtime.errors import FailedPrecondition
+from fusionkv.protos.runtime.errors import FailedPrecondition, first_line
 
 _GGUF = ".gguf"
 # Files to download from a repository: no pickles, no weights of other frameworks.
@@ -74,12 +74,12 @@ def _from_hub(repository: str) -> Path:
         found = Path(snapshot_download(repository, allow_patterns=_FILES))
     except HFValidationError as error:
         raise FailedPrecondition(
-            f"{repository} is neither a directory nor a Hugging Face hub id: {conversion.first_line(error)}"
+            f"{repository} is neither a directory nor a Hugging Face hub id: {first_line(error)}"
         ) from error
     except Exception as error:  # huggingface_hub passes on errors of the network, the hub and the disk
         raise FailedPrecondition(
             f"{repository} is neither a directory nor in the Hugging Face cache, and can't be downloaded: "
-            f"{conversion.first_line(error)}"
+            f"{first_line(error)}"
         ) from error
     if not _complete(found):  # without a network, huggingface_hub returns an incomplete snapshot
         raise FailedPrecondition(

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from fusionkv.protos.runtime.errors import FailedPrecondition, ServiceError
+from fusionkv.protos.runtime.errors import FailedPrecondition, ServiceError, first_line
 from fusionkv.protos.runtime.settings import positive
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def _configuration(model: str) -> Any:
     try:
         config = AutoConfig.from_pretrained(model)
     except (ValueError, OSError, KeyError) as error:
-        raise FailedPrecondition(f"can't read the configuration of {model}: {str(error).splitlines()[0]}") from error
+        raise FailedPrecondition(f"can't read the configuration of {model}: {first_line(error)}") from error
     check_supported(config)
     return config
 

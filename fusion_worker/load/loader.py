@@ -6,9 +6,11 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 import torch
 from opentelemetry import trace
+from opentelemetry.trace import Span
 
 from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.forward_job import ForwardJob
@@ -19,7 +21,6 @@ from fusionkv.fusion_worker.load.anchors import AnchoredChunk, laid
 from fusionkv.fusion_worker.load.lookup import CacheFault, Deadline, EntryGone, Lookups
 from fusionkv.fusion_worker.load.placement import ChunkSource, LoadedChunk, PromptLayout, Stages
 from fusionkv.fusion_worker.load.priority_semaphore import PrioritySemaphore
-from fusionkv.fusion_worker.load.spans import LoadSpans
 from fusionkv.fusion_worker.load.write_back import WriteBack
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Prompt
@@ -37,6 +38,13 @@ tracer = trace.get_tracer(__name__)
 Fresh = Callable[[int], int]
 
 
+class _Load(NamedTuple):
+    """A running load. Its span belongs to the request that started it; those that wait for it are linked."""
+
+    task: asyncio.Task[None]
+    span: Span
+
+
 class Loader:
     """The worker's access to the cache service. Used only on the event loop's thread."""
 
@@ -49,8 +57,7 @@ class Loader:
         self._engine = engine
         self._cache = cache
         self._fetch_timeout = min(config.fetch_timeout, config.cache_seconds)
-        self._loads: dict[PooledChunk, asyncio.Task[None]] = {}
-        self._spans = LoadSpans()
+        self._loads: dict[PooledChunk, _Load] = {}
         self.turns = PrioritySemaphore(config.max_loads)
         self._admitted = itertools.count()
         self.storage = Storage(pool, config.store, engine.tp)
@@ -72,12 +79,11 @@ class Loader:
     async def settle(self) -> None:
         """Waits until no load and no write is running."""
         if self._loads:
-            await asyncio.wait(self._loads.values())
+            await asyncio.wait([load.task for load in self._loads.values()])
         if self.putter is not None:
             await self.putter.settle()
 
     async def close(self) -> None:
-        """Settles, then closes the writers."""
         await self.settle()
         if self.putter is not None:
             self.putter.close()
@@ -216,7 +222,8 @@ class Loader:
                 for w in wanted:
                     stages.count(w, w.key in residents)
                     if w.key in residents:
-                        self._spans.join(residents[w.key])
+                        if (load := self._loads.get(residents[w.key])) is not None:
+                            _link(load.span)
                         placed.append(LoadedChunk(w, residents[w.key]))
                     else:
                         residents[w.key] = pool.add(w.key, len(w.chunk), w.base)
@@ -239,17 +246,16 @@ class Loader:
         """Loads a part in a separate task: other requests may wait for the part after this one has ended."""
         for p in (part, *before):
             self._pool.pin(p.resident)
-        self._spans.begin(part)
         scratch = self._pool.reserve(part.wanted.scratch)
-        task = asyncio.create_task(self._load(part, before, stages, namespace, number, scratch))
-        self._loads[part.resident] = task
+        with trace.use_span(_span(part.wanted)) as span:
+            task = asyncio.create_task(self._load(part, before, stages, namespace, number, scratch))
+        self._loads[part.resident] = _Load(task, span)
         task.add_done_callback(lambda _: self._ended(part, before, scratch))
 
     def _ended(self, part: LoadedChunk, before: Sequence[LoadedChunk], scratch: Sequence[SlotRange]) -> None:
         """Releases the slots and pins of a load; a callback, as a task cancelled before its first step never runs."""
-        del self._loads[part.resident]
+        self._loads.pop(part.resident).span.end()
         self._pool.release(scratch)
-        self._spans.end(part.resident)
         if not part.resident.ready.done():
             part.resident.ready.set_exception(CacheFault("the load was cancelled: no request waits for it"))
         self._pool.unpin(part.resident)
@@ -263,7 +269,7 @@ class Loader:
         if resident.pins == 1 and load is not None and not resident.ready.done():
             # Its slots stay allocated until the load has ended.
             self._pool.hide(resident)
-            load.cancel()
+            load.task.cancel()
 
     async def _load(
         self,
@@ -276,7 +282,7 @@ class Loader:
     ) -> None:
         ready = part.resident.ready
         try:
-            with self._spans.within(part.resident):
+            with trace.use_span(trace.get_current_span()):  # the load's, in which it records errors
                 if await self._corrected_from_pool(part):
                     ready.set_result(None)
                     return
@@ -346,6 +352,27 @@ class Loader:
         ids, resident = part.wanted.chunk.ids, part.resident
         work = ForwardJob.consecutive(ids, resident.base, resident.runs, seen, self._model.device)
         await self._engine.run(work)
+
+
+def _span(wanted: ChunkSource) -> Span:
+    """Starts the span of a load in the current request's trace."""
+    entry = wanted.entry
+    attributes: dict[str, str | int] = {
+        "fusionkv.tokens": len(wanted.chunk),
+        "fusionkv.position": wanted.position,
+        "fusionkv.kind": "miss" if entry is None else "exact" if wanted.lossless else "alternative",
+    }
+    if entry is None:
+        return tracer.start_span("fusionkv.encode_chunk", attributes=attributes)
+    attributes |= {"fusionkv.tier": entry.tier, "fusionkv.bytes": entry.size}
+    return tracer.start_span("fusionkv.fetch", attributes=attributes)
+
+
+def _link(load: Span) -> None:
+    """Links the current request with a load that it waits for."""
+    waiting = trace.get_current_span()
+    load.add_link(waiting.get_span_context(), {"fusionkv.link": "waiting"})
+    waiting.add_link(load.get_span_context(), {"fusionkv.link": "load"})
 
 
 async def _ready(residents: Iterable[PooledChunk]) -> None:

@@ -14,6 +14,7 @@ from fusionkv.fusion_worker.transfer.signatures import DELETE_SECONDS, Signer
 from fusionkv.fusion_worker.transfer.storage import Storage
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient, Hit, HitKind, Lookup
+from fusionkv.protos.runtime.cancellation import background
 from fusionkv.protos.runtime.errors import ServiceError
 
 
@@ -243,7 +244,7 @@ class Lookups:
             found = await asyncio.shield(asking)
         except asyncio.CancelledError:
             # The cache service grants the lease all the same: release it when the reply arrives.
-            self._release_later(asking)
+            background(self._releases, self._release(asking))
             raise
         except ServiceError as error:
             raise CacheFault(f"lookup failed: {error}") from error
@@ -265,12 +266,7 @@ class Lookups:
         finally:
             if found.lease:
                 # In the background: a lease that is not released expires.
-                self._release_later(asking)
-
-    def _release_later(self, asking: "asyncio.Task[Lookup]") -> None:
-        task = asyncio.create_task(self._release(asking))
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
+                background(self._releases, self._release(asking))
 
     async def _release(self, asking: "asyncio.Task[Lookup]") -> None:
         assert self._cache is not None

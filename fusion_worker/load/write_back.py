@@ -100,7 +100,6 @@ class WriteBack:
         await self._waiting.join()
 
     def close(self) -> None:
-        """Stops the writers."""
         for writer in self._writers:
             writer.cancel()
 

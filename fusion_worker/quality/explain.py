@@ -12,7 +12,6 @@ from fusionkv.protos.answer.v1.answer_pb2 import ExplainedChunk, Explanation
 
 
 def explain(prompt: Prompt, fused: PrefillPlan, stages: Stages, tokenizer: Tokenizer) -> Explanation:
-    """The explanation of a prompt's plan."""
     placed = [part.wanted for part in fused.placement.parts if not part.wanted.is_system]
     lossless = [w.lossless for w in placed] or [False] * len(prompt.chunks)
     origins = [stages.origins[w.key] for w in placed] or [("", "")] * len(prompt.chunks)
@@ -55,5 +54,4 @@ def chosen(prompt: Prompt, fused: PrefillPlan) -> Iterator[tuple[list[int], list
 
 
 def texts(tokenizer: Tokenizer, ids: tuple[int, ...]) -> list[str]:
-    """The text of each token, decoded separately."""
     return [tokenizer.decode([i], skip_special_tokens=False) for i in ids]

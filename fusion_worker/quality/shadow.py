@@ -130,7 +130,6 @@ class Shadow:
         self._task = asyncio.create_task(self._loop()) if share else None
 
     def wants(self) -> bool:
-        """Whether the next answer should be offered."""
         return self._random.random() < self._share
 
     def offer(self, sample: Sample) -> None:

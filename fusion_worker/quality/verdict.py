@@ -73,7 +73,6 @@ class Verdict:
         return f"{judged_as}recipe {name!r} is unsafe on this model by `fusionkv check`: {judged.why}"
 
     def lines(self) -> Iterator[str]:
-        """The verdicts, one line for each recipe."""
         for name, judged in self.recipes.items():
             yield f"{name} at ratio {judged.ratio:g}: {judged.verdict}, {judged.why}"
 

@@ -14,5 +14,4 @@ class AuxiliaryAttention(Selector[torch.Tensor]):
     needs = SecondModel()
 
     def scores(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The attention, unchanged."""
         return inputs

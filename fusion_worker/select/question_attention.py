@@ -19,5 +19,4 @@ class QuestionAttention(Selector[torch.Tensor]):
     needs: CachedAttention = ALL_LAYERS
 
     def scores(self, inputs: torch.Tensor) -> torch.Tensor:
-        """The attention, unchanged."""
         return inputs

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.cores import cores
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.tensor_parallel.channel import Channel
 from fusionkv.fusion_worker.tensor_parallel.group import Driver, RankLost, TPGroup
@@ -114,7 +113,7 @@ def follow(config: WorkerConfig, rank: int, meeting: Path, pipes: Sequence[int])
 
 
 def _load(config: WorkerConfig, device: str, ranks: Ranks = ALONE) -> Model:
-    torch.set_num_threads(max(1, (config.threads or cores()) // ranks.count))
+    torch.set_num_threads(max(1, (config.threads or process.cores()) // ranks.count))
     return models.load(config.model, device, config.dtype, config.max_prompt_tokens, ranks)
 
 

@@ -64,7 +64,6 @@ class DirectReader:
         return buffer if await cache.read(entry, partial(self._read, buffer), timeout=timeout) else None
 
     def close(self) -> None:
-        """Closes the files."""
         with self._lock:
             self._files.clear()
 

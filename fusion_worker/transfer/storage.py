@@ -39,7 +39,6 @@ class Storage:
 
     @property
     def device(self) -> torch.device:
-        """The pool's device."""
         return self._pool.kv.device
 
     @contextmanager
@@ -110,7 +109,7 @@ class Storage:
     def read(self, runs: Sequence[SlotRange], tokens: int) -> torch.Tensor:
         """Copies this rank's part of a chunk: uint8 [part_size] in host memory."""
         with self.beside():
-            kv = self._read(runs, tokens)
+            kv = self._in_slots(runs, tokens).contiguous()
             if self._kind is not None:
                 kv = self._pack(kv)
             return kv.cpu().view(torch.uint8).reshape(-1)
@@ -128,7 +127,7 @@ class Storage:
         """Quantises and dequantises a chunk in this rank's slots, as storing and fetching it would."""
         if self._kind is not None:
             runs, tokens = resident.runs, resident.tokens
-            self._write(runs, self._unpack(self._pack(self._read(runs, tokens)), tokens))
+            self._write(runs, self._unpack(self._pack(self._in_slots(runs, tokens).contiguous()), tokens))
 
     def rewrite(
         self, resident: PooledChunk, change: Callable[[torch.Tensor, torch.Tensor], None], source: PooledChunk
@@ -176,7 +175,6 @@ class Storage:
         return entry.split([blocks * heads * each for blocks, each in self._arrays(tokens)])
 
     def _join(self, parts: Sequence[torch.Tensor], tokens: int) -> torch.Tensor:
-        """Joins all ranks' parts into an entry."""
         if len(parts) == 1:
             return parts[0]
         arrays, heads = self._arrays(tokens), self._pool.shape.kv_heads
@@ -188,7 +186,6 @@ class Storage:
         return joined[0] if len(joined) == 1 else torch.cat(joined)
 
     def _split(self, entry: torch.Tensor, tokens: int) -> list[torch.Tensor]:
-        """Splits an entry into all ranks' parts."""
         count = self._tp.ranks.count
         if count == 1:
             return [entry]
@@ -200,9 +197,6 @@ class Storage:
         """A chunk's KV in the pool itself, or a copy where it lies in several runs."""
         pieces = [self._pool.kv[:, :, run.start : run.start + run.length] for run in runs]
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2))[:, :, :tokens]
-
-    def _read(self, runs: Sequence[SlotRange], tokens: int) -> torch.Tensor:
-        return self._in_slots(runs, tokens).contiguous()
 
     def _write(self, runs: Sequence[SlotRange], kv: torch.Tensor) -> None:
         at, tokens = 0, kv.shape[2]

@@ -11,6 +11,7 @@ from typing import Any
 
 from fusionkv.fusion_worker.library import lean
 from fusionkv.gateway.children import Message, frame, messages, take_pipes
+from fusionkv.protos.runtime.errors import first_line
 
 EMBED, RERANK = "embed", "rerank"
 # Computes the reply to a message.
@@ -25,8 +26,7 @@ def main() -> None:
             with lean.uncompiled():
                 answer, description = _load(task, Path(directory), int(threads))
         except Exception as error:  # transformers may raise anything for a directory that is not a model
-            line = str(error).strip().partition("\n")[0]
-            answers.write(frame({"refused": line or type(error).__name__}))
+            answers.write(frame({"refused": first_line(error)}))
             answers.flush()
             return
         answers.write(frame(description))

@@ -1,4 +1,4 @@
-"""Cancellation of asyncio tasks: pending requests, and work that must complete despite them."""
+"""asyncio tasks and their cancellation: pending requests, and work that must complete despite them."""
 
 import asyncio
 import contextlib
@@ -15,6 +15,14 @@ def requests() -> int:
     except RuntimeError:  # a thread without an event loop
         return 0
     return task.cancelling() if task is not None else 0
+
+
+def background(tasks: set[asyncio.Task[T]], work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Starts a task and keeps it in `tasks` until it ends: the event loop holds it only weakly."""
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task
 
 
 async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -68,6 +68,11 @@ _RETRY_AFTER = "retry-after-ms"
 _MAX_DETAILS = 2000
 
 
+def first_line(error: Exception) -> str:
+    """The first line of an error's message, or the error's class without one."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 def details(error: Exception) -> str:
     """The message for the status, truncated if it quotes a long input."""
     text = str(error)

@@ -1,4 +1,4 @@
-"""Operating-system needs of a service process: memory, files, ports, signals and output lines."""
+"""Operating-system needs of a service process: cores, memory, files, ports, signals and output lines."""
 
 import asyncio
 import contextlib
@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TextIO
 
 # Without about 16 file descriptors of its own, gRPC crashes with SIGSEGV or SIGABRT, and LanceDB panics.
@@ -19,6 +20,7 @@ _PR_SET_PDEATHSIG = 1
 # Constants of mallopt from glibc's malloc.h.
 _M_ARENA_MAX, _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -8, -1, -3
 _RETURN_SECONDS = 10.0
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 def end_with_parent(by: signal.Signals = signal.SIGKILL, parent: int | None = None) -> None:
@@ -31,6 +33,30 @@ def end_with_parent(by: signal.Signals = signal.SIGKILL, parent: int | None = No
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
         if parent is not None and os.getppid() != parent:
             raise SystemExit
+
+
+def cores(cgroup: Path = _CGROUP) -> int:
+    """Cores in this process's affinity mask, capped by its container's CPU quota.
+
+    torch considers neither: 64 threads under a quota of 4 cores are throttled for most of every period.
+    """
+    available = len(os.sched_getaffinity(0))
+    quota, period = _quota(cgroup)
+    return max(1, min(available, -(-quota // period))) if quota > 0 and period > 0 else available
+
+
+def _quota(cgroup: Path) -> tuple[int, int]:
+    """The CPU quota and its period, in microseconds, from cgroup v2 or v1; (-1, 1) without a quota."""
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()
+        return (-1, 1) if quota == "max" else (int(quota), int(period))
+    except (OSError, ValueError):
+        pass
+    try:
+        quota, period = ((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return int(quota), int(period)
+    except (OSError, ValueError):
+        return -1, 1
 
 
 def share_heaps() -> None:

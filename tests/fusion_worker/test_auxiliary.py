@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fusionkv.fusion_worker import models as worker_models
 from fusionkv.fusion_worker.auxiliary import auxiliary
-from fusionkv.fusion_worker.auxiliary.mapping import carry_over, spans_of
+from fusionkv.fusion_worker.auxiliary.auxiliary import carry_over, spans_of
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos.runtime.errors import FailedPrecondition, ResourceExhausted

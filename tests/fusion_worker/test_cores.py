@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fusionkv.fusion_worker.cores import cores
+from fusionkv.protos.runtime.process import cores
 
 ALL = len(os.sched_getaffinity(0))
 

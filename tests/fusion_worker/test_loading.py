@@ -12,7 +12,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from fusionkv.fusion_worker import models as worker_models
-from fusionkv.fusion_worker.load import loader, spans
+from fusionkv.fusion_worker.load import loader
 from fusionkv.fusion_worker.load.placement import LoadedChunk, Stages
 from tests.fusion_worker.oracle import byte_tokenizer, network, oracle, random_ids
 
@@ -104,8 +104,7 @@ async def test_the_second_model_scores_while_the_first_one_s_kv_loads(cached: An
 def exported(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    for module in (loader, spans):
-        monkeypatch.setattr(module, "tracer", provider.get_tracer("test"))
+    monkeypatch.setattr(loader, "tracer", provider.get_tracer("test"))
     yield exporter
     provider.shutdown()
 
@@ -144,4 +143,4 @@ async def test_a_failed_load_says_why(start: Any, exported: InMemorySpanExporter
         await rig.ask(random_ids(4, 1), [random_ids(8, 3)], random_ids(3, 2), recipe="full_reuse")
     done = exported.get_finished_spans()
     assert {s.status.status_code for s in done if s.name == "fusionkv.encode_chunk"} == {trace.StatusCode.ERROR}
-    assert not rig.servicer.loader._spans._running
+    assert not rig.servicer.loader._loads

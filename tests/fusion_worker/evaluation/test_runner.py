@@ -23,10 +23,11 @@ from fusionkv.fusion_worker.load import loader as loading
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.recipes import modifiers
 from fusionkv.fusion_worker.recipes.recipes import Recipe
-from fusionkv.fusion_worker.request import Piece, Request
+from fusionkv.fusion_worker.request import Request
 from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.models import evaluate
 from fusionkv.models.tasks import Sample as Story
+from fusionkv.protos.answer.v1.answer_pb2 import Token
 from fusionkv.protos.runtime.errors import FailedPrecondition, ResourceExhausted
 from tests.fusion_worker.oracle import Oracle
 
@@ -283,7 +284,7 @@ async def plainly(model: models.Model, task: Task) -> dict[str, list[str]]:
     async def one(recipe: Recipe, sample: Sample) -> str:
         prompt, _ = Prompter(model, 512).prompt(sample, task.chat, LENGTH)
         asking = servicer.answerer.answer(Request(prompt, recipe, 0.0 if recipe.fixed else 0.1, params))
-        ids = [event.token async for event in asking if isinstance(event, Piece)]
+        ids = [event.id async for event in asking if isinstance(event, Token)]
         return model.tokenizer.decode([i for i in ids if i not in model.ends])
 
     try:
