@@ -147,7 +147,6 @@ def _vllm(config: GatewayConfig, workers: "WorkerPool") -> "VLLMEngine":
 
 
 def _http(config: GatewayConfig, servicer: "GatewayServicer", bearer: Bearer | None) -> list[rpc.Beside]:
-    """The HTTP servers that are configured."""
     servers: list[rpc.Beside] = []
     if config.http_listen:
         with extra("http", "http_listen"):

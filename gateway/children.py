@@ -36,7 +36,6 @@ def take_pipes(output: int) -> tuple[BinaryIO, BinaryIO]:
 
 
 def messages(given: BinaryIO) -> Iterator[Message]:
-    """The messages of the gateway, until it ends."""
     while head := given.read(_HEAD.size):
         first, second = _HEAD.unpack(head)
         yield json.loads(given.read(first)), given.read(second)
@@ -84,7 +83,6 @@ class ChildProcess:
         return await self._process.wait()
 
     async def end(self) -> None:
-        """Kills the process and waits for its end."""
         self.kill()
         self._stdin.close()
         with contextlib.suppress(OSError):  # unwritten data no longer matters

@@ -82,7 +82,6 @@ def render(
 
 
 def _saved(answer: Answer, full: Answer | None) -> str:
-    """What reuse saved, in one sentence."""
     s = answer.summary
     if not s.context_tokens or s.tokens_recomputed == s.context_tokens:
         return "Nothing was reused: the whole context was computed."
@@ -96,7 +95,6 @@ def _saved(answer: Answer, full: Answer | None) -> str:
 
 
 def _facts(answer: Answer, full: Answer | None) -> list[tuple[str, str, str]]:
-    """Title, value and caption of each figure."""
     s = answer.summary
     first = f"of {_duration(s.seconds.total)} in total"
     if full is not None and s.seconds.ttft and full.summary.seconds.ttft:
@@ -162,5 +160,4 @@ def _shown(text: str, state: str, last: bool) -> str:
 
 
 def _runs(states: Sequence[str]) -> list[tuple[str, int]]:
-    """Each run of equal states, with its length."""
     return [(state, len(list(group))) for state, group in itertools.groupby(states)]

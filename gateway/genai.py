@@ -91,7 +91,6 @@ def retrieval(corpus: str, top_k: int) -> Attributes:
 
 
 def embedding(model: str) -> Attributes:
-    """Attributes of the span `gateway.embed`."""
     return {
         "gen_ai.operation.name": "embeddings",
         "gen_ai.provider.name": PROVIDER,

@@ -33,7 +33,6 @@ class Record:
     _text: str = ""
 
     def add(self, response: pb.GenerateResponse) -> None:
-        """Records one event of the answer."""
         if response.HasField("token"):
             self._text += response.token.text
         else:

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from fusionkv.protos.observe import logs
+from fusionkv.protos.runtime.cancellation import background
 from fusionkv.protos.runtime.checksum import Checksum
 
 log = logging.getLogger(__name__)
@@ -85,9 +86,7 @@ class FileServer:
                 _faults.warning("can't share a file", error)
                 await asyncio.sleep(_ACCEPT_AGAIN_SECONDS)
                 continue
-            task = asyncio.create_task(self._answer(caller))
-            self._answering.add(task)
-            task.add_done_callback(self._answering.discard)
+            background(self._answering, self._answer(caller))
 
     async def _answer(self, caller: socket.socket) -> None:
         # A client that is gone, sends nothing, or requests a missing file gets no response.

@@ -69,5 +69,4 @@ TENANT_FORM = "1 to 64 characters of A-Z a-z 0-9 . _ -, beginning with a letter 
 
 
 def is_tenant(name: str) -> bool:
-    """Whether a name has the form of a tenant's name."""
     return _TENANT.fullmatch(name) is not None

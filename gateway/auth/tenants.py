@@ -38,7 +38,6 @@ class Tenant:
         return plan.tenant_label(self.salt)
 
     async def stored_bytes(self) -> int:
-        """Bytes of text in all corpora of the tenant."""
         return sum(corpus.bytes for corpus in await self.retrieval.corpora())
 
 
@@ -80,7 +79,6 @@ class Tenants:
 
     @property
     def all(self) -> list[Tenant]:
-        """The tenants used so far."""
         return list(self._known.values())
 
     async def close(self) -> None:

@@ -33,7 +33,6 @@ _TRIES = 4
 
 
 def main() -> int:
-    """Runs the check and returns its exit code."""
     parser = argparse.ArgumentParser(
         prog="fusionkv check MODEL --corpus NAME",
         description=__doc__,

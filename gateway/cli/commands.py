@@ -63,7 +63,6 @@ async def ingest(args: argparse.Namespace) -> int:
 
 
 async def _store(client: AsyncClient, name: str, path: Path, args: argparse.Namespace, total: "_Total") -> None:
-    """Stores one file; JSON lines take several calls."""
     options = {"source": files.source(path), "replace": args.replace, "prefix": args.prefix}
     parts = files.parts(name, path, args.media_type)
     while (part := await asyncio.to_thread(next, parts, None)) is not None:
@@ -212,7 +211,6 @@ async def move(args: argparse.Namespace) -> int:
 
 
 async def show(args: argparse.Namespace) -> int:
-    """Lists corpora or documents."""
     async with connect.client(args) as client:
         items: list[Item] = await client.list(args.corpus)
     if args.json:

@@ -19,7 +19,6 @@ class UsageError(Exception):
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of every command that calls a gateway."""
     parser.add_argument(
         "--gateway",
         default=DEFAULT_ADDRESS,

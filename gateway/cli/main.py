@@ -65,7 +65,6 @@ def _drop_output() -> None:
 
 
 def _replace(command: str, module: str, flags: Sequence[str]) -> NoReturn:
-    """Replaces this process by one that runs the module."""
     os.execv(sys.executable, launched(command, module, flags))
 
 

@@ -82,9 +82,7 @@ def generate(corpus: str = "", question: str = "", **options: Unpack[Options]) -
     Raises:
         InvalidArgument: an unknown option, or an invalid value.
     """
-    if unknown := sorted(options.keys() - Options.__annotations__.keys()):
-        raise errors.InvalidArgument(f"unknown option {unknown[0]!r}; known: {', '.join(Options.__annotations__)}")
-    given: dict[str, Any] = dict(options)
+    given = _known(Options, options)
     sampling = {name: given.pop(name) for name in _SAMPLING if name in given}
     if isinstance(stop := sampling.get("stop"), str):
         sampling["stop"] = [stop]
@@ -137,7 +135,16 @@ def retrieve(
 
 
 class IngestOptions(TypedDict, total=False):
-    """Options of `ingest`, which describes them."""
+    """Options of `ingest`.
+
+    Attributes:
+        media_type: empty derives it from the ending of the name.
+        metadata: pairs that filters can match.
+        source: where the document comes from. A document of the same name from another source is replaced only with
+            `replace`, or if `source` is empty.
+        first_line: number of the first line, for JSON lines sent in parts.
+        prefix: prefix of all documents' names.
+    """
 
     media_type: str
     metadata: Mapping[str, str]
@@ -148,48 +155,30 @@ class IngestOptions(TypedDict, total=False):
 
 
 def ingest(
-    corpus: str,
-    name: str,
-    content: bytes | str | os.PathLike[str],
-    *,
-    media_type: str = "",
-    metadata: Mapping[str, str] = NO_FILTER,
-    source: str = "",
-    replace: bool = False,
-    first_line: int = 0,
-    prefix: str = "",
+    corpus: str, name: str, content: bytes | str | os.PathLike[str], **options: Unpack[IngestOptions]
 ) -> pb.IngestRequest:
     """The request that stores a document, or JSON lines with one document each.
 
     Args:
         content: the bytes, the text or the path of a file; a path is also the default source.
-        media_type: empty derives it from the ending of the name.
-        metadata: pairs that filters can match.
-        source: where the document comes from. A document of the same name from another source is replaced only with
-            `replace`, or if `source` is empty.
-        first_line: number of the first line, for JSON lines sent in parts.
-        prefix: prefix of all documents' names.
 
     Raises:
-        InvalidArgument: an invalid value.
+        InvalidArgument: an unknown option, or an invalid value.
         OSError: the file can't be read.
     """
+    given = _known(IngestOptions, options)
     if isinstance(content, os.PathLike):
-        source = source or str(Path(content).resolve())
+        given["source"] = given.get("source") or str(Path(content).resolve())
         content = Path(content).read_bytes()
     raw = content.encode() if isinstance(content, str) else content
-    return of(
-        pb.IngestRequest,
-        corpus=corpus,
-        name=name,
-        media_type=media_type,
-        content=raw,
-        metadata=metadata,
-        source=source,
-        replace=replace,
-        first_line=first_line,
-        prefix=prefix,
-    )
+    return of(pb.IngestRequest, corpus=corpus, name=name, content=raw, **given)
+
+
+def _known(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options. Raises InvalidArgument if one is not of this TypedDict."""
+    if unknown := sorted(options.keys() - kind.__annotations__.keys()):
+        raise errors.InvalidArgument(f"unknown option {unknown[0]!r}; known: {', '.join(kind.__annotations__)}")
+    return dict(options)
 
 
 def of(kind: type[T], where: str = "", /, **values: Any) -> T:
@@ -209,7 +198,6 @@ def of(kind: type[T], where: str = "", /, **values: Any) -> T:
 
 
 def _wanted(kind: type[Message], name: str) -> str:
-    """What values a field takes, in words."""
     field = kind.DESCRIPTOR.fields_by_name[name]
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         return _MAPPING

@@ -121,7 +121,6 @@ class _LocalModel:
         return self._process
 
     def _describe(self, description: dict[str, Any]) -> None:
-        """Takes the model's description of itself."""
         self.name = description["name"]
 
     async def _end(self) -> None:

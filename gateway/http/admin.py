@@ -49,7 +49,6 @@ class AdminServer(Listener):
         self.post("/explain/{id}/full", self.guarded(access.ADMIN_PAGES, self._compared, _bearer))
 
     def failed(self, error: Exception) -> web.Response:
-        """The error as one line of text."""
         if isinstance(error, web.HTTPException):
             return web.Response(text=f"{error.reason}\n", status=error.status, headers=_HEADERS)
         failures.record(error)

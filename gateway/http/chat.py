@@ -89,14 +89,14 @@ def read(body: Any, text: bool = False, max_passages: int = sys.maxsize) -> Chat
             raise BadRequest(f"unknown field {name[:80]!r}", name[:80])
         if given[name] != _ONLY[name]:
             raise BadRequest(f"{name} is not supported: omit it", name)
-    model = _typed(given, "model", str, "")
-    own = {name: value for name, value in _typed(given, "fusionkv", dict, {}).items() if value is not None}
+    model = typed(given, "model", str, "")
+    own = {name: value for name, value in typed(given, "fusionkv", dict, {}).items() if value is not None}
     if unknown := own.keys() - OWN:
         raise BadRequest(f"unknown field {min(unknown)[:80]!r}; known: {', '.join(sorted(OWN))}", "fusionkv")
-    stream = _typed(given, "stream", bool, False)
-    usage = _typed(_typed(given, "stream_options", dict, {}), "include_usage", bool, False)
+    stream = typed(given, "stream", bool, False)
+    usage = typed(typed(given, "stream_options", dict, {}), "include_usage", bool, False)
     conversation = {"question": _prompt(given)} if text else {"messages": _messages(given)}
-    _typed(own, "order", str, "")
+    typed(own, "order", str, "")
     options = {**_of_model(model), "passages": _passages(given, max_passages), **conversation, **own}
     if not options["corpus"] and not options["passages"]:
         raise BadRequest("model names no corpus and there are no passages: name a corpus, or send passages", "model")
@@ -128,20 +128,20 @@ def _of_model(model: str) -> dict[str, Any]:
 def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     stop = given.get("stop", [])
-    options["stop"] = [stop] if isinstance(stop, str) else _typed(given, "stop", list, [])
+    options["stop"] = [stop] if isinstance(stop, str) else typed(given, "stop", list, [])
     for name in ("max_completion_tokens", "max_tokens"):
-        if (limit := _typed(given, name, int, 1)) < 1:
+        if (limit := typed(given, name, int, 1)) < 1:
             raise BadRequest(f"{name} is {limit}: it must be at least 1", name)
         if name in given:
             options.setdefault("max_tokens", limit)
     for name in ("temperature", "top_p"):
         if name in given:
-            options[name] = _typed(given, name, (int, float), 0.0)
+            options[name] = typed(given, name, (int, float), 0.0)
     if options.get("top_p") == 0:
         # In gateway.proto, 0 disables top_p; in OpenAI's API it keeps only the most likely token.
         raise BadRequest("top_p is 0: it must be greater than 0; for greedy decoding use temperature 0", "top_p")
     if "seed" in given:
-        options["seed"] = _typed(given, "seed", int, 0)
+        options["seed"] = typed(given, "seed", int, 0)
     return options
 
 
@@ -165,7 +165,7 @@ def _passage(given: Any, where: str) -> Passage:
     if type(values.get("id")) is int:
         values["id"] = str(values["id"])
     fields = {name: values.pop(name) for name in Passage.__dataclass_fields__.keys() & values}
-    metadata = _typed(fields, "metadata", dict, {}) | values
+    metadata = typed(fields, "metadata", dict, {}) | values
     if len(metadata) > MAX_NOTES:
         raise BadRequest(
             f"{where} has {len(metadata)} fields of metadata; the maximum is {MAX_NOTES} characters", where
@@ -209,13 +209,14 @@ def _message(message: Any, where: str) -> dict[str, str]:
 
 
 def _list(given: Mapping[str, Any], name: str, limit: int) -> list[Any]:
-    items: list[Any] = _typed(given, name, list, [])
+    items: list[Any] = typed(given, name, list, [])
     if len(items) > limit:
         raise BadRequest(f"{name} has {len(items)} items; the maximum is {limit}", name)
     return items
 
 
-def _typed(given: Mapping[str, Any], name: str, kind: Any, default: Any) -> Any:
+def typed(given: Mapping[str, Any], name: str, kind: Any, default: Any) -> Any:
+    """A field of a body. Raises BadRequest if it has another type."""
     value = given.get(name, default)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise BadRequest(f"{name} has the wrong type: it must be {_KINDS[kind]}", name)

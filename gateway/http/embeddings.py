@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fusionkv.gateway.http.chat import BadRequest
+from fusionkv.gateway.http.chat import BadRequest, typed
 from fusionkv.protos.runtime.errors import InvalidArgument
 
 _MAX_TEXTS, _MAX_CHARACTERS = 2048, 1 << 15
@@ -45,11 +45,7 @@ def read(body: Any) -> EmbeddingRequest:
         "".join(texts).encode()
     except UnicodeEncodeError:
         raise BadRequest("input contains half of a surrogate pair", "input") from None
-    model, dimensions = given.get("model", ""), given.get("dimensions", 0)
-    if not isinstance(model, str):
-        raise BadRequest("model must be a string", "model")
-    if type(dimensions) is not int:
-        raise BadRequest("dimensions must be an integer", "dimensions")
+    model, dimensions = typed(given, "model", str, ""), typed(given, "dimensions", int, 0)
     if (form := given.get("encoding_format", "float")) not in _FORMATS:
         raise BadRequest(f"encoding_format must be one of {', '.join(_FORMATS)}", "encoding_format")
     return EmbeddingRequest(tuple(texts), model, form == "base64", dimensions)

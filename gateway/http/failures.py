@@ -28,7 +28,6 @@ _UNEXPECTED = (500, "server_error", None)
 
 
 def status(error: Exception) -> int:
-    """The HTTP status of an error."""
     return _known(error)[0]
 
 
@@ -46,7 +45,6 @@ def message(error: Exception) -> str:
 
 
 def body(error: Exception) -> dict[str, Any]:
-    """The error as JSON."""
     _, kind, code = _known(error)
     param = error.param if isinstance(error, BadRequest) else None
     return of(message(error), kind, code, param)

@@ -149,7 +149,6 @@ class Listener:
 
     @web.middleware
     async def _handle_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Turns errors into responses."""
         try:
             return await handler(request)
         except ConnectionError:

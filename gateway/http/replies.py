@@ -68,7 +68,6 @@ def model(item: pb.Item) -> dict[str, Any]:
 
 
 def models(items: Iterable[pb.Item]) -> dict[str, Any]:
-    """All corpora as a list of models."""
     return {"object": "list", "data": [model(item) for item in items]}
 
 

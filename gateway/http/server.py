@@ -39,7 +39,6 @@ class HTTPServer(Listener):
         self.post("/v1/embeddings", self.guarded(_RPC + "Retrieve", self._embed))
 
     def failed(self, error: Exception) -> web.Response:
-        """The error as JSON."""
         if isinstance(error, web.HTTPException):
             allowed = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
             body = failures.of(error.reason, "invalid_request_error")

@@ -95,7 +95,6 @@ class Ingest:
                 yield pb.MoveResponse(done=done, total=total)
 
     async def close(self) -> None:
-        """Ends the parser processes."""
         await self._parsers.close()
 
     async def _store(self, tenant: Tenant, request: pb.IngestRequest, kind: str, timeout: float) -> pb.IngestResponse:

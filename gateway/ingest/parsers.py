@@ -17,6 +17,7 @@ from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest import parse, parser
 from fusionkv.gateway.ingest.document import Pairs
 from fusionkv.gateway.tokens import Vocabulary
+from fusionkv.protos.runtime.cancellation import background
 from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted, Unavailable
 
 Piece = tuple[str, list[int]]  # text and token ids of a chunk
@@ -92,9 +93,7 @@ class Parsers:
                 self._idle += [process] if process is not None else []
                 self._slots.release(tenant.salt)
             else:
-                task = asyncio.create_task(self._replace(process, tenant, vocabulary))
-                self._starting.add(task)
-                task.add_done_callback(self._starting.discard)
+                background(self._starting, self._replace(process, tenant, vocabulary))
 
     async def close(self) -> None:
         """Ends all processes. Call it when no document is being parsed."""
@@ -200,7 +199,6 @@ class Parser:
         return documents
 
     async def end(self) -> None:
-        """Kills the process and waits for its end."""
         self.usable = False
         if self._process is not None:
             await self._process.end()

@@ -172,7 +172,6 @@ class EmbeddedRetrieval(Retrieval):
         await table.close()
 
     async def _drop(self, corpus: str) -> tuple[int, int]:
-        """Deletes a corpus."""
         table = self._table(corpus)
         async with self._changing:
             if self._tables.pop(corpus, None) is not table:
@@ -318,7 +317,6 @@ def _clean(folder: Path) -> Path:
 
 
 def _place(folder: Path, staged: Path, name: str) -> None:
-    """Replaces a corpus with its rebuilt table."""
     moved = folder / _MOVED / name
     moved.parent.mkdir(exist_ok=True)
     os.rename(staged, moved)

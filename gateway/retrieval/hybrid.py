@@ -77,7 +77,6 @@ class HybridSearch:
         return best(zip(ranked, scores, strict=True), count)
 
     async def close(self) -> None:
-        """Closes the embedder and the reranker."""
         for model in (self.embedder, self._reranker):
             if model is not None:
                 await model.close()

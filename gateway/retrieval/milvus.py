@@ -30,6 +30,7 @@ from fusionkv.gateway.retrieval.base import (
 )
 from fusionkv.gateway.retrieval.milvus_connection import BATCH, MAX_ROWS, Connection, Hits, NoCollection, listed
 from fusionkv.gateway.retrieval.milvus_rows import Row, Version
+from fusionkv.protos.runtime.cancellation import background
 from fusionkv.protos.runtime.errors import FailedPrecondition, NotFound, Unavailable
 
 T = TypeVar("T")
@@ -253,7 +254,6 @@ class MilvusRetrieval(Retrieval):
         return self._collection(corpus)
 
     async def _corpus_row(self, corpus: str) -> Row:
-        """The row that describes the corpus itself."""
         with _corpus_errors(corpus):
             found = await self._milvus.query(self._collection(corpus), rows.IS_CORPUS, rows.OWN)
             if not found:
@@ -343,10 +343,7 @@ class MilvusRetrieval(Retrieval):
             async with gate.shared() if document else gate.exclusive(), lock:
                 return await change()
 
-        task = asyncio.create_task(locked())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(task)
+        return await asyncio.shield(background(self._tasks, locked()))
 
     def _collection(self, corpus: str) -> str:
         return self._prefix + _digest(corpus)

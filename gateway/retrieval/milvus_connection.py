@@ -116,8 +116,6 @@ class Connection:
         return int(found["count(*)"])
 
     async def walk(self, name: str, condition: str, fields: Sequence[str]) -> list[Row]:
-        """All rows that match a condition."""
-
         def read(name: str, timeout: float) -> list[Row]:
             found: list[Row] = []
             until = time.monotonic() + timeout

@@ -133,7 +133,6 @@ def of_chunk(chunk: Chunk, revision: str, vector: np.ndarray) -> Row:
 
 
 def chunk_key(chunk: Chunk, revision: str) -> str:
-    """The key of a chunk's row."""
     return hashlib.blake2b(
         f"{owner(chunk.document)} {revision} {chunk.position}".encode(), digest_size=24
     ).hexdigest()

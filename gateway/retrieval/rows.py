@@ -53,7 +53,6 @@ def check_format(schema: pa.Schema) -> None:
 
 
 def identity(schema: pa.Schema) -> ModelIdentity:
-    """The models that a table was built with."""
     metadata = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
     fingerprint, tokenizer = (bytes.fromhex(metadata[f"fusionkv.{name}"]) for name in ("fingerprint", "tokenizer"))
     embedder = metadata.get("fusionkv.embedder", "the language model")
@@ -66,7 +65,6 @@ def readable(schema: pa.Schema) -> list[str]:
 
 
 def has_all(where: Mapping[str, str]) -> str:
-    """A condition on metadata."""
     conditions = ", ".join(quoted(f"{key}={value}") for key, value in where.items())
     return f"array_has_all(metadata, make_array({conditions}))"
 

@@ -23,6 +23,7 @@ from fusionkv.gateway.client.results import Item
 from fusionkv.gateway.retrieval import rows
 from fusionkv.gateway.retrieval.base import NO_FILTER
 from fusionkv.protos.observe import logs
+from fusionkv.protos.runtime.cancellation import background
 from fusionkv.protos.runtime.errors import NotFound, ResourceExhausted, ServiceError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -232,10 +233,7 @@ class CorpusTable:
                 with disk_errors():
                     return await change()
 
-        task = asyncio.create_task(locked())
-        self._changes.add(task)
-        task.add_done_callback(self._changes.discard)
-        return await asyncio.shield(task)
+        return await asyncio.shield(background(self._changes, locked()))
 
     async def _commit_queue(self) -> None:
         """Writes queued documents in one commit, each name at most once, up to a limit; the rest waits."""

@@ -199,7 +199,6 @@ class VLLMEngine:
             yield pb.GenerateResponse(summary=summary)
 
     async def close(self) -> None:
-        """Closes the connections to vLLM and to the workers."""
         await self._session.close()
         await self._workers.close()
 

@@ -17,6 +17,7 @@ from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.kvcache_service import keys
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.observe import logs
+from fusionkv.protos.runtime.cancellation import background
 from fusionkv.protos.runtime.errors import (
     FailedPrecondition,
     ResourceExhausted,
@@ -156,7 +157,6 @@ class WorkerPool:
 
     @property
     def members(self) -> list[Member]:
-        """The current workers."""
         resolved = {address: member for members in self._resolved.values() for address, member in members.items()}
         return [*{**resolved, **self._listed}.values()]
 
@@ -288,9 +288,7 @@ class WorkerPool:
             known[address] = Member(WorkerClient(address, self._tls, name=host))
         for address in sorted(known.keys() - now):
             log.info("removed worker of %s: %s", name, address)
-            task = asyncio.create_task(_retire(known.pop(address)))
-            self._retiring.add(task)
-            task.add_done_callback(self._retiring.discard)
+            background(self._retiring, _retire(known.pop(address)))
 
 
 @contextlib.contextmanager

@@ -245,7 +245,6 @@ class Table:
 
 
 def _grown(slots: "array[int]") -> "array[int]":
-    """Rehashes into twice as many slots."""
     old: npt.NDArray[np.uint64] = np.frombuffer(slots, np.uint64)
     moving = old[old != 0]
     new = array("Q", bytes(16 * len(slots)))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import grpc
 
+from fusionkv.protos.runtime.cancellation import background
 from fusionkv.protos.runtime.watched import BadFile, Watched, read_bytes
 
 if TYPE_CHECKING:
@@ -155,9 +156,7 @@ class _Renewed(contextlib.AbstractContextManager["_Renewed"], contextlib.Abstrac
             old, self._used = self._channel, newest
             self._channel = self._dial(newest)
             if isinstance(old, grpc.aio.Channel):
-                closing = asyncio.get_running_loop().create_task(old.close(_GRACE_SECONDS))
-                self._closing.add(closing)
-                closing.add_done_callback(self._closing.discard)
+                background(self._closing, old.close(_GRACE_SECONDS))
             # A blocking channel is kept alive by its calls, and closes with the last of them.
         return self._channel
 
