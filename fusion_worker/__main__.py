@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import logging
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +29,9 @@ def main() -> int:
     try:
         config = configured(flags.pop("config"), flags)
         if rank:
-            _follow(config, rank, meeting, pipes)
+            from fusionkv.fusion_worker.tensor_parallel import start
+
+            start.follow(config, rank, meeting, pipes)
             return 0
         process.share_heaps()
         process.check_files()
@@ -43,13 +44,6 @@ def main() -> int:
     finally:
         telemetry.detach()
     return 0
-
-
-def _follow(config: WorkerConfig, rank: int, meeting: Path, pipes: Sequence[int]) -> None:
-    """Runs a tensor-parallel rank other than 0 until rank 0 ends."""
-    from fusionkv.fusion_worker.tensor_parallel import start
-
-    start.follow(config, rank, meeting, pipes)
 
 
 async def _serve(config: WorkerConfig) -> None:

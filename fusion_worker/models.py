@@ -15,8 +15,8 @@ from transformers.utils import logging as transformers_logging
 from fusionkv.fusion_worker.compute.packed_linear import computes, pack
 from fusionkv.fusion_worker.library.cache import fingerprint, name_of
 from fusionkv.fusion_worker.template import PromptTemplate
-from fusionkv.fusion_worker.tensor_parallel import ranks as tp
-from fusionkv.fusion_worker.tensor_parallel.ranks import ALONE, Ranks
+from fusionkv.fusion_worker.tensor_parallel import group as tp
+from fusionkv.fusion_worker.tensor_parallel.group import ALONE, Ranks
 from fusionkv.kernels.rope import Rotation
 from fusionkv.protos.runtime.errors import FailedPrecondition, first_line
 

@@ -1,7 +1,6 @@
 """A self-contained HTML page that explains an answer: for `ask --explain` and the gateway's pages for operators."""
 
 import itertools
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fusionkv.gateway.cli.connect import UsageError
@@ -137,7 +136,7 @@ def _chunk(passage: Passage, chunk: ExplainedChunk) -> dict[str, Any]:
         "kind": chunk.kind or "not looked up",
         "tier": chunk.tier,
         "counts": {state: states.count(state) for state in ("lossless", "reused", "recomputed") if state in states},
-        "runs": _runs(states),
+        "runs": [(state, len(list(group))) for state, group in itertools.groupby(states)],
         "tokens": list(zip(chunk.texts, states, scores, strict=True)),
     }
 
@@ -157,7 +156,3 @@ def _shown(text: str, state: str, last: bool) -> str:
     """A token's text on the page: a recomputed line break has a sign, and the last token leaves no empty lines."""
     sign = "↵" if state == "recomputed" and text and not text.strip("\n") else ""
     return sign + (text.rstrip("\n") if last else text)
-
-
-def _runs(states: Sequence[str]) -> list[tuple[str, int]]:
-    return [(state, len(list(group))) for state, group in itertools.groupby(states)]

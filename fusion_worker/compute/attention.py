@@ -9,7 +9,7 @@ from transformers import AttentionInterface
 
 from fusionkv.fusion_worker.compute.batch import Batch, States
 from fusionkv.fusion_worker.models import Model
-from fusionkv.fusion_worker.tensor_parallel.ranks import Ranks
+from fusionkv.fusion_worker.tensor_parallel.group import Ranks
 from fusionkv.kernels.attention_scores import attention_scores
 from fusionkv.kernels.gpu.segment_table import Spans
 from fusionkv.kernels.segments import KVSegment, QuerySpan

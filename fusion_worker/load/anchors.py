@@ -1,7 +1,7 @@
 """Anchor tokens: trained tokens after each segment of a chunk, whose KV replaces that of its text (KVLink 2.4)."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -10,8 +10,7 @@ from fusionkv.fusion_worker.compute.forward_job import ForwardJob, behind
 from fusionkv.fusion_worker.compute.kv_pool import PooledChunk, SlotRange
 from fusionkv.fusion_worker.load.placement import LoadedChunk, stretches
 from fusionkv.fusion_worker.models import Model
-from fusionkv.fusion_worker.prompt import Chunk, Prompt
-from fusionkv.fusion_worker.recipes.recipes import Anchored, Encode
+from fusionkv.fusion_worker.prompt import Chunk
 from fusionkv.kvcache_service import keys
 
 
@@ -92,15 +91,8 @@ class AnchoredChunk(Chunk):
             done += len(anchors)
 
 
-def laid(prompt: Prompt, encode: Encode | None, anchors: Mapping[int, Sequence[int]]) -> Prompt:
-    """The prompt as it lies in the pool: with `Anchored`, the model's anchor tokens replace the chunks' text."""
-    if not isinstance(encode, Anchored):
-        return prompt
-    percent = encode.percent
-
-    def compressed(chunk: Chunk) -> AnchoredChunk:
-        found = cuts(chunk.ids, anchors[percent], percent)
-        ids = tuple(i for cut in found for i in cut.anchors)
-        return AnchoredChunk(ids, text=chunk.ids, cuts=found, percent=percent)
-
-    return replace(prompt, chunks=tuple(map(compressed, prompt.chunks)))
+def compressed(chunk: Chunk, anchors: Sequence[int], percent: int) -> AnchoredChunk:
+    """The chunk with its text replaced by anchor tokens, `percent` percent fewer."""
+    found = cuts(chunk.ids, anchors, percent)
+    ids = tuple(i for cut in found for i in cut.anchors)
+    return AnchoredChunk(ids, text=chunk.ids, cuts=found, percent=percent)

@@ -5,6 +5,7 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -17,14 +18,14 @@ from fusionkv.fusion_worker.compute.forward_job import ForwardJob
 from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk, SlotRange
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.correct.correction import Average, Correction
-from fusionkv.fusion_worker.load.anchors import AnchoredChunk, laid
+from fusionkv.fusion_worker.load.anchors import AnchoredChunk, compressed
 from fusionkv.fusion_worker.load.lookup import CacheFault, Deadline, EntryGone, Lookups
 from fusionkv.fusion_worker.load.placement import ChunkSource, LoadedChunk, PromptLayout, Stages
 from fusionkv.fusion_worker.load.priority_semaphore import PrioritySemaphore
 from fusionkv.fusion_worker.load.write_back import WriteBack
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Prompt
-from fusionkv.fusion_worker.recipes.recipes import ISOLATED, Encode
+from fusionkv.fusion_worker.recipes.recipes import ISOLATED, Anchored, Encode
 from fusionkv.fusion_worker.transfer.gpudirect import DirectReader
 from fusionkv.fusion_worker.transfer.signatures import Signer
 from fusionkv.fusion_worker.transfer.storage import Storage
@@ -73,8 +74,11 @@ class Loader:
         self.namespace = lru_cache(maxsize=1024)(partial(keys.namespace, model.fingerprint, settings))
 
     def laid(self, prompt: Prompt, encode: Encode | None) -> Prompt:
-        """The prompt with its chunks as they are encoded by `encode`, such as anchor tokens."""
-        return laid(prompt, encode, self._model.anchors)
+        """The prompt as it lies in the pool: with `Anchored`, the model's anchor tokens replace the chunks' text."""
+        if not isinstance(encode, Anchored):
+            return prompt
+        anchors, percent = self._model.anchors[encode.percent], encode.percent
+        return replace(prompt, chunks=tuple(compressed(chunk, anchors, percent) for chunk in prompt.chunks))
 
     async def settle(self) -> None:
         """Waits until no load and no write is running."""

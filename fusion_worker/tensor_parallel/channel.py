@@ -15,22 +15,20 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fusionkv.fusion_worker.tensor_parallel.ranks import Ranks
-
 
 class Channel:
     """Runs calls on all ranks in one order. For one thread of each rank at a time.
 
     Calls are pickled and sent through sockets that no other process can write to. Objects in `own`, which each rank
     has itself, are sent as numbers. So are tensors that were sent before, which must not change: masks are sent once,
-    not at every step. Methods raise RuntimeError as `Ranks` does, and OSError.
+    not at every step. Methods raise OSError, and RuntimeError when another rank ended.
     """
 
-    def __init__(self, ranks: Ranks, device: torch.device, timeout: timedelta, pipes: Sequence[socket]) -> None:
+    def __init__(self, device: torch.device, timeout: timedelta, pipes: Sequence[socket]) -> None:
         self.own: list[Any] = []
-        self._ranks, self._device, self._pipes = ranks, device, pipes
+        self._rank, self._device, self._pipes = dist.get_rank(), device, pipes
         for pipe in pipes:  # Other ranks wait for calls without a timeout.
-            pipe.settimeout(None if ranks.rank else timeout.total_seconds())
+            pipe.settimeout(None if self._rank else timeout.total_seconds())
         self.data = dist.new_group(backend="gloo", timeout=timeout)
         self._numbers = WeakIdKeyDictionary()  # tensor -> number, at rank 0
         self._count = itertools.count(100)  # Numbers below 100 are for `own`.
@@ -69,7 +67,7 @@ class Channel:
                 unpickler.load()()
                 dist.barrier(group=self.data)
         except Exception:
-            print(f"fusionkv-worker: rank {self._ranks.rank} failed", file=sys.stderr)
+            print(f"fusionkv-worker: rank {self._rank} failed", file=sys.stderr)
             traceback.print_exc()
             os._exit(1)  # Other threads may be waiting for other ranks forever.
 
@@ -83,7 +81,7 @@ class Channel:
         if size:
             dist.scatter(part, list(parts) or None, group=self.data)
         result = call(part) if size else call()
-        results = [] if result is None else [torch.empty_like(result) for _ in range(self._ranks.count)]
+        results = [] if result is None else [torch.empty_like(result) for _ in range(dist.get_world_size())]
         if results:
-            dist.gather(result, None if self._ranks.rank else results, group=self.data)
+            dist.gather(result, None if self._rank else results, group=self.data)
         return results

@@ -22,8 +22,7 @@ from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.tensor_parallel.channel import Channel
-from fusionkv.fusion_worker.tensor_parallel.group import Driver, RankLost, TPGroup
-from fusionkv.fusion_worker.tensor_parallel.ranks import ALONE, Ranks
+from fusionkv.fusion_worker.tensor_parallel.group import ALONE, Driver, RankLost, Ranks, TPGroup
 from fusionkv.protos.runtime import process
 
 _Joined = tuple[Model, Channel, Channel]  # A rank's part of the model, and its channels for steps and for copies.
@@ -125,7 +124,7 @@ def _join(config: WorkerConfig, rank: int, meeting: Path, pipes: Sequence[tuple[
     store = dist.FileStore(str(meeting), ranks.count)
     _meet(store, "started", ranks)
     dist.init_process_group(store=store, rank=rank, world_size=ranks.count, timeout=timeout)  # gloo; NCCL on GPUs
-    steps, copies = (Channel(ranks, device, timeout, each) for each in zip(*pipes, strict=True))
+    steps, copies = (Channel(device, timeout, each) for each in zip(*pipes, strict=True))
     model = _load(config, str(device), ranks)
     _meet(store, "loaded", ranks)
     return model, steps, copies
