@@ -24,8 +24,8 @@ class Admission:
         self._places = places
         self._queue = queue
         self._free = asyncio.Semaphore(places)
-        self._held = _MovingAverage()
-        self._first = _MovingAverage()
+        self._held: float | None = None
+        self._first: float | None = None
         self.waiting = 0
         self.running = 0
 
@@ -51,7 +51,7 @@ class Admission:
         try:
             yield
         finally:
-            self._held.add(time.perf_counter() - began)
+            self._held = _averaged(self._held, time.perf_counter() - began)
             self.running -= 1
             self._free.release()
 
@@ -61,18 +61,18 @@ class Admission:
 
     def first_token(self, seconds: float) -> None:
         """Records the time from admission to the first token."""
-        self._first.add(seconds)
+        self._first = _averaged(self._first, seconds)
 
     def _check(self, seconds_left: float | None) -> None:
         # Mean seconds until the next place becomes free.
-        each = self._held.value / self._places
+        each = (self._held or 0.0) / self._places
         if self.waiting >= self._queue:
             meters.refused("queue")
             after = max(_MIN_RETRY_SECONDS, each)
             raise ResourceExhausted(
                 f"{self.waiting} requests are already waiting: try again later", retry_after=after
             )
-        expected = (self.waiting + 1) * each + self._first.value
+        expected = (self.waiting + 1) * each + (self._first or 0.0)
         if seconds_left is not None and expected > seconds_left:
             meters.refused("deadline")
             raise ResourceExhausted(
@@ -82,13 +82,6 @@ class Admission:
             )
 
 
-class _MovingAverage:
-    """An exponential moving average that starts at the first measurement."""
-
-    def __init__(self) -> None:
-        self.value = 0.0
-        self._known = False
-
-    def add(self, value: float) -> None:
-        self.value += (_SMOOTHING if self._known else 1.0) * (value - self.value)
-        self._known = True
+def _averaged(before: float | None, value: float) -> float:
+    """An exponential moving average with another measurement; None before the first one."""
+    return value if before is None else before + _SMOOTHING * (value - before)

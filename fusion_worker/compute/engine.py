@@ -4,7 +4,6 @@ import asyncio
 import logging
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple
 
@@ -37,6 +36,7 @@ class Engine:
         self.tp.own[:] = pool.own(model)
         self.tp.step(partial(install, model))
         self._scheduler = Scheduler(config.max_step_tokens, config.max_mixed_tokens)
+        self.streaming = self._scheduler.streaming
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self._thread.start()
 
@@ -53,10 +53,6 @@ class Engine:
             if not work.future.cancel():
                 await to_the_end(asyncio.wait([waiting]))
             raise
-
-    def streaming(self) -> AbstractContextManager[None]:
-        """Keeps steps short while it is held; to be held while an answer is decoded."""
-        return self._scheduler.streaming()
 
     def close(self) -> None:
         """Ends the thread after its current step."""

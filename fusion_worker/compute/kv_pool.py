@@ -13,8 +13,7 @@ import bisect
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +49,8 @@ class KVPool:
     """Slots, each with the KV of one token, allocated in runs of whole pages.
 
     setting: the name of the setting of its size, for messages.
+    turn: the turn to allocate, first come first served. Only its holder pins chunks and waits for room, so the slots
+        that it waits for belong to running requests, which end. Two waiters that both hold pins could deadlock.
     """
 
     shape: KVShape
@@ -57,12 +58,12 @@ class KVPool:
     pages: int
     kv: torch.Tensor
     setting: str
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _free: list[SlotRange] = field(default_factory=list)
     _residents: "OrderedDict[bytes, PooledChunk]" = field(default_factory=OrderedDict)
     _hidden: set[PooledChunk] = field(default_factory=set)
     _fresh: int = 0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
-    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @classmethod
     def of(
@@ -103,16 +104,6 @@ class KVPool:
     @property
     def free(self) -> int:
         return sum(run.length for run in self._free)
-
-    @asynccontextmanager
-    async def admission(self) -> AsyncIterator[None]:
-        """The turn to allocate, first come first served.
-
-        Only its holder pins chunks and waits for room, so the slots that it waits for belong to running requests,
-        which end. Two waiters that both hold pins could deadlock.
-        """
-        async with self._turn:
-            yield
 
     async def room(self, new: Sequence[int], pinned: Sequence[int] = ()) -> None:
         """Waits until runs of all token counts `new` can be allocated, beside the caller's `pinned` chunks.

@@ -121,47 +121,37 @@ class Loader:
             CacheFault: the cache service failed, or its bytes are not trusted.
             ResourceExhausted: the prompt does not fit the pool.
         """
-        budget = Deadline(self._config.cache_seconds)
-        how = prompt, fresh, stages, encode, correction, budget
+        budget, namespace = Deadline(self._config.cache_seconds), self.namespace(prompt.tenant)
+
+        async def bring(stack: AsyncExitStack) -> PromptLayout:
+            """Looks up and loads the parts; `stack` releases them."""
+            leased = await stack.enter_async_context(AsyncExitStack())
+            with tracer.start_as_current_span("fusionkv.lookup") as span, stages.clock("lookup"):
+                with budget.spending():
+                    asking = self.locator.prompt(prompt, namespace, encode, budget.left, stages, correction)
+                    wanted = await leased.enter_async_context(asking)
+                span.set_attributes({"fusionkv.chunks": len(prompt.chunks), "fusionkv.rejected": stages.rejected})
+            stale = sum(len(w.chunk) for w in wanted if not w.lossless)
+            with tracer.start_as_current_span("fusionkv.load") as span, stages.clock("load"):
+                placement = await stack.enter_async_context(self._admit(wanted, fresh(stale), stages, namespace))
+                with budget.spending():
+                    await self._fetched(placement, budget.left)
+                span.set_attribute("fusionkv.bytes", stages.bytes_fetched)
+            await leased.aclose()
+            with tracer.start_as_current_span("fusionkv.encode") as span, stages.clock("encode"):
+                span.set_attribute("fusionkv.tokens", stages.encoded_tokens)
+                await _ready(part.resident for part in placement.parts)
+            return placement
+
         async with AsyncExitStack() as stack:
             try:
-                placement = await self._bring(stack, *how)
+                placement = await bring(stack)
             except EntryGone as gone:
                 log.debug("looking up again: %s", gone)
                 await stack.aclose()
                 stages.start_over()
-                placement = await self._bring(stack, *how)
+                placement = await bring(stack)
             yield placement
-
-    async def _bring(
-        self,
-        stack: AsyncExitStack,
-        prompt: Prompt,
-        fresh: Fresh,
-        stages: Stages,
-        encode: Encode,
-        correction: Correction | None,
-        budget: Deadline,
-    ) -> PromptLayout:
-        """Looks up and loads the parts as `prompt` does; `stack` releases them."""
-        namespace = self.namespace(prompt.tenant)
-        leased = await stack.enter_async_context(AsyncExitStack())
-        with tracer.start_as_current_span("fusionkv.lookup") as span, stages.clock("lookup"):
-            with budget.spending():
-                asking = self.locator.prompt(prompt, namespace, encode, budget.left, stages, correction)
-                wanted = await leased.enter_async_context(asking)
-            span.set_attributes({"fusionkv.chunks": len(prompt.chunks), "fusionkv.rejected": stages.rejected})
-        stale = sum(len(w.chunk) for w in wanted if not w.lossless)
-        with tracer.start_as_current_span("fusionkv.load") as span, stages.clock("load"):
-            placement = await stack.enter_async_context(self._admit(wanted, fresh(stale), stages, namespace))
-            with budget.spending():
-                await self._fetched(placement, budget.left)
-            span.set_attribute("fusionkv.bytes", stages.bytes_fetched)
-        await leased.aclose()
-        with tracer.start_as_current_span("fusionkv.encode") as span, stages.clock("encode"):
-            span.set_attribute("fusionkv.tokens", stages.encoded_tokens)
-            await _ready(part.resident for part in placement.parts)
-        return placement
 
     async def _fetched(self, placement: PromptLayout, left: float) -> None:
         """Waits for all fetches together, for at most the fetch timeout and the time that is left for the cache."""
@@ -215,7 +205,7 @@ class Loader:
                     pool.unpin(residents.pop(part.wanted.key))
 
         try:
-            async with pool.admission():
+            async with pool.turn:
                 number = next(self._admitted)
                 for key in dict.fromkeys(w.key for w in wanted):
                     if (found := pool.find(key)) is not None:

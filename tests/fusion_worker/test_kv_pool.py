@@ -171,7 +171,7 @@ async def test_room_is_waited_for_and_given_in_turn() -> None:
     order = []
 
     async def take(name: str, tokens: int) -> None:
-        async with pool.admission():
+        async with pool.turn:
             await pool.room([tokens])
             order.append(name)
             pool.reserve(tokens)
@@ -179,7 +179,7 @@ async def test_room_is_waited_for_and_given_in_turn() -> None:
     tasks = [asyncio.create_task(take(n, t)) for n, t in (("big", 40), ("small", 4), ("last", 1))]
     await asyncio.sleep(0)  # each runs until it waits
     assert order == []
-    assert pool._turn.locked()
+    assert pool.turn.locked()
     tasks[1].cancel()
     pool.release(held)
     await asyncio.wait(tasks)

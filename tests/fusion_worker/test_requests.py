@@ -103,7 +103,7 @@ async def test_stages_sum_to_the_time_of_the_first_token(start: Any, parts: Any)
     held = rig.pool.reserve(rig.pool.capacity - 8)  # the next ones wait for room
     tasks = [asyncio.create_task(rig.ask(*parts, recipe=r)) for r in ("full_attention", "prophetkv", "epic")]
     # One waits for room, one behind it, and one for its turn.
-    await rig.until(lambda: rig.pool._turn.locked() and rig.servicer.answerer.admission.waiting == 1)
+    await rig.until(lambda: rig.pool.turn.locked() and rig.servicer.answerer.admission.waiting == 1)
     await asyncio.sleep(0.5)
     rig.pool.release(held)
     for answer in await asyncio.gather(*tasks):
@@ -195,7 +195,7 @@ async def test_cancelled_while_it_waits_for_room(start: Any, parts: Any) -> None
     rig = await start("llama", pool_bytes=1 << 18)
     held = rig.pool.reserve(rig.pool.capacity)
     first, second = ask_many(rig, parts, 2)
-    await rig.until(lambda: rig.pool._turn.locked())
+    await rig.until(lambda: rig.pool.turn.locked())
     await cancelled(first)
     rig.pool.release(held)
     assert (await second).ids

@@ -68,7 +68,7 @@ async def test_a_deadline_that_the_queue_is_too_long_for(start: Any) -> None:
         await rig.until(lambda: admission.waiting == 31)
         gate.opened.set()
         await asyncio.gather(running, patient, *waiting)
-        admission._held.value = admission._first.value = 1e6
+        admission._held = admission._first = 1e6
         await answered(client, rig, timeout=60)
         assert (admission.waiting, admission.running) == (0, 0)
 
