@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 
 from fusionkv.gateway.auth import access
 from fusionkv.gateway.auth.bearer import Bearer, BearerInterceptor, Verifier
-from fusionkv.gateway.config import GatewayConfig, extra
+from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.retrieval.base import Retrieval
 from fusionkv.protos.observe import telemetry
 from fusionkv.protos.runtime import process, rpc, settings
 from fusionkv.protos.runtime.errors import ServiceError
+from fusionkv.protos.runtime.settings import extra
 
 if TYPE_CHECKING:
     from fusionkv.gateway.servicer import GatewayServicer

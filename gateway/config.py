@@ -1,7 +1,5 @@
 """Settings of the gateway."""
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,15 +14,6 @@ LANGUAGES = (
     *("arabic", "danish", "dutch", "english", "finnish", "french", "german", "greek", "hungarian", "italian"),
     *("norwegian", "portuguese", "romanian", "russian", "spanish", "swedish", "tamil", "turkish"),
 )
-
-
-@contextlib.contextmanager
-def extra(name: str, setting: str) -> Iterator[None]:
-    """Raises ValueError if an import inside fails because a package of an optional extra is not installed."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{setting} needs the package {error.name}: pip install 'fusionkv[{name}]'") from error
 
 
 @dataclass(frozen=True)

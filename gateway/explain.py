@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from fusionkv.gateway.cli.connect import UsageError
 from fusionkv.gateway.client.results import Answer, Explanation, Passage, fields
 from fusionkv.protos.answer.v1.answer_pb2 import ExplainedChunk, StageSeconds
+from fusionkv.protos.runtime.settings import extra
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -30,10 +31,8 @@ ENDS = {"max_tokens": ", cut off at max_tokens", "stop_string": ", ended by a st
 
 def template(name: str = "explain.html") -> "Template":
     """A page's template. Raises UsageError if jinja2 is not installed."""
-    try:
+    with extra("gateway", "--explain", UsageError):
         from jinja2 import Environment, PackageLoader
-    except ModuleNotFoundError as error:
-        raise UsageError("--explain needs the package jinja2: pip install 'fusionkv[gateway]'") from error
     loader = PackageLoader("fusionkv.gateway", "pages")
     return Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template(name)
 

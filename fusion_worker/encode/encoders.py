@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from fusionkv.protos.runtime import process
 from fusionkv.protos.runtime.errors import FailedPrecondition, ResourceExhausted, Unavailable
+from fusionkv.protos.runtime.settings import extra
 
 if TYPE_CHECKING:
     from fusionkv.fusion_worker.encode.batch_encoder import BatchEncoder
@@ -132,10 +133,8 @@ async def on_ray(
         FailedPrecondition: Ray is not installed, or the cluster runs another version.
         Unavailable: there is no Ray cluster, or none of its nodes has CPUs.
     """
-    try:
+    with extra("ray", "--ray", FailedPrecondition):
         import ray
-    except ImportError as error:
-        raise FailedPrecondition("--ray needs Ray: pip install 'fusionkv[ray]'") from error
     try:
         await asyncio.to_thread(_check_listens, address)
         ray.init(address, logging_level=logging.ERROR, log_to_driver=False)

@@ -6,10 +6,11 @@ from pathlib import Path
 
 from fusionkv.fusion_worker.library import cache
 from fusionkv.fusion_worker.library.catalog import EMBEDDER, KNOWN
-from fusionkv.gateway.config import AUTO, NONE, GatewayConfig, extra
+from fusionkv.gateway.config import AUTO, NONE, GatewayConfig
 from fusionkv.gateway.embed.base import Embedder, Reranker
 from fusionkv.gateway.embed.local import LocalEmbedder, LocalReranker
 from fusionkv.protos.runtime.errors import FailedPrecondition
+from fusionkv.protos.runtime.settings import extra
 
 log = logging.getLogger(__name__)
 _PACKAGES = ("torch", "transformers")

@@ -17,6 +17,7 @@ from opentelemetry.trace import Status, StatusCode
 
 from fusionkv.protos.observe import logs, rejected
 from fusionkv.protos.runtime.errors import details
+from fusionkv.protos.runtime.settings import extra
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import MetricReader
@@ -112,14 +113,10 @@ def _sendable(header: str) -> bool:
 
 def _scraped(service: str, address: str) -> "MetricReader":
     """Serves the metrics at http://address/metrics in a separate thread."""
-    try:
+    with extra("prometheus", "metrics_listen"):
         from prometheus_client import start_http_server
 
         from fusionkv.protos.observe.exemplars import Exemplified
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"metrics_listen needs the package {error.name}: pip install 'fusionkv[prometheus]'"
-        ) from None
     host, _, port = address.rpartition(":")
     if not port.isdecimal():
         raise ValueError(f"metrics_listen must be host:port, not {address!r}")

@@ -5,6 +5,7 @@ A field is declared once, with `setting(default, "what it does")`; the TOML key,
 """
 
 import argparse
+import contextlib
 import dataclasses
 import math
 import os
@@ -12,7 +13,7 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,6 +39,18 @@ def setting(
 ) -> Any:
     """A dataclass field with its help text, whether it is a size ("512MiB"), and its inclusive bounds."""
     return dataclasses.field(default=default, metadata={"help": help, "bytes": bytes, "low": low, "high": high})
+
+
+@contextlib.contextmanager
+def extra(name: str, what: str, error: type[Exception] = ValueError) -> Iterator[None]:
+    """Raises `error` if an import inside fails because a package of an optional extra is not installed.
+
+    what: what needs the package, such as a setting or a flag.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as missing:
+        raise error(f"{what} needs the package {missing.name}: pip install 'fusionkv[{name}]'") from missing
 
 
 def parse_bytes(text: str) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fusionkv.protos.runtime.errors import FailedPrecondition
+from fusionkv.protos.runtime.settings import extra
 
 # After the end of a sentence or a line; separators belong to the sentence before them.
 _BORDER = re.compile(r"(?<=[.!?])\s+|(?<=[\u3002\uff01\uff1f])|\n\s*")
@@ -18,11 +19,9 @@ def shorten(text: str, left_out: float) -> str:
 
     At least one of every hundred sentences is kept. Raises FailedPrecondition if sumy is not installed.
     """
-    try:
+    with extra("compress", "shortening texts", FailedPrecondition):
         from sumy.models.dom import ObjectDocumentModel, Paragraph, Sentence
         from sumy.summarizers.text_rank import TextRankSummarizer
-    except ImportError as error:
-        raise FailedPrecondition("shortening texts needs sumy: pip install 'fusionkv[compress]'") from error
     pieces, kept = _sentences(text), list[str]()
     for start in range(0, len(pieces), _GROUP):
         part = pieces[start : start + _GROUP]
