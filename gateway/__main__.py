@@ -22,8 +22,6 @@ from fusionkv.protos.runtime.settings import extra
 
 if TYPE_CHECKING:
     from fusionkv.gateway.servicer import GatewayServicer
-    from fusionkv.gateway.workers.vllm import VLLMEngine
-    from fusionkv.gateway.workers.workers import WorkerPool
 
 # LanceDB's client for remote catalogues. Its package loads every call; LanceDB needs only some of its submodules.
 _CATALOGS = "lance_namespace_urllib3_client"
@@ -58,6 +56,7 @@ async def _serve(config: GatewayConfig) -> None:
     from fusionkv.gateway.embed.base import Embedder
     from fusionkv.gateway.embed.choose import open_embedder, open_reranker
     from fusionkv.gateway.history import History
+    from fusionkv.gateway.pipeline import Engine
     from fusionkv.gateway.retrieval.hybrid import HybridSearch
     from fusionkv.gateway.servicer import SERVICE, GatewayServicer
     from fusionkv.gateway.workers.workers import WorkerPool
@@ -90,7 +89,11 @@ async def _serve(config: GatewayConfig) -> None:
     history = History(config.admin_answers) if config.admin_listen else None
     search = HybridSearch(config, await embedder, await open_reranker(config))
     workers = WorkerPool(config.workers, config.client_tls())
-    engine = _vllm(config, workers) if config.decode == "vllm" else workers
+    engine: Engine = workers
+    if config.decode == "vllm":
+        with extra("http", "decode = vllm"):
+            from fusionkv.gateway.workers.vllm import VLLMEngine
+        engine = VLLMEngine(workers, config)
     servicer = GatewayServicer(config, tenants, workers, history, search, engine)
     memory_returner = asyncio.create_task(process.return_memory())
 
@@ -138,13 +141,6 @@ async def _milvus(config: GatewayConfig, tenant: str) -> Retrieval:
     token = config.milvus_token.read_text().strip() if config.milvus_token else ""
     ca = str(config.tls_ca) if config.tls_ca and config.milvus_url.startswith("https://") else ""
     return await MilvusRetrieval.open(config.milvus_url, tenant, token=token, database=config.milvus_database, ca=ca)
-
-
-def _vllm(config: GatewayConfig, workers: "WorkerPool") -> "VLLMEngine":
-    """The vLLM engine. Raises OSError if the token file can't be read."""
-    with extra("http", "decode = vllm"):
-        from fusionkv.gateway.workers.vllm import VLLMEngine
-    return VLLMEngine(workers, config)
 
 
 def _http(config: GatewayConfig, servicer: "GatewayServicer", bearer: Bearer | None) -> list[rpc.Beside]:

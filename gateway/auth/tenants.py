@@ -89,14 +89,10 @@ class Tenants:
     async def _add(self, name: str) -> None:
         retrieval = await self._open("" if name == self._own else name)
         meter = Meter(lambda: self._quotas.of(name))
-        self._known[name] = Tenant(self._salt(name), retrieval, meter)
+        salt = hmac.new(self._key, name.encode(), hashlib.sha256).hexdigest() if self._key else name
+        self._known[name] = Tenant(salt, retrieval, meter)
         if name:
             log.info("tenant %s is %s in telemetry", name, self._known[name].label)
-
-    def _salt(self, name: str) -> str:
-        if not self._key:
-            return name
-        return hmac.new(self._key, name.encode(), hashlib.sha256).hexdigest()
 
 
 def read_key(file: Path | None) -> bytes:
