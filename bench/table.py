@@ -24,10 +24,10 @@ from fusionkv.bench.worker import bench, throughput
 from fusionkv.bench.worker.passages import Passages
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.client import DEFAULT_RECIPE
-from fusionkv.fusion_worker.cores import cores
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.fusion_worker.recipes import modifiers
 from fusionkv.protos.runtime.errors import ServiceError
+from fusionkv.protos.runtime.process import cores
 
 _ROOT = Path(__file__).parents[1]
 _DEFAULT = modifiers.find(DEFAULT_RECIPE)
