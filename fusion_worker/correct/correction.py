@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
-from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +33,8 @@ _STEPS = 8
 # the others' places.
 _FIRST, _DECAYS = 4, (4.0, 16.0, 64.0)
 PLACES = 1 + _FIRST + len(_DECAYS)
+# Tokens times layers that are corrected at a time: a long chunk of a large model would take gigabytes at once.
+_AT_ONCE = 10_000
 # How a correction is made, in its file's name: one made otherwise is not read, but learned again.
 MADE = repr((RIDGE, STRENGTH, _HALF, _FIRST, _DECAYS)).encode()
 
@@ -77,7 +78,7 @@ class Correction:
         _, _, tokens, heads, dim = kv.shape
         weights = self._weights_as(kv.dtype if kv.is_cuda else compute_dtype(kv.dtype), kv.device)
         place = places(tokens, kv.device)
-        for layers, rotation, cos, sin in _blocks(rotations, base, tokens, kv.device):
+        for layers, rotation, cos, sin in _blocks(rotations, base, tokens, max(1, _AT_ONCE // tokens), kv.device):
             keys, values = kv[layers, 0], kv[layers, 1]
             x = weights.new_empty(len(keys), heads, tokens, weights.shape[2])
             rotation.apply(keys, cos, -sin, out=x[..., :dim].transpose(1, 2))
@@ -213,24 +214,26 @@ class _Block(NamedTuple):
     sin: torch.Tensor
 
 
-def _blocks(rotations: Sequence[Rotation], base: int, tokens: int, device: torch.device) -> Iterator["_Block"]:
-    """The layers, in runs that share a rotation."""
+def _blocks(
+    rotations: Sequence[Rotation], base: int, tokens: int, size: int, device: torch.device
+) -> Iterator["_Block"]:
+    """The layers by the rotation that they share, at most `size` at a time."""
     positions = torch.arange(base, base + tokens)
     factors = {
         rotation: tuple(part.to(device)[:, None] for part in rotation.factors(positions))
         for rotation in dict.fromkeys(rotations)
     }
     start = 0
-    for rotation, run in groupby(rotations):
-        stop = start + len([*run])
-        yield _Block(slice(start, stop), rotation, *factors[rotation])
-        start = stop
+    for stop in range(1, len(rotations) + 1):
+        if stop == len(rotations) or stop - start == size or rotations[stop] is not rotations[start]:
+            yield _Block(slice(start, stop), rotations[start], *factors[rotations[start]])
+            start = stop
 
 
 def _pairs(kv: torch.Tensor, base: int, rotations: Sequence[Rotation]) -> torch.Tensor:
     """float32 [layers, kv_heads, tokens, 2 * head_dim]: a token's key, turned back to position 0, and its value."""
     pairs = torch.cat([kv[:, 0].transpose(1, 2).float(), kv[:, 1].transpose(1, 2).float()], -1)
-    for layers, rotation, cos, sin in _blocks(rotations, base, kv.shape[2], kv.device):
+    for layers, rotation, cos, sin in _blocks(rotations, base, kv.shape[2], len(rotations), kv.device):
         keys = pairs[layers, ..., : kv.shape[-1]].transpose(1, 2)
         keys[:] = rotation.apply(keys, cos, -sin)
     return pairs
