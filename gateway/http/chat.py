@@ -168,7 +168,8 @@ def _passage(given: Any, where: str) -> Passage:
     metadata = typed(fields, "metadata", dict, {}) | values
     if len(metadata) > MAX_NOTES:
         raise BadRequest(
-            f"{where} has {len(metadata)} fields of metadata; the maximum is {MAX_NOTES} characters", where
+            f"{where} has {len(metadata)} fields of metadata, of which {MAX_NOTES} characters are allowed in all",
+            where,
         )
     strings = {name: value if isinstance(value, str) else json.dumps(value) for name, value in metadata.items()}
     return Passage(**{**fields, "metadata": strings})
