@@ -76,7 +76,7 @@ class QuerySpan:
             ordered[:, at] = torch.stack([slots, shifts])
             slots, shifts = ordered
             assert (slots >= 0).all(), "a position has no key"
-            self.views[rotation] = Order(slots, *rotation.factors(shifts))
+            self.views[rotation] = Order(slots, *rotation.factors(shifts), rotation, bool(shifts.any()))
         order: Order = self.views[rotation]
         return order
 
@@ -105,8 +105,19 @@ class Order(NamedTuple):
     """The slot and the rotation of the key of each position.
 
     slots: int64 [positions]. cos, sin: float32 [positions, rotary_dim / 2], for `Rotation.apply`.
+    moved: whether any key was written for another position.
     """
 
     slots: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
+    rotation: Rotation
+    moved: bool
+
+    def keys(self, k_pool: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The keys in prompt order, rotated: [positions, kv_heads, head_dim]. dtype: None for that of the pool."""
+        written = k_pool.index_select(0, self.slots)
+        if not self.moved:
+            return written.to(dtype or written.dtype)
+        turned = torch.empty_like(written, dtype=dtype)
+        return self.rotation.apply(written, self.cos[:, None], self.sin[:, None], out=turned)

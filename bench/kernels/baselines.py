@@ -15,11 +15,11 @@ class Dense:
 
     def __init__(self, problem: Problem) -> None:
         (span,) = problem.spans
-        slots, cos, sin = span.in_order(problem.rotation)
+        order = span.in_order(problem.rotation)
         self.positions = span.positions
         self.q = problem.q.transpose(0, 1)[None].contiguous()
-        self.k = problem.rotation.apply(problem.k[slots].transpose(0, 1), cos, sin)[None].contiguous()
-        self.v = problem.v[slots].transpose(0, 1)[None].contiguous()
+        self.k = order.keys(problem.k).transpose(0, 1)[None].contiguous()
+        self.v = problem.v[order.slots].transpose(0, 1)[None].contiguous()
 
     @property
     def keys(self) -> int:

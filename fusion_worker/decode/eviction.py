@@ -46,7 +46,8 @@ def copy_kept(span: QuerySpan, tokens: torch.Tensor, to: torch.Tensor, kv: torch
     heads = torch.arange(kv.shape[3], device=device)
     rank_tokens = tokens.chunk(ranks.count, dim=1)[ranks.rank].transpose(1, 2).to(device)
     for pool, at, rotation in zip(kv, rank_tokens, model.rotations, strict=True):
-        slots, cos, sin = span.in_order(rotation)
-        turned = rotation.apply(pool[0][slots[at], heads], cos[at], sin[at])
+        order = span.in_order(rotation)
+        slots = order.slots[at]
+        turned = rotation.apply(pool[0][slots, heads], order.cos[at], order.sin[at])
         pool[0].index_copy_(0, to.to(device), turned)
-        pool[1].index_copy_(0, to.to(device), pool[1][slots[at], heads])
+        pool[1].index_copy_(0, to.to(device), pool[1][slots, heads])

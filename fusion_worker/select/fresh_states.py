@@ -51,9 +51,7 @@ class FreshStates:
 
     def keys(self) -> torch.Tensor:
         """[positions, kv_heads, head_dim]: rotated keys in prompt order; fresh where a row has one, else cached."""
-        slots, cos, sin = self.span.in_order(self.rotation)
-        cached = self.kv[0].index_select(0, slots).transpose(0, 1)
-        keys = self.rotation.apply(cached, cos, sin).transpose(0, 1).contiguous()
+        keys = self.span.in_order(self.rotation).keys(self.kv[0])
         return keys.index_copy_(0, self.span.positions, self.states.k.to(keys.dtype))
 
     def over(self, keys: torch.Tensor, first_row: int = 0) -> QuerySpan:

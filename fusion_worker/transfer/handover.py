@@ -178,9 +178,9 @@ class Handover:
 def copy_prompt(span: QuerySpan, kv: torch.Tensor, model: Model, into: torch.Tensor) -> None:
     """Writes the KV that a row sees to `into`, [layers, 2, tokens, kv_heads, head_dim], keys at their positions."""
     for pool, out, rotation in zip(kv, into, model.rotations, strict=True):
-        slots, cos, sin = span.in_order(rotation)
-        out[0].copy_(rotation.apply(pool[0][slots], cos[:, None], sin[:, None]))
-        out[1].copy_(pool[1][slots])
+        order = span.in_order(rotation)
+        out[0].copy_(order.keys(pool[0]))
+        out[1].copy_(pool[1][order.slots])
 
 
 def read_prompt(span: QuerySpan, kv: torch.Tensor, model: Model) -> torch.Tensor:
