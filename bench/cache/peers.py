@@ -1,7 +1,8 @@
 """Compares the cache service with its peers: chunks are put and got one after another (`make bench-peers`).
 
 All systems are processes on this machine, over TCP, and keep bytes in memory only. Over a Redis or a Mooncake Store,
-an entry is put into one service and fetched from another, and a put ends when a third one finds it.
+an entry is put into one service and fetched from another, and a put ends when a third one finds it. "Near"
+reaches these services by unix sockets, as a worker reaches its node's, and reads from their shared memory.
 The peers are the same engines used directly, with one value per entry, and LMCache's server. CPU time is that of all
 processes, including the caller. All fetched bytes are compared with those that were put.
 """
@@ -38,9 +39,9 @@ from fusionkv.kvcache_service.remote import mooncake_engine
 MIB = 1 << 20
 # Bytes of a chunk, and number of chunks.
 CHUNKS = {MIB: 64, 8 * MIB: 24, 64 * MIB: 6}
-NAMESPACE = hashlib.sha256(b"peers").digest()
 SYSTEM = hashlib.sha256(b"system prompt").digest()
 PEERS = Path("build/peers/bin/python")
+_NEAR = ", near"
 _START_SECONDS = 60.0
 
 
@@ -72,13 +73,17 @@ class System(Protocol):
 class FusionKV:
     """A cache service, or three over one engine: for puts, for gets, and to wait until a put is visible."""
 
-    def __init__(self, services: Sequence["Process"], pids: Sequence[int] = ()) -> None:
+    def __init__(self, services: Sequence["Process"], pids: Sequence[int], near: bool) -> None:
+        """near: whether to reach the services by their unix sockets."""
         self.pids = [*(service.pid for service in services), *pids]
-        self._clients = [CacheClient(service.address) for service in services]
+        self._clients = [CacheClient(service.addresses[near]) for service in services]
+        self._namespace = hashlib.sha256(b"near" if near else b"far").digest()
+        # With a lease of 1 ms the bytes are streamed, as they are to another machine.
+        self._lease_ms = 0 if near else 1
 
     async def put(self, number: int, data: memoryview) -> None:
         path = [SYSTEM, _digest(number)]
-        await self._clients[0].put(namespace=NAMESPACE, path=path, tokens=1, base=0, data=data, timeout=60)
+        await self._clients[0].put(namespace=self._namespace, path=path, tokens=1, base=0, data=data, timeout=60)
         # Not through the service for gets, which might fetch the entry ahead of time. A lookup takes about 1 ms of a
         # core: without a pause, they would slow the put down.
         while len(self._clients) > 1 and await self._find(self._clients[-1], number) is None:  # noqa: ASYNC110
@@ -91,12 +96,13 @@ class FusionKV:
         await client.fetch(entry, into, timeout=60)
 
     async def _find(self, client: CacheClient, number: int) -> Entry | None:
-        # With a lease of 1 ms the bytes are streamed, as they are to another machine.
         path: list[tuple[bytes, Sequence[bytes]]] = [(SYSTEM, ()), (_digest(number), ())]
-        return (await client.lookup(NAMESPACE, path, lease_ms=1, timeout=30)).hits[1].entry
+        found = await client.lookup(self._namespace, path, lease_ms=self._lease_ms, timeout=30)
+        return found.hits[1].entry
 
     async def close(self) -> None:
         for client in self._clients:
+            await client.delete(namespace=self._namespace)
             await client.close()
 
 
@@ -203,10 +209,6 @@ class Process:
         self._wait(lambda: re.search(r" serving on .*\n", self._log.read_text()) is not None)
         return self._log.read_text().partition(" serving on ")[2].partition("\n")[0].split()
 
-    @property
-    def address(self) -> str:
-        return self.addresses[0]
-
     def listens(self, port: int, seconds: float = _START_SECONDS) -> "Process":
         def connects() -> bool:
             with socket.socket() as probe:
@@ -286,27 +288,27 @@ def systems(folder: Path) -> Iterator[dict[str, Callable[[], System] | str]]:
             return process
 
         def service(number: int, *flags: str) -> Process:
-            own = ("--listen", "127.0.0.1:0", "--data-dir", str(folder / f"service-{number}"), "--disk-bytes", "0")
+            at = folder / f"service-{number}"
+            own = ("--listen", f"127.0.0.1:0,unix:{at}.sock", "--data-dir", str(at), "--disk-bytes", "0")
             return start(sys.executable, "-P", "-m", "fusionkv.kvcache_service", *own, *flags)
 
         found: dict[str, Callable[[], System] | str] = {}
         numbers = itertools.count()
 
-        def ours(*flags: str, services: int, pids: Sequence[int] = ()) -> Callable[[], System]:
+        def ours(name: str, *flags: str, services: int, pids: Sequence[int] = ()) -> None:
             # On a busy machine, a lookup that took more than 50 ms would find nothing.
             own = ("--memory-bytes", "1GiB", "--remote-lookup-ms", "2000", *flags)
             started = [service(next(numbers), *own) for _ in range(services)]
-            return lambda: FusionKV(started, pids)
+            found[name] = lambda: FusionKV(started, pids, near=False)
+            found[name + _NEAR] = lambda: FusionKV(started, pids, near=True)
 
-        found["fusionkv"] = ours(services=1)
+        ours("fusionkv", services=1)
         try:
             port = free_port()
             where = ("--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder))
             server = start(_redis_server(), *where).listens(port)
             found["redis"] = lambda: Redis(port, server.pid)
-            found["fusionkv over redis"] = ours(
-                "--remote-url", f"redis://127.0.0.1:{port}", services=3, pids=[server.pid]
-            )
+            ours("fusionkv over redis", "--remote-url", f"redis://127.0.0.1:{port}", services=3, pids=[server.pid])
         except (OSError, ImportError) as error:
             found["redis"] = str(error)
         try:
@@ -318,7 +320,7 @@ def systems(folder: Path) -> Iterator[dict[str, Callable[[], System] | str]]:
             master = start(str(Path(mooncake.__path__[0], "mooncake_master")), *ports).listens(at)
             found["mooncake"] = lambda: Mooncake(at, master.pid)
             lent = ("--remote-url", f"mooncake://127.0.0.1:{at}", "--remote-segment-bytes", "1GiB")
-            found["fusionkv over mooncake"] = ours(*lent, services=3, pids=[master.pid])
+            ours("fusionkv over mooncake", *lent, services=3, pids=[master.pid])
         except ImportError as error:
             found["mooncake"] = str(error)
         if PEERS.exists():
@@ -369,11 +371,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _show(rows: Sequence[Row]) -> None:
     """Prints the rows, with the speed of `fusionkv` over an engine as a share of the engine's own."""
     speeds: dict[Any, float] = {(row.system, row.operation, row.bytes): row.gb_s for row in rows}
-    table = Table(title=f"{os.cpu_count()} CPUs, all on one machine over TCP")
+    table = Table(title=f"{os.cpu_count()} CPUs, all on one machine")
     for title in ("system", "operation", "MiB", "GB/s", "of its engine", "CPU s/GB", "p99 ms"):
         table.add_column(title, justify="left" if title in ("system", "operation") else "right")
     for row in rows:
-        engine = speeds.get((row.system.removeprefix("fusionkv over "), row.operation, row.bytes))
+        peer = row.system.removeprefix("fusionkv over ").removesuffix(_NEAR)
+        engine = speeds.get((peer, row.operation, row.bytes))
         share = f"{row.gb_s / engine:.0%}" if engine and " over " in row.system else ""
         figures = (f"{row.gb_s:.2f}", share, f"{row.cpu_s_per_gb:.2f}", f"{row.p99_ms:.1f}")
         table.add_row(row.system, row.operation, str(row.bytes // MIB), *figures)
