@@ -162,7 +162,7 @@ class Servers:
         """Starts a FusionKV service; returns its address."""
         here = f"unix:{self.folder}/{name.rpartition('.')[2]}.sock"
         process = self.start(sys.executable, "-P", "-m", f"fusionkv.{name}", "--listen", here, *flags)
-        return process.address
+        return process.addresses[0]
 
     def worker(self) -> tuple[str, str]:
         """Starts a worker and its cache service; returns their addresses."""
