@@ -25,6 +25,7 @@ from fusionkv.bench.quality.data.prompts import Prompter
 from fusionkv.bench.quality.data.samples import Block, Sample, Task
 from fusionkv.bench.quality.examiner import Answer, Asked, Examiner, Given, clock, together
 from fusionkv.bench.quality.report.cells import NO_CONTEXT, Cell, Measured
+from fusionkv.bench.worker.integrity import check_pool
 from fusionkv.fusion_worker.auxiliary.auxiliary import Auxiliary
 from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.forward_job import slots_of
@@ -105,7 +106,7 @@ class Runner:
         first = [await one(groups.pop(0), True)] if timed else []
         others = await asyncio.gather(*(one(group, False) for group in groups))
         answers = [answer for group in (*first, *others) for answer in group]
-        self._pool.check_integrity(idle=True)
+        check_pool(self._pool, idle=True)
         return [together([of_sample[i] for of_sample in answers]) for i in range(len(cells))]
 
     async def _learned(self, task: Task, like: Prompt) -> Correction | None:

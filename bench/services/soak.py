@@ -27,6 +27,7 @@ from fusionkv.bench.quality.data.prompts import Prompter
 from fusionkv.bench.quality.data.tasks import reference
 from fusionkv.bench.services.footing import Footing
 from fusionkv.bench.worker.bench import PATIENT, cache_process, write
+from fusionkv.bench.worker.integrity import check_pool
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.decode.sampling import SamplingParams
@@ -206,7 +207,7 @@ async def soak(
 
 def _check_stopped(data_dir: Path, disk_bytes: int) -> int:
     """Counts the entries of a stopped cache service. Raises AssertionError when its files are inconsistent."""
-    command = [sys.executable, "-P", "-m", "fusionkv.kvcache_service.integrity"]
+    command = [sys.executable, "-P", "-m", "fusionkv.bench.cache.integrity"]
     command += ["--data-dir", str(data_dir), "--disk-bytes", str(disk_bytes)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -222,7 +223,7 @@ async def _check_idle(servicer: FusionServicer, cache: CacheClient) -> None:
         await asyncio.sleep(0.05)  # releases may be in flight
     else:
         raise AssertionError("a lease was not released")
-    servicer.pool.check_integrity(idle=True)
+    check_pool(servicer.pool, idle=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -63,10 +63,6 @@ class Auxiliary:
         await self._loader.close()
         self._engine.close()
 
-    def check_integrity(self, idle: bool = False) -> None:
-        """Raises AssertionError if the pool's accounting is wrong; see KVPool."""
-        self._pool.check_integrity(idle)
-
     async def _chunk(
         self, system: tuple[int, ...], chunk: Chunk, question: tuple[int, ...], tenant: str
     ) -> torch.Tensor:

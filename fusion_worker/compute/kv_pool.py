@@ -10,7 +10,6 @@ slot has one owner:
 
 import asyncio
 import bisect
-import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -220,22 +219,6 @@ class KVPool:
                 run, at = SlotRange(before.start, before.length + run.length), at - 1
             self._free.insert(at, run)
         self._changed.set()
-
-    def check_integrity(self, idle: bool = False) -> None:
-        """Checks that every slot has exactly one owner and, with `idle`, that nothing is pinned or reserved.
-
-        Raises:
-            AssertionError: a check failed.
-        """
-        chunks = (*self._residents.values(), *self._hidden)
-        owned = sorted([*self._free, *(run for r in chunks for run in r.runs)], key=lambda r: r.start)
-        for a, b in itertools.pairwise(owned):
-            assert a.start + a.length <= b.start, f"{a} and {b} overlap"
-        assert sum(run.length for run in owned) + self._fresh == self.capacity, "slots were lost or given out twice"
-        assert all(r.pins >= 0 for r in chunks), "a chunk was unpinned twice"
-        if idle:
-            assert self._fresh == 0, f"{self._fresh} fresh slots are still reserved"
-            assert not any(r.pins for r in chunks), "a chunk is still pinned"
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -89,14 +89,6 @@ class ColdQueue:
         bits: int = _INT.unpack(_FLOAT.pack(self._heats[row]))[0]
         return bits << _ROW_BITS | row
 
-    def check_integrity(self) -> None:
-        members = {row for row, place in enumerate(self._places) if place >= 0}
-        assert len(members) == self._count
-        lowest: dict[int, int] = {}
-        for item in self._heap:
-            lowest[item & _ROW] = min(item, lowest.get(item & _ROW, item))
-        assert all(row in lowest and lowest[row] <= self._item(row) for row in members)
-
 
 class FrequencySketch:
     """Counts recent lookups by name: the last `limit` to 2 * `limit` distinct ones, in about 150 bytes per name.

@@ -118,24 +118,6 @@ class Index:
         rows = self._single.rows(group)
         return next((row for row in rows if self.rows.belongs(row, namespace, system, chunk, variant)), None)
 
-    def check_integrity(self) -> None:
-        """Asserts that every entry is found by its key and is in its group, and that groups contain nothing else."""
-        for part in (self.rows, self._keys, self._single):
-            part.check_integrity()
-        records = {row: self.rows.record(row) for row in self.rows}
-        assert len(records) == len(self._keys) == len(self.rows)
-        assert all(self.row(record.key) == row for row, record in records.items())
-        assert all(len(crowd) > 1 and crowd == sorted(crowd) for crowd in self._crowds.values())
-        chunks = {row: record for row, record in records.items() if record.depth > 1}
-        assert len(self._single) + sum(map(len, self._crowds.values())) == len(chunks)
-        for row, record in chunks.items():
-            group = group_key(record)
-            crowd = self._crowds.get(group)
-            if crowd is None:
-                assert row in self._single.rows(group)
-            else:
-                assert (record.trail, row) in crowd
-
 
 def group_key(record: Record) -> bytes:
     return _group_of(record.namespace, record.system, record.chunk, record.variant)

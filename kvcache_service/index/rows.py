@@ -5,7 +5,7 @@ Rows are found by a hash table from digests to row numbers, 14 bytes per row; di
 
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -65,12 +65,6 @@ class PrefixTable:
 
     def of(self, namespace: bytes) -> list[int]:
         return [number for (name, _), number in self._numbers.items() if name == namespace]
-
-    def check_integrity(self, used: Sequence[int]) -> None:
-        numbers, counts = np.unique(np.asarray(used, np.int64), return_counts=True)
-        known = {n: self._uses[n] for n in self._numbers.values()}
-        assert known == dict(zip(numbers.tolist(), counts.tolist(), strict=True))
-        assert len(known) + len(self._free) == len(self._values) - 1
 
 
 class Rows:
@@ -161,18 +155,6 @@ class Rows:
         rows: list[int] = np.flatnonzero(inside).tolist()
         return rows
 
-    def check_integrity(self) -> None:
-        """Asserts that free rows are unused, columns have one length, and reference counts are right."""
-        assert len(set(self._free)) == len(self._free)
-        assert all(self._behind[row] == 0 for row in self._free)
-        assert all(len(column) == len(self._behind) for column in self.places)
-        assert len(self.heats) == len(self._behind)
-        assert len(self._fixed) == _FIXED.size * len(self._behind)
-        assert len(self._signatures) <= _SIGNATURE.size * len(self._behind)
-        assert len(self._signatures) % _SIGNATURE.size == 0
-        assert sum(1 for behind in self._behind if behind) == len(self)
-        self._behinds.check_integrity([behind for behind in self._behind if behind])
-
 
 class Table:
     """Rows by digest: open addressing with linear probing. The first 5 bytes of digests must be uniform.
@@ -231,17 +213,6 @@ class Table:
             at = (at + 1) & mask
         slots[gap] = 0
         self._counts[shard] -= 1
-
-    def check_integrity(self) -> None:
-        """Asserts that every row is reachable from its home slot, and that counts are right."""
-        for slots, count in zip(self._shards, self._counts, strict=True):
-            mask = len(slots) - 1
-            taken = [at for at, slot in enumerate(slots) if slot]
-            assert len(taken) == count
-            assert 4 * count <= 3 * len(slots)
-            for at in taken:
-                home = (slots[at] >> _ROW_BITS) & mask
-                assert all(slots[(home + i) & mask] for i in range((at - home) & mask)), "a probe ends too early"
 
 
 def _grown(slots: "array[int]") -> "array[int]":

@@ -6,7 +6,6 @@ import itertools
 import math
 import secrets
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -98,14 +97,6 @@ class Leases:
         now = self._clock()
         while self._expiry and self._expiry[0][0] <= now:
             self.release(heapq.heappop(self._expiry)[1])
-
-    def check_integrity(self, entries: Iterable[StoredEntry]) -> None:
-        """Asserts that entries' lease counts match the leases, and that every lease will expire."""
-        counts = Counter(id(entry) for held in self._held.values() for entry in held)
-        assert {lease for _, lease in self._expiry} >= set(self._held)
-        assert counts == {id(entry): entry.leases for entry in entries if entry.leases}, (
-            "leases and the entries' counts disagree"
-        )
 
 
 class Residents:
@@ -307,10 +298,6 @@ class Residents:
             if place is not None:
                 tier.free(place)
 
-    def all(self) -> Iterator[StoredEntry]:
-        """Visible entries, and invisible ones that are still held."""
-        return itertools.chain(self, self._leaving)
-
     def _row(self, key: bytes) -> int | None:
         row = self.index.row(key)
         if row is None and self.finder is not None and (found := self.finder(key)) is not None:
@@ -344,33 +331,3 @@ class Residents:
         self._places[tier.name][entry.row] = -1
         self._cold[tier.name].remove(entry.row)
         return entry.places.pop(tier.name)
-
-    def check_integrity(self) -> None:
-        """Asserts that index, entries and tiers agree, and that each place has one owner."""
-        self.index.check_integrity()
-        assert all(entry.visible and self.home.name in entry.places for entry in self)
-        assert all(entry.held and not entry.visible for entry in self._leaving), "a deleted entry was not freed"
-        for row, entry in list(self._seen.items()):
-            assert entry.row == row
-            assert entry.record == self.index.rows.record(row)
-            assert entry.heat == self.index.rows.heats[row]
-            offsets = {name: column[row] for name, column in self._places.items() if column[row] >= 0}
-            assert {name: place.offset for name, place in entry.places.items()} == offsets
-        for tier in self.tiers:
-            held: dict[Place, bytes | None] = {
-                Place(offset, size): None for (name, offset), size in self._reserved.items() if name == tier.name
-            }
-            owners = [entry for entry in self.all() if tier.name in entry.places]
-            for entry in owners:
-                place = entry.places[tier.name]
-                assert place not in held, "two entries at one place, or a reserved place is an entry's"
-                assert place.size == entry.record.size
-                held[place] = entry.record.key if entry.visible else None
-            tier.check_integrity(held)
-            self._cold[tier.name].check_integrity()
-            assert len(self._cold[tier.name]) == sum(entry.visible for entry in owners)
-
-    def check_idle(self) -> None:
-        """Asserts that nothing is reserved or pinned, when no call is in progress."""
-        assert not self._reserved, "a reservation leaked"
-        assert all(entry.pins == 0 for entry in self.all()), "a pin leaked"

@@ -368,9 +368,3 @@ class Store:
         self.threads.shutdown(wait=True)
         for tier in self.residents.tiers:
             tier.close()
-
-    def check_integrity(self) -> None:
-        """Asserts that index, entries, tiers and leases agree. No thread may be working."""
-        self.residents.check_integrity()
-        self.leases.check_integrity(self.residents.all())
-        assert not self.committing

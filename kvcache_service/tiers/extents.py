@@ -1,8 +1,7 @@
 """A first-fit allocator of extents in a linear range of bytes."""
 
-import itertools
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -198,18 +197,3 @@ class Extents:
             if end - start >= length:
                 return start, [place for place in candidates if start <= place.offset < start + length]
         raise NoSpace
-
-    def check_integrity(self, held: Mapping[Place, bytes | None]) -> None:
-        """Asserts that the allocated places are those in `held`: key by place, None for a write in progress."""
-        taken = {place.offset: aligned(place.size) for place in held}
-        free = list(zip(self._holes.starts, self._holes.ends, strict=True))
-        regions = sorted([*free, *((s, s + n) for s, n in taken.items())])
-        at = 0
-        for start, end in regions:
-            assert at == start < end, f"a gap or an overlap at {at}"
-            assert start // self._boundary == (end - 1) // self._boundary, f"{start}..{end} crosses a boundary"
-            at = end
-        assert at == self.capacity_bytes
-        merged = all(e != s or s % self._boundary == 0 for (_, e), (s, _) in itertools.pairwise(free))
-        assert merged, "two holes touch"
-        assert self.used_bytes == sum(taken.values())

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from fusionkv.bench.worker.integrity import check_pool
 from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk, SlotRange
 from fusionkv.fusion_worker.models import KVShape
 from fusionkv.protos.runtime.errors import ResourceExhausted
@@ -45,7 +46,7 @@ class Pool(RuleBasedStateMachine):
             self.pool.unpin(self.pinned.pop())
         while self.fresh:
             self.pool.release(self.fresh.pop())
-        self.pool.check_integrity(idle=True)
+        check_pool(self.pool, idle=True)
         self.pool.clear()
         assert self.pool.free == self.pool.capacity
         assert self.pool._free == [SlotRange(0, PAGE * PAGES)], "what is given back joins up"
@@ -122,7 +123,7 @@ class Pool(RuleBasedStateMachine):
         # A chunk whose loading failed leaves the books at once, its slots with the last one who pins it.
         lost = {id(r): r for r in self.pinned if self.pool._residents.get(r.key) is not r}
         if not lost:
-            self.pool.check_integrity()
+            check_pool(self.pool)
         owners = [slots(r.runs) for r in {id(r): r for r in self.pinned}.values()]
         owners += [slots(runs) for runs in self.fresh]
         used = [s for owned in owners for s in owned]
@@ -161,7 +162,7 @@ async def test_what_is_hidden_goes_with_its_last_pin() -> None:
     hidden.ready.set_result(None)
     assert pool.find(b"a") is None
     pool.unpin(hidden)
-    pool.check_integrity(idle=True)
+    check_pool(pool, idle=True)
     assert pool.free == pool.capacity
 
 
@@ -184,7 +185,7 @@ async def test_room_is_waited_for_and_given_in_turn() -> None:
     pool.release(held)
     await asyncio.wait(tasks)
     assert order == ["big", "last"]
-    pool.check_integrity()
+    check_pool(pool)
 
 
 async def test_what_fits_no_empty_pool_is_refused_at_once() -> None:

@@ -12,8 +12,7 @@ from typing import Any
 import lmdb
 import pytest
 
-from fusionkv.bench.cache import scale
-from fusionkv.kvcache_service import integrity
+from fusionkv.bench.cache import integrity, scale
 from fusionkv.kvcache_service.client import HitKind
 from fusionkv.kvcache_service.index.record import encode
 from fusionkv.kvcache_service.store import store

@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from fusionkv.kvcache_service import integrity
+from fusionkv.bench.cache import integrity
 from fusionkv.kvcache_service.client import CacheClient, Hit
 from tests.conftest import Service
 
