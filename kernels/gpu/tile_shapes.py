@@ -1,7 +1,6 @@
-"""Tile shapes of the Triton kernels: measured once per GPU model (tuning.py), and stored by its name."""
+"""Tile shapes of the Triton kernels: measured once per GPU model (bench/gpu/tuning.py), and stored by its name."""
 
 import dataclasses
-import fcntl
 import json
 import os
 from functools import cache
@@ -67,30 +66,14 @@ def _fitting(tile: Tile, head_dim: int, dtype: torch.dtype) -> Tile:
 def recall(key: str) -> Tile | None:
     """The stored tile of a key; None if there is none, or the file can't be read."""
     try:
-        tile = Tile(**json.loads(_store().read_text())[key])
+        tile = Tile(**json.loads(store().read_text())[key])
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return tile if all(type(value) is int for value in dataclasses.astuple(tile)) else None
 
 
-def remember(key: str, tile: Tile) -> None:
-    """Stores the tile of a key for all processes of this user."""
-    path = _store()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # A separate lock file, because the store is replaced atomically.
-    with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            known = dict(json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError):
-            known = {}
-        known[key] = dataclasses.asdict(tile)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(known, indent=1) + "\n")
-        partial.replace(path)
-
-
-def _store() -> Path:
+def store() -> Path:
+    """The file of measured tiles."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fusionkv" / "tiles.json"
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusionkv.kernels.gpu.tile_shapes import ROOM, Tile, default, recall, remember, shared_bytes, shared_tile
+from fusionkv.bench.gpu.tuning import remember
+from fusionkv.kernels.gpu.tile_shapes import ROOM, Tile, default, recall, shared_bytes, shared_tile
 from tests.commands import run_python
 
 TILE = Tile(64, 32, 4, 2)

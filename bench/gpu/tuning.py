@@ -1,19 +1,21 @@
 """Measures tile shapes of the Triton kernels on this machine's GPU, and stores the fastest.
 
-Run `python -m fusionkv.kernels.gpu.tuning`.
+Run `python -m fusionkv.bench.gpu.tuning`.
 """
 
 import argparse
+import dataclasses
+import fcntl
 import itertools
+import json
 import logging
 import sys
 from collections.abc import Callable, Iterator
 
 import torch
 
-from fusionkv.kernels.gpu import sparse_attention_triton
 from fusionkv.kernels.gpu.segment_table import Spans
-from fusionkv.kernels.gpu.tile_shapes import Tile, remember, tile_for, tile_key
+from fusionkv.kernels.gpu.tile_shapes import Tile, store, tile_for, tile_key
 from fusionkv.kernels.rope import Rotation
 from fusionkv.kernels.segments import KVSegment, QuerySpan
 
@@ -29,6 +31,8 @@ def candidates(head_dim: int) -> Iterator[Tile]:
 
 def tune(head_dim: int, dtype: torch.dtype, device: torch.device) -> Tile:
     """Measures every candidate on 15% of 16k tokens in chunks of 512, with 28/4 heads, and stores the fastest."""
+    from fusionkv.kernels.gpu import sparse_attention_triton
+
     context, chunk, heads, kv_heads = 16384, 512, 28, 4
     chosen = torch.randperm(context, device=device)[: context * 15 // 100].sort().values
     hidden = torch.zeros(context, dtype=torch.bool, device=device).index_fill_(0, chosen, True)
@@ -58,6 +62,23 @@ def tune(head_dim: int, dtype: torch.dtype, device: torch.device) -> Tile:
     return best
 
 
+def remember(key: str, tile: Tile) -> None:
+    """Stores the tile of a key for all processes of this user."""
+    path = store()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A separate lock file, because the store is replaced atomically.
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            known = dict(json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError):
+            known = {}
+        known[key] = dataclasses.asdict(tile)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(known, indent=1) + "\n")
+        partial.replace(path)
+
+
 def _milliseconds(call: Callable[[], torch.Tensor]) -> float:
     """Median of 5 runs, in milliseconds, after a warm-up that compiles."""
     call()
@@ -71,7 +92,7 @@ def _milliseconds(call: Callable[[], torch.Tensor]) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m fusionkv.kernels.gpu.tuning", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m fusionkv.bench.gpu.tuning", description=__doc__)
     parser.add_argument("--head-dims", default="64,128", help="head sizes, separated by commas (%(default)s)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     args = parser.parse_args()
