@@ -25,7 +25,7 @@ from fusionkv.fusion_worker.select.base import (
     SecondModel,
     Selector,
 )
-from fusionkv.fusion_worker.select.choose import budget
+from fusionkv.fusion_worker.select.choose import budget, top_k
 from fusionkv.fusion_worker.select.fresh_states import FreshStates
 from fusionkv.kernels.segments import KVSegment
 from fusionkv.kernels.tempered_attention import Temper
@@ -157,7 +157,8 @@ class Planner:
             chosen = stale.nonzero()[:, 0] if count else torch.empty(0, dtype=torch.int64)
         else:
             scored = scored or await self._score(placement, prompt, recipe)
-            chosen = recipe.choose.choose(scored.scores, stale, count)
+            choose = top_k if recipe.choose is None else recipe.choose.choose
+            chosen = choose(scored.scores, stale, count)
         fresh = torch.zeros_like(stale)
         fresh[chosen] = True
         # With no stale token left, every recipe is full attention.

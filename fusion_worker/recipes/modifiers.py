@@ -24,17 +24,17 @@ class Modifier:
     """A change of one option of a recipe: `recipe+name` or `recipe+name(numbers)`.
 
     Attributes:
-        defaults: default values of its numbers.
-        least: minimum values of its numbers.
         apply: makes the modified recipe of a recipe and the numbers.
+        defaults: default values of its numbers.
+        least: minimum value of each number.
         neighbours: default number of neighbours that chunks are encoded with; None if it does not change that.
     """
 
     name: str
     description: str
-    defaults: tuple[int, ...]
-    least: tuple[int, ...]
     apply: Callable[..., Recipe]
+    defaults: tuple[int, ...] = ()
+    least: int = 1
     neighbours: int | None = None
 
 
@@ -100,77 +100,66 @@ MODIFIERS: dict[str, Modifier] = {
         Modifier(
             "isolated",
             "chunks encoded alone",
-            (),
-            (),
             lambda r: replace(r, encode=Isolated(corrected=r.encode.corrected)),
-            0,
+            neighbours=0,
         ),
         Modifier(
             "similarity_guided",
             "chunks encoded together with N similar ones (FusionRAG 3.1)",
-            (10,),
-            (1,),
             lambda r, n: replace(r, encode=SimilarityGuided(n, corrected=r.encode.corrected)),
-            10,
+            (10,),
+            neighbours=10,
         ),
         Modifier(
             "corrected",
             "chunks encoded alone, corrected by the average effect of preceding text (docs/correction.md)",
-            (),
-            (),
             _corrected,
         ),
         Modifier(
             "versions",
             "chunks as computed after others, reused when some of these precede them again; keeps N versions of "
             "each (Cache-Craft)",
-            (3,),
-            (1,),
             _versioned,
-            0,
+            (3,),
+            neighbours=0,
         ),
         Modifier(
             "anchored",
             "chunks compressed to trained anchor tokens, N% fewer tokens; the model must have them (KVLink 2.4)",
-            (50,),
-            (1,),
             _anchored,
-            0,
+            (50,),
+            neighbours=0,
         ),
         Modifier(
             "linked",
             "N trained link tokens after every chunk; the model must have them (KVLink 2.3)",
-            (5,),
-            (0,),
             _linked,
+            (5,),
+            least=0,
         ),
         Modifier(
             "window",
             "recomputes only in windows of N tokens with at least M chosen ones (CacheClip 3.3)",
-            (8, 5),
-            (1, 1),
             _windowed,
+            (8, 5),
         ),
         Modifier(
             "layers",
             "recomputes the chosen tokens in the first N% of the layers; the later ones keep their reused KV",
-            (80,),
-            (1,),
             _layers,
+            (80,),
         ),
         Modifier(
             "adaptive",
             "recomputes N% of the ratio first, and all of it once a token's probability is below M per mille",
-            (40, 999),
-            (1, 1),
             _adaptive,
+            (40, 999),
         ),
         Modifier(
             "snapkv",
             "keeps only N context tokens after the first token, by layer and head (SnapKV; A3)",
-            (1024,),
-            (1,),
             lambda r, n: replace(r, keep=SnapKV(n)),
+            (1024,),
         ),
     )
 }
@@ -208,7 +197,7 @@ def _modified(recipe: Recipe, term: str) -> Recipe:
         )
     given = [int(number) for number in match[2].split(",")] if match[2] else []
     numbers = (*given, *modifier.defaults[len(given) :])
-    if len(numbers) != len(modifier.defaults) or any(n < low for n, low in zip(numbers, modifier.least, strict=True)):
+    if len(numbers) != len(modifier.defaults) or any(n < modifier.least for n in numbers):
         raise InvalidArgument(
             f"{term}: {modifier.name} takes {len(modifier.defaults)} numbers, at least {modifier.least}; "
             f"the defaults are {modifier.defaults}"

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 
 from fusionkv.fusion_worker.select.attended_deviation import AttendedDeviation
-from fusionkv.fusion_worker.select.auxiliary_attention import AuxiliaryAttention
-from fusionkv.fusion_worker.select.base import CachedAttention, Need, Selector
-from fusionkv.fusion_worker.select.choose import TOP_K, Choice, Window
+from fusionkv.fusion_worker.select.base import CachedAttention, Need, SecondModel, Selector
+from fusionkv.fusion_worker.select.choose import Window
 from fusionkv.fusion_worker.select.distance_to_start import DistanceToStart
 from fusionkv.fusion_worker.select.inter_chunk_attention import InterChunkAttention
 from fusionkv.fusion_worker.select.question_attention import QuestionAttention
@@ -108,11 +107,10 @@ class Recipe:
     """How the KV of a prompt's context is made.
 
     Attributes:
-        encode: how the KV of reused chunks is made; None reuses nothing.
-        select: scores stale tokens; None if the ratio leaves no choice.
+        select: scores stale tokens; None if the ratio is fixed and leaves no choice.
         ratio: default share of context tokens to recompute.
-        fixed: whether requests can't change the ratio.
-        choose: chooses tokens by their scores.
+        encode: how the KV of reused chunks is made; None reuses nothing.
+        choose: chooses tokens by their scores; None chooses those with the highest ones.
         from_layer_1: whether chosen tokens continue from the states after layer 0 that scoring computed; otherwise
             they run through all layers.
         keep: the context tokens to keep after the first token; None keeps all.
@@ -125,17 +123,21 @@ class Recipe:
 
     name: str
     description: str
-    encode: Encode | None
-    select: Selector[Any] | None
-    ratio: float
-    fixed: bool = False
-    choose: Choice = TOP_K
+    select: Selector[Any] | None = None
+    ratio: float = 0.0
+    encode: Encode | None = ISOLATED
+    choose: Window | None = None
     from_layer_1: bool = False
     keep: SnapKV | None = None
     attend: Tempered | None = None
     links: int = 0
     depth: float = 1.0
     adapt: Adaptive | None = None
+
+    @property
+    def fixed(self) -> bool:
+        """Whether requests can't change the ratio."""
+        return self.select is None
 
     @property
     def lossless(self) -> bool:
@@ -201,46 +203,23 @@ MIDDLE = CachedAttention(8 / 30, 20 / 30)
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
-        Recipe("full_attention", "prefills the whole prompt and reuses nothing", None, None, 1.0, fixed=True),
-        Recipe(
-            "prefix_cache",
-            "full attention; reuses a chunk only after exactly the same text",
-            InPlace(),
-            None,
-            0.0,
-            True,
-        ),
-        Recipe(
-            "full_reuse",
-            "reuses every chunk as encoded alone, moved to its position (TurboRAG)",
-            ISOLATED,
-            None,
-            0.0,
-            True,
-        ),
+        Recipe("full_attention", "prefills the whole prompt and reuses nothing", encode=None, ratio=1.0),
+        Recipe("prefix_cache", "full attention; reuses a chunk only after exactly the same text", encode=InPlace()),
+        Recipe("full_reuse", "reuses every chunk as encoded alone, moved to its position (TurboRAG)"),
         Recipe(
             "ape",
             "full_reuse, with attention to the context at temperature 0.9 and scale 0.9 (APE)",
-            ISOLATED,
-            None,
-            0.0,
-            fixed=True,
             attend=Tempered(0.9, 0.9),
         ),
         Recipe(
             "kvlink",
             "full_reuse, with 5 trained link tokens after every chunk; the model must have them (KVLink 2.3)",
-            ISOLATED,
-            None,
-            0.0,
-            fixed=True,
             links=5,
         ),
-        Recipe("epic", "recomputes the first tokens of every chunk (EPIC)", ISOLATED, DistanceToStart(), 0.2),
+        Recipe("epic", "recomputes the first tokens of every chunk (EPIC)", DistanceToStart(), 0.2),
         Recipe(
             "cacheblend",
             "recomputes the tokens whose values at layer 1 deviate most, from layer 1 on (CacheBlend)",
-            ISOLATED,
             ValueDeviation(),
             0.15,
             from_layer_1=True,
@@ -248,7 +227,6 @@ RECIPES: dict[str, Recipe] = {
         Recipe(
             "kvshare",
             "as cacheblend, with each deviation weighted by the attention to the token (KVShare)",
-            ISOLATED,
             AttendedDeviation(),
             0.2,
             from_layer_1=True,
@@ -256,14 +234,12 @@ RECIPES: dict[str, Recipe] = {
         Recipe(
             "cache_craft",
             "recomputes the tokens that attend most to earlier chunks (Cache-Craft)",
-            ISOLATED,
             InterChunkAttention(),
             0.15,
         ),
         Recipe(
             "a3",
             "recomputes the tokens that the question attends to most at layer 1, from layer 1 on (A3)",
-            ISOLATED,
             ShallowQuestionAttention(),
             0.15,
             from_layer_1=True,
@@ -272,14 +248,13 @@ RECIPES: dict[str, Recipe] = {
             "fusionrag",
             "reuses chunks encoded with similar ones; recomputes the tokens that the question attends to most in the "
             "last layer (FusionRAG 3.1, 3.2)",
-            SimilarityGuided(10),
             QuestionAttention(CachedAttention(first=1.0)),
             0.15,
+            encode=SimilarityGuided(10),
         ),
         Recipe(
             "prophetkv",
             "recomputes the tokens that the question attends to most over all layers (ProphetKV 4.2, 4.3)",
-            ISOLATED,
             QuestionAttention(),
             0.2,
         ),
@@ -287,7 +262,6 @@ RECIPES: dict[str, Recipe] = {
             "midlayer",
             "recomputes, in the first 80% of the layers, the tokens that the question attends to most in the middle "
             "layers",
-            ISOLATED,
             QuestionAttention(MIDDLE),
             0.12,
             depth=0.8,
@@ -296,8 +270,7 @@ RECIPES: dict[str, Recipe] = {
             "cacheclip",
             "recomputes, in windows, the tokens that the question attends to most in a small auxiliary model; needs "
             "the setting auxiliary (CacheClip 3)",
-            ISOLATED,
-            AuxiliaryAttention(),
+            QuestionAttention(SecondModel()),
             0.2,
             choose=Window(),
         ),

@@ -20,15 +20,6 @@ def top_k(scores: torch.Tensor, stale: torch.Tensor, count: int) -> torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class TopK:
-    """Chooses the tokens with the highest scores, up to the budget."""
-
-    def choose(self, scores: torch.Tensor, stale: torch.Tensor, count: int) -> torch.Tensor:
-        """As `top_k`."""
-        return top_k(scores, stale, count)
-
-
-@dataclass(frozen=True, slots=True)
 class Window:
     """Of the tokens with the highest scores, keeps those in windows with at least `least` of them (CacheClip 3.3).
 
@@ -44,7 +35,3 @@ class Window:
         chosen = top_k(scores, stale, count)
         window = (chosen - stale.nonzero()[0]) // self.size
         return chosen[window.bincount()[window] >= self.least]
-
-
-Choice = TopK | Window
-TOP_K = TopK()

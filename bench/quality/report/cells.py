@@ -64,7 +64,7 @@ class Measured:
 
 
 # The question without passages, which shows how much answers depend on the context.
-NO_CONTEXT = Cell(Recipe("no_context", "the prompt without its passages", None, None, 0.0, fixed=True), 0.0)
+NO_CONTEXT = Cell(Recipe("no_context", "the prompt without its passages", encode=None), 0.0)
 Key = tuple[str, ...]
 
 
