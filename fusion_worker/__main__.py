@@ -48,7 +48,7 @@ def main() -> int:
 
 async def _serve(config: WorkerConfig) -> None:
     with lean.uncompiled(ranks=config.tensor_parallel):
-        from fusionkv.fusion_worker import models
+        from fusionkv.fusion_worker import meters, models
         from fusionkv.fusion_worker.quality import verdict
         from fusionkv.fusion_worker.servicer import SERVICE, FusionServicer, handler
         from fusionkv.fusion_worker.tensor_parallel import start
@@ -65,6 +65,8 @@ async def _serve(config: WorkerConfig) -> None:
         for line in judged.lines():
             log.info("fusionkv check: %s", line)
         servicer = FusionServicer(config, model, auxiliary, judged, tp)
+        admission = servicer.answerer.admission
+        meters.observe(lambda: (admission.waiting, admission.running), servicer.pool)
         returning = asyncio.create_task(process.return_memory())
         await rpc.serve(
             "fusionkv-worker",

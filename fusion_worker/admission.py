@@ -55,10 +55,6 @@ class Admission:
             self.running -= 1
             self._free.release()
 
-    def load(self) -> tuple[int, int]:
-        """The number of waiting requests and of running ones."""
-        return self.waiting, self.running
-
     def first_token(self, seconds: float) -> None:
         """Records the time from admission to the first token."""
         self._first = _averaged(self._first, seconds)

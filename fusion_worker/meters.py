@@ -1,7 +1,6 @@
 """The figures of a request, and the worker's OpenTelemetry metrics of requests and of the KV pool."""
 
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -109,33 +108,18 @@ def answered(summary: Summary) -> None:
 
 
 def observe(requests: Callable[[], tuple[int, int]], pool: KVPool) -> None:
-    """Exports the number of waiting and running requests, and the bytes of the KV pool.
+    """Exports the numbers of requests, which `requests` returns (waiting, running), and the bytes of the KV pool."""
 
-    Only weak references are kept, because exporters never drop their callbacks. requests: a bound method that returns
-    the numbers (waiting, running).
-    """
-    requests_ref, pool_ref = weakref.WeakMethod(requests), weakref.ref(pool)
+    def counted(_: CallbackOptions) -> list[Observation]:
+        counts = zip(("waiting", "running"), requests(), strict=True)
+        return [Observation(count, {"fusionkv.state": state}) for state, count in counts]
 
-    def counted(_: CallbackOptions) -> Iterable[Observation]:
-        if (count := requests_ref()) is None:
-            return []
-        waiting, running = count()
-        return [
-            Observation(waiting, {"fusionkv.state": "waiting"}),
-            Observation(running, {"fusionkv.state": "running"}),
-        ]
+    def pool_bytes(name: str, description: str, slots: Callable[[], int]) -> None:
+        def observed(_: CallbackOptions) -> list[Observation]:
+            return [Observation(slots() * pool.shape.token_bytes, {"fusionkv.tier": "device"})]
 
-    def tokens(count: Callable[[KVPool], int]) -> Iterable[Observation]:
-        if (pool := pool_ref()) is None:
-            return []
-        return [Observation(count(pool) * pool.shape.token_bytes, {"fusionkv.tier": "device"})]
-
-    def used(_: CallbackOptions) -> Iterable[Observation]:
-        return tokens(lambda pool: pool.capacity - pool.free)
-
-    def capacity(_: CallbackOptions) -> Iterable[Observation]:
-        return tokens(lambda pool: pool.capacity)
+        _meter.create_observable_gauge(name, [observed], "By", description)
 
     _meter.create_observable_gauge("fusionkv.worker.requests", [counted], description="Requests, by state")
-    _meter.create_observable_gauge("fusionkv.worker.pool.used", [used], "By", "Bytes in use in the KV pool")
-    _meter.create_observable_gauge("fusionkv.worker.pool.capacity", [capacity], "By", "Bytes of the KV pool")
+    pool_bytes("fusionkv.worker.pool.used", "Bytes in use in the KV pool", lambda: pool.capacity - pool.free)
+    pool_bytes("fusionkv.worker.pool.capacity", "Bytes of the KV pool", lambda: pool.capacity)

@@ -96,7 +96,6 @@ class Answerer:
         self._active = 0
         self.handover = Handover(pool, model, engine.tp, config.prefill_bytes, config.prefill_seconds)
         self.admission = Admission(config.max_requests, config.max_queue)
-        meters.observe(self.admission.load, pool)
 
     def unusable(self, recipe: Recipe) -> str:
         """Why the model can't follow a recipe; empty if it can."""

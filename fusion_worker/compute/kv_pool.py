@@ -43,7 +43,7 @@ class PooledChunk:
     pins: int = 0
 
 
-@dataclass(slots=True, weakref_slot=True)
+@dataclass(slots=True)
 class KVPool:
     """Slots, each with the KV of one token, allocated in runs of whole pages.
 
