@@ -12,7 +12,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.fusion.v1 import fusion_pb2_grpc
 from fusionkv.protos.runtime import errors, frames, rpc
-from fusionkv.protos.runtime.checksum import Checksum
 from fusionkv.protos.runtime.tls import ClientTLS
 
 # The default of the gateway's setting `recipe`.
@@ -126,23 +125,15 @@ class WorkerClient:
         """
         request = pb.FetchPrefillRequest(handle=handle, rank=rank, ranks=ranks)
         call = self._fetch(request, timeout=timeout)
-        hasher, at = Checksum(), 0
         try:
             with self._errors():
-                async for message in call:
-                    data = frames.decode_frame(message)
-                    end = at + len(data)
-                    if end > len(into):
-                        break
-                    into[at:end] = data
-                    hasher.update(data)
-                    at = end
-                sent = dict(await call.trailing_metadata()).get(CHECKSUM)
+                digest = await frames.fill(into, call)
+                sent = dict(await call.trailing_metadata()).get(CHECKSUM, b"")
         except ValueError as error:
             raise errors.DataLoss(f"fusion worker {self.address}: {error}") from error
         finally:
             call.cancel()
-        if at != len(into) or sent != hasher.digest():
+        if digest != sent:
             raise errors.DataLoss(f"a prompt's KV arrived damaged from the fusion worker {self.address}")
 
     async def release_prefill(self, handle: bytes, ranks: int = 1, error: str = "", timeout: float = 5.0) -> None:

@@ -16,7 +16,6 @@ from fusionkv.kvcache_service.local import LocalTiers, read_into
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.kvcache.v1.kvcache_pb2_grpc import KVCacheServiceStub
 from fusionkv.protos.runtime import cancellation, errors, frames, process, rpc
-from fusionkv.protos.runtime.checksum import Checksum
 from fusionkv.protos.runtime.checksum import checksum as checksum_of
 from fusionkv.protos.runtime.tls import ClientTLS
 
@@ -139,25 +138,16 @@ class CacheClient:
             and await _checksum(into) == entry.checksum
         ):
             return
-        hasher, at, end = Checksum(), 0, 0
-        call = self._begin(
-            "Fetch", pb.FetchRequest(key=entry.key, checksum=entry.checksum), deadline - time.monotonic()
-        )
+        left = deadline - time.monotonic()
+        call = self._begin("Fetch", pb.FetchRequest(key=entry.key, checksum=entry.checksum), left)
         try:
             with self._errors("fetch from"):
-                async for message in call:
-                    data = frames.decode_frame(message)
-                    end = at + len(data)
-                    if end > entry.size:
-                        break
-                    into[at:end] = data
-                    hasher.update(data)
-                    at = end
+                digest = await frames.fill(into, call)
         except ValueError as error:
             raise errors.DataLoss(f"fetch from the cache service at {self.address}: {error}") from error
         finally:
             call.cancel()
-        if end != entry.size or hasher.digest() != entry.checksum:
+        if digest != entry.checksum:
             left = min(deadline - time.monotonic(), _DELETE_DAMAGED_SECONDS)
             with contextlib.suppress(errors.ServiceError):  # the damage is the error to report
                 await self.delete([entry.key], here=True, timeout=left)

@@ -154,7 +154,8 @@ def _restore(loader: Loader, placed: Sequence[LoadedChunk], done: set[bytes]) ->
     new = {p.wanted.key: p.resident for p in placed if p.wanted.key.endswith(RESTORED)}
     for key, resident in new.items():
         if key not in done:
-            loader.storage.pass_through(resident)
+            runs, tokens = resident.runs, resident.tokens
+            loader.storage.write(runs, tokens, loader.storage.read(runs, tokens))
     return set(new)
 
 

@@ -123,12 +123,6 @@ class Storage:
                 # Dequantised on the device: half as many bytes are copied there.
                 self._write(runs, self._unpack(part.to(self._pool.kv.device), tokens))
 
-    def pass_through(self, resident: PooledChunk) -> None:
-        """Quantises and dequantises a chunk in this rank's slots, as storing and fetching it would."""
-        if self._kind is not None:
-            runs, tokens = resident.runs, resident.tokens
-            self._write(runs, self._unpack(self._pack(self._in_slots(runs, tokens).contiguous()), tokens))
-
     def rewrite(
         self, resident: PooledChunk, change: Callable[[torch.Tensor, torch.Tensor], None], source: PooledChunk
     ) -> None:

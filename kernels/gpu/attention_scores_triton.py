@@ -83,7 +83,7 @@ def _denominators(  # type: ignore[no-untyped-def]
             k_at = k_ptr + at + (n[None, :] * SLOT_STRIDE + d[:, None])
             k = tl.load(k_at, mask=there[None, :] & (d < HEAD_DIM)[:, None], other=0.0)
             scores = product(q, k, WIDEN) * scale
-            scores = tl.where(visible(position, q_position, WINDOW), scores, float("-inf"))
+            scores = tl.where(visible(position[None, :], q_position, WINDOW), scores, float("-inf"))
             higher = tl.maximum(high, tl.max(scores, 1))
             anchor = tl.where(higher == float("-inf"), 0.0, higher)
             total = total * tl.exp2(high - anchor) + tl.sum(tl.exp2(scores - anchor[:, None]), 1)
@@ -147,7 +147,7 @@ def _columns(  # type: ignore[no-untyped-def]
         q = load_turned(q_rows, valid, turns_ptr + turn * ROTARY_DIM, HEAD_DIM, DIM, ROTARY_DIM, INTERLEAVED)
         lse = tl.load(lse_ptr + span_row * (tl.num_programs(1) * GROUPS) + q_head, mask=valid, other=0.0)
         scores = product(q, k, WIDEN) * scale
-        scores = tl.where(visible(position, q_position, WINDOW), scores, float("-inf"))
+        scores = tl.where(visible(position[None, :], q_position, WINDOW), scores, float("-inf"))
         column += tl.sum(tl.exp2(scores - lse[:, None]), 0)
     tl.store(out_ptr + head.to(tl.int64) * keys + listed + n, column, mask=there)
 

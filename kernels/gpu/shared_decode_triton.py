@@ -9,7 +9,7 @@ those of other parts.
 import triton
 import triton.language as tl
 
-from fusionkv.kernels.gpu.tiles_triton import load_turned, product, row_positions, seen_by_row, update
+from fusionkv.kernels.gpu.tiles_triton import key_positions, load_turned, product, update, visible
 
 
 @triton.jit
@@ -74,11 +74,12 @@ def attend_shared(  # type: ignore[no-untyped-def]
         at = slot.to(tl.int64) * SLOT_STRIDE + head * KV_HEAD_STRIDE
         for start in range(0, length, BLOCK_KEYS):
             there = start + n < length
-            position = row_positions(positions_ptr, own, first, start + n, length)
+            slots = (start + n)[None, :]
+            position = key_positions(positions_ptr, own[:, None], first[:, None], slots, length)
             k_at = k_ptr + at + (n[None, :] * SLOT_STRIDE + d[:, None])
             k = tl.load(k_at, mask=there[None, :] & (d < HEAD_DIM)[:, None], other=0.0)
             scores = product(q, k, WIDEN) * scale
-            scores = tl.where(seen_by_row(position, q_position, WINDOW), scores, float("-inf"))
+            scores = tl.where(visible(position, q_position, WINDOW), scores, float("-inf"))
             v_at = v_ptr + at + (n[:, None] * SLOT_STRIDE + d[None, :])
             v = tl.load(v_at, mask=there[:, None] & channel, other=0.0)
             high, total, acc = update(scores, v, high, total, acc, WIDEN)

@@ -111,7 +111,7 @@ def _attend(  # type: ignore[no-untyped-def]
             k_at = k_ptr + at + (n[None, :] * SLOT_STRIDE + d[:, None])
             k = tl.load(k_at, mask=there[None, :] & (d < HEAD_DIM)[:, None], other=0.0)
             scores = product(q, k, WIDEN) * scale
-            scores = tl.where(visible(position, q_position, WINDOW), scores, float("-inf"))
+            scores = tl.where(visible(position[None, :], q_position, WINDOW), scores, float("-inf"))
             v_at = v_ptr + at + (n[:, None] * SLOT_STRIDE + d[None, :])
             v = tl.load(v_at, mask=there[:, None] & channel, other=0.0)
             high, total, acc = update(scores, v, high, total, acc, WIDEN)

@@ -71,7 +71,11 @@ def update(scores, v, high, total, acc, WIDEN: tl.constexpr):  # type: ignore[no
 
 @triton.jit
 def key_positions(positions_ptr, own, first, n, length):  # type: ignore[no-untyped-def]
-    """Positions [keys] of slots n of a segment; NEVER for hidden slots and those past its end."""
+    """Positions of slots n of a segment; NEVER for hidden slots and those past its end.
+
+    [keys] for n [keys]. [rows, keys] for n [1, keys], where every row has its own segment over the same slots: own
+    and first [rows, 1].
+    """
     there = n < length
     position = tl.load(positions_ptr + own + n, mask=there & (own >= 0), other=_NEVER)
     return tl.where(there & (own < 0), first + n, position)
@@ -79,22 +83,10 @@ def key_positions(positions_ptr, own, first, n, length):  # type: ignore[no-unty
 
 @triton.jit
 def visible(position, q_position, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """bool [rows, keys]: which keys a row sees. A hidden slot's position is above every row's."""
-    return seen_by_row(position[None, :], q_position, WINDOW)
+    """bool [rows, keys]: which keys a row sees. A hidden slot's position is above every row's.
 
-
-@triton.jit
-def row_positions(positions_ptr, own, first, n, length):  # type: ignore[no-untyped-def]
-    """As `key_positions`, but [rows, keys]: every row has its own segment over the same slots."""
-    there = (n < length)[None, :]
-    at = own[:, None] + n[None, :]
-    position = tl.load(positions_ptr + at, mask=there & (own >= 0)[:, None], other=_NEVER)
-    return tl.where(there & (own < 0)[:, None], first[:, None] + n[None, :], position)
-
-
-@triton.jit
-def seen_by_row(position, q_position, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """As `visible`, for positions [rows, keys]."""
+    position: [1, keys], or [rows, keys].
+    """
     seen = position <= q_position[:, None]
     if WINDOW > 0:
         seen = seen & (position > q_position[:, None] - WINDOW)

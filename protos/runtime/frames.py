@@ -4,8 +4,10 @@ A message whose only field is `bytes data = 1` is `0x0A, varint(length), data`. 
 copy of the data, and reading none; protobuf's own path costs four (measured: 2.0 instead of 3.3 GB/s).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterable, Callable, Iterator
 from typing import Any
+
+from fusionkv.protos.runtime.checksum import Checksum
 
 FRAME_BYTES = 1 << 20
 _TAG = 0x0A  # field 1, length-delimited
@@ -53,6 +55,22 @@ def split(data: memoryview, size: int = FRAME_BYTES) -> Iterator[memoryview]:
     """Splits `data` into pieces of `size` bytes; the last one may be shorter."""
     for start in range(0, len(data), size):
         yield data[start : start + size]
+
+
+async def fill(into: memoryview, messages: AsyncIterable[bytes]) -> bytes | None:
+    """Fills `into` from a stream of data frames; returns the checksum; None if the sizes differ.
+
+    Raises ValueError for a message that is no data frame.
+    """
+    hasher, at = Checksum(), 0
+    async for message in messages:
+        data = decode_frame(message)
+        if at + len(data) > len(into):
+            return None
+        into[at : at + len(data)] = data
+        hasher.update(data)
+        at += len(data)
+    return hasher.digest() if at == len(into) else None
 
 
 def frame_or(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections.abc import AsyncIterator
 
 import pytest
 import xxhash
@@ -100,3 +101,19 @@ def test_every_bit_counts() -> None:
             data[at] ^= 1 << bit
     data[:PIECE_BYTES], data[PIECE_BYTES : 2 * PIECE_BYTES] = data[PIECE_BYTES : 2 * PIECE_BYTES], data[:PIECE_BYTES]
     assert checksum(data) != whole, "pieces that changed places"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "room", "fits"), [((3, 0, 4), 7, True), ((), 0, True), ((3,), 4, False), ((3, 2), 4, False)]
+)
+async def test_a_buffer_is_filled_if_the_sizes_agree(sizes: tuple[int, ...], room: int, fits: bool) -> None:
+    parts = [bytes([i + 1]) * size for i, size in enumerate(sizes)]
+
+    async def messages() -> AsyncIterator[bytes]:
+        for part in parts:
+            yield frames.encode_frame(part)
+
+    into = bytearray(room)
+    digest = await frames.fill(memoryview(into), messages())
+    assert digest == (checksum(b"".join(parts)) if fits else None)
+    assert not fits or bytes(into) == b"".join(parts)
