@@ -26,7 +26,7 @@ APART = {
     "eval": "fusionkv.bench.quality",
     "check": "fusionkv.bench.quality.check",
     "model": "fusionkv.fusion_worker.library",
-    "size": "fusionkv.fusion_worker.library.sizing",
+    "size": "fusionkv.bench.sizing",
 }
 _CHECK_CORPUS = f"{__package__}.check_corpus"
 _USAGE = 2
