@@ -32,7 +32,7 @@ from fusionkv.fusion_worker.prompt import Prompt
 from fusionkv.fusion_worker.quality.explain import explain
 from fusionkv.fusion_worker.quality.shadow import Allowed, Fallback, Sample, Shadow
 from fusionkv.fusion_worker.recipes.recipes import Recipe
-from fusionkv.fusion_worker.select.choose import budget
+from fusionkv.fusion_worker.select.base import budget
 from fusionkv.fusion_worker.transfer.handover import Handover
 from fusionkv.protos.answer.v1.answer_pb2 import Explanation, Token
 from fusionkv.protos.fusion.v1.fusion_pb2 import FirstToken, PrefilledKV

@@ -40,8 +40,7 @@ from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Prompt
 from fusionkv.fusion_worker.quality import explain
 from fusionkv.fusion_worker.recipes.recipes import RECIPES, Anchored, Isolated, Recipe, SimilarityGuided, SnapKV
-from fusionkv.fusion_worker.select.base import Selector
-from fusionkv.fusion_worker.select.choose import budget
+from fusionkv.fusion_worker.select.base import Selector, budget
 from fusionkv.protos.runtime.errors import ResourceExhausted
 
 _Answered = tuple[Answer, dict[Cell, dict[str, float]]]

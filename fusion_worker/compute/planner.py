@@ -24,8 +24,9 @@ from fusionkv.fusion_worker.select.base import (
     Nothing,
     SecondModel,
     Selector,
+    budget,
+    top_k,
 )
-from fusionkv.fusion_worker.select.choose import budget, top_k
 from fusionkv.fusion_worker.select.fresh_states import FreshStates
 from fusionkv.kernels.segments import KVSegment
 from fusionkv.kernels.tempered_attention import Temper

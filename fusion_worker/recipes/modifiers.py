@@ -14,7 +14,7 @@ from fusionkv.fusion_worker.recipes.recipes import (
     SnapKV,
     Versions,
 )
-from fusionkv.fusion_worker.select.choose import Window
+from fusionkv.fusion_worker.select.base import Window
 from fusionkv.kvcache_service.keys import MOST_VERSIONS
 from fusionkv.protos.runtime.errors import InvalidArgument
 

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 
 from fusionkv.fusion_worker.select.attended_deviation import AttendedDeviation
-from fusionkv.fusion_worker.select.base import CachedAttention, Need, SecondModel, Selector
-from fusionkv.fusion_worker.select.choose import Window
+from fusionkv.fusion_worker.select.base import CachedAttention, Need, SecondModel, Selector, Window
 from fusionkv.fusion_worker.select.distance_to_start import DistanceToStart
 from fusionkv.fusion_worker.select.inter_chunk_attention import InterChunkAttention
 from fusionkv.fusion_worker.select.question_attention import QuestionAttention

@@ -19,6 +19,7 @@ from fusionkv.kvcache_service.store.entries import Leases, Residents, StoredEntr
 from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier, Unreachable
 from fusionkv.kvcache_service.tiers.extents import NoSpace
 from fusionkv.protos.observe import logs
+from fusionkv.protos.runtime.cancellation import background
 from fusionkv.protos.runtime.errors import DataLoss, NotFound, ResourceExhausted, Unavailable
 from fusionkv.protos.runtime.frames import FRAME_BYTES
 
@@ -240,9 +241,7 @@ class Store:
                     await self.rise(entry)
 
         if entries and len(self.prefetching) < _MAX_LOOKUPS:
-            task = asyncio.create_task(rise_leased())
-            self.prefetching.add(task)
-            task.add_done_callback(self.prefetching.discard)
+            background(self.prefetching, rise_leased())
 
     def _room_above(self, entry: StoredEntry) -> dict[Tier, Place]:
         """Reserves a place in the fastest tier with room for an entry, dropping colder copies; empty if none has."""
@@ -343,10 +342,7 @@ class Store:
         return asyncio.get_running_loop().run_in_executor(self.threads, function, *args)
 
     async def to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
-        task = asyncio.ensure_future(work)
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
-        return await asyncio.shield(task)
+        return await asyncio.shield(background(self.tasks, work))
 
     async def save_heat(self) -> None:
         touched, self.residents.touched = self.residents.touched, set()

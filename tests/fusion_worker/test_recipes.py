@@ -6,7 +6,7 @@ import torch
 from fusionkv.fusion_worker.client import full_name
 from fusionkv.fusion_worker.recipes.modifiers import find
 from fusionkv.fusion_worker.recipes.recipes import RECIPES, Adaptive, Anchored, Isolated, SimilarityGuided, Versions
-from fusionkv.fusion_worker.select.choose import Window, top_k
+from fusionkv.fusion_worker.select.base import Window, top_k
 from fusionkv.protos.runtime.errors import InvalidArgument
 
 
