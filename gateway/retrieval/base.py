@@ -99,16 +99,6 @@ class Chunk:
         return keys.chunk_digest(self.ids)
 
 
-def packed(neighbours: int) -> bytes:
-    """Encodes `neighbours` for storage: empty for 0, otherwise four bytes."""
-    return neighbours.to_bytes(4, "little") if neighbours else b""
-
-
-def unpacked(stored: bytes) -> int:
-    """Decodes `packed`; 0 for other values, such as the 32-byte digests that earlier gateways stored there."""
-    return int.from_bytes(stored, "little") if len(stored) == 4 else 0
-
-
 def by_shared_words(text: str, chunks: Sequence[Chunk]) -> list[Chunk]:
     """Sorts chunks by the words shared with a text, weighted by rarity, then by document and position.
 

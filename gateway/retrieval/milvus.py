@@ -26,7 +26,6 @@ from fusionkv.gateway.retrieval.base import (
     best,
     by_shared_words,
     check_model,
-    packed,
 )
 from fusionkv.gateway.retrieval.milvus_connection import BATCH, MAX_ROWS, Connection, Hits, NoCollection, listed
 from fusionkv.gateway.retrieval.milvus_rows import Row, Version
@@ -81,7 +80,7 @@ class MilvusRetrieval(Retrieval):
 
     def __init__(self, connection: Connection, scope: str) -> None:
         self._milvus = connection
-        self._prefix = f"fusionkv_{_digest(scope)}_"
+        self._prefix = f"fusionkv{rows.FORMAT}_{_digest(scope)}_"
         self._tasks: set[asyncio.Task[Any]] = set()
         # By corpus, and by document; entries disappear when no change uses them.
         self._gates: weakref.WeakValueDictionary[str, Gate] = weakref.WeakValueDictionary()
@@ -181,9 +180,7 @@ class MilvusRetrieval(Retrieval):
             for row in await self._milvus.query(name, f"key in {listed(keys[at : at + BATCH])}"):
                 chunk = by_key[row["key"]]
                 if row["digest"] == chunk.digest.hex():
-                    changed.append(
-                        row | {"variant": chunk.variant.hex(), "neighbours": packed(chunk.neighbours).hex()}
-                    )
+                    changed.append(row | {"variant": chunk.variant.hex(), "neighbours": chunk.neighbours})
             await self._milvus.write(name, changed)
 
     async def move(self, corpus: str, rewrite: Rewrite, model: ModelIdentity) -> AsyncGenerator[int]:

@@ -12,9 +12,10 @@ from pymilvus import DataType, Function, FunctionType, MilvusClient
 from pymilvus.milvus_client import IndexParams
 from pymilvus.orm.schema import CollectionSchema
 
-from fusionkv.gateway.retrieval.base import Chunk, ModelIdentity, packed, unpacked
+from fusionkv.gateway.retrieval.base import Chunk, ModelIdentity
 from fusionkv.protos.runtime.errors import InvalidArgument
 
+FORMAT = 2  # of the rows, in the collections' names: collections of another format are not read
 _CORPUS, _DOCUMENT = -2, -1
 _CORPUS_KEY = "corpus"
 # Conditions for the three kinds of rows.
@@ -24,16 +25,14 @@ _MAX_BYTES = 65_535
 # No stemming, for any language.
 _ANALYZER = {"tokenizer": "standard", "filter": ["lowercase"]}
 _TEXTS = {"key": 64, "owner": 64, "document": _MAX_BYTES, "revision": 64, "ids": _MAX_BYTES, "digest": 64}
-_TEXTS |= {"variant": 128, "neighbours": 128, "title": _MAX_BYTES, "source": _MAX_BYTES}
-_NUMBERS = ("position", "tokens", "bytes", "chunks", "since")
+_TEXTS |= {"variant": 64, "title": _MAX_BYTES, "source": _MAX_BYTES}
+_NUMBERS = ("position", "neighbours", "tokens", "bytes", "chunks", "since")
 # All fields except the sparse vector, which Milvus computes.
 COLUMNS = [*_TEXTS, *_NUMBERS, "text", "metadata", "vector"]
-# Fields of a corpus's own row: its name, and the models that it was built with. Earlier gateways wrote them too.
-OWN = ["document", "variant", "neighbours", "ids", "owner"]
+# Fields of a corpus's own row: its name, and the models that it was built with, as JSON.
+OWN = ["document", "ids"]
 # Width of the placeholder vectors that Milvus requires in rows without an embedder; they are never searched.
 FILLER = 2
-# Marks corpora that record their embedder; older corpora have vectors of a language model.
-_EMBEDDER_RECORDED = "embedder"
 # Function words, which are removed from questions. In a small corpus, "of" is rare enough to weigh as much as a
 # title, and a page with three of them ranked above the relevant page.
 _SMALL = (
@@ -97,9 +96,8 @@ def hour_old() -> str:
 
 
 def of_corpus(corpus: str, model: ModelIdentity, dim: int) -> Row:
-    names = {"document": corpus, "variant": model.fingerprint.hex(), "neighbours": model.tokenizer.hex()}
-    names |= {"ids": json.dumps([model.embedder, model.name]), "owner": _EMBEDDER_RECORDED}
-    return _row(dim, _CORPUS_KEY, _CORPUS) | names
+    made_with = json.dumps([model.fingerprint.hex(), model.tokenizer.hex(), model.embedder, model.name])
+    return _row(dim, _CORPUS_KEY, _CORPUS) | {"document": corpus, "ids": made_with}
 
 
 def of_document(document: str, revision: str, chunks: Sequence[Chunk], dim: int) -> Row:
@@ -124,7 +122,7 @@ def of_chunk(chunk: Chunk, revision: str, vector: np.ndarray) -> Row:
         "ids": ids,
         "digest": chunk.digest.hex(),
         "variant": chunk.variant.hex(),
-        "neighbours": packed(chunk.neighbours).hex(),
+        "neighbours": chunk.neighbours,
         "title": chunk.title,
         "source": chunk.source,
         "metadata": dict(chunk.metadata),
@@ -140,10 +138,9 @@ def chunk_key(chunk: Chunk, revision: str) -> str:
 
 def chunk(row: Row) -> Chunk:
     ids = tuple(np.frombuffer(base64.b64decode(row["ids"]), "<u4").tolist())
-    variant, neighbours = bytes.fromhex(row["variant"]), unpacked(bytes.fromhex(row["neighbours"]))
     metadata = json.loads(row["metadata"]) if isinstance(row["metadata"], str) else row["metadata"]
     pairs = tuple(sorted((metadata or {}).items()))
-    values = row["document"], row["position"], row["text"], ids, variant, neighbours
+    values = row["document"], row["position"], row["text"], ids, bytes.fromhex(row["variant"]), row["neighbours"]
     return Chunk(*values, row["title"], row["source"], pairs)
 
 
@@ -158,9 +155,8 @@ def has_all(where: Mapping[str, str]) -> str:
 
 def identity(row: Row) -> ModelIdentity:
     """The models that a corpus was built with, from its own row."""
-    made_with = bytes.fromhex(row["variant"]), bytes.fromhex(row["neighbours"])
-    embedder, name = json.loads(row["ids"]) if row["owner"] == _EMBEDDER_RECORDED else ("the language model", "")
-    return ModelIdentity(*made_with, embedder, name)
+    fingerprint, tokenizer, *more = json.loads(row["ids"])
+    return ModelIdentity(bytes.fromhex(fingerprint), bytes.fromhex(tokenizer), *more)
 
 
 def _row(dim: int, key: str, position: int) -> Row:

@@ -5,14 +5,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pyarrow as pa
 
-from fusionkv.gateway.retrieval.base import Candidate, Chunk, ModelIdentity, packed, unpacked
+from fusionkv.gateway.retrieval.base import Candidate, Chunk, ModelIdentity
 
 # The columns of a Chunk.
 COLUMNS = ["document", "position", "text", "ids", "variant", "neighbours", "title", "source", "metadata"]
 VECTOR = "vector"
-# Version of the table's format. Tables without one have format 1: they lack the last three columns, and their vectors
-# are those of a language model.
-_FIRST_FORMAT, _FORMAT = b"1", b"2"
+_FORMAT = "3"
 _SCHEMA = pa.schema(
     {
         "document": pa.string(),
@@ -22,7 +20,7 @@ _SCHEMA = pa.schema(
         "tokens": pa.uint32(),
         "digest": pa.binary(),
         "variant": pa.binary(),
-        "neighbours": pa.binary(),
+        "neighbours": pa.uint32(),
         "title": pa.string(),
         "source": pa.string(),
         "metadata": pa.list_(pa.string()),
@@ -34,7 +32,7 @@ def schema(model: ModelIdentity, dim: int) -> pa.Schema:
     """The schema of a corpus's table, with the models as metadata; without an embedder, it has no vector column."""
     columns = _SCHEMA.append(pa.field(VECTOR, pa.list_(pa.float32(), dim))) if dim else _SCHEMA
     made_with = {
-        "fusionkv.form": _FORMAT.decode(),
+        "fusionkv.form": _FORMAT,
         "fusionkv.fingerprint": model.fingerprint.hex(),
         "fusionkv.tokenizer": model.tokenizer.hex(),
         "fusionkv.embedder": model.embedder,
@@ -44,24 +42,19 @@ def schema(model: ModelIdentity, dim: int) -> pa.Schema:
 
 
 def check_format(schema: pa.Schema) -> None:
-    """Raises ValueError if a table was written by a later version, whose data a change would lose."""
-    form = (schema.metadata or {}).get(b"fusionkv.form", _FIRST_FORMAT)
-    columns = sorted({*schema.names} - {*COLUMNS, VECTOR, "tokens", "digest"})
-    if form not in (_FIRST_FORMAT, _FORMAT) or columns:
+    """Raises ValueError if another version wrote a table, whose data a change might lose."""
+    form = (schema.metadata or {}).get(b"fusionkv.form", b"").decode()
+    columns = sorted({*schema.names} - {*_SCHEMA.names, VECTOR})
+    if form != _FORMAT or columns:
         difference = f"has the columns {', '.join(columns)}" if columns else f"has format {form!r}"
-        raise ValueError(f"a later version of FusionKV wrote it: it {difference}")
+        raise ValueError(f"another version of FusionKV wrote it: it {difference}")
 
 
 def identity(schema: pa.Schema) -> ModelIdentity:
-    metadata = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
-    fingerprint, tokenizer = (bytes.fromhex(metadata[f"fusionkv.{name}"]) for name in ("fingerprint", "tokenizer"))
-    embedder = metadata.get("fusionkv.embedder", "the language model")
-    return ModelIdentity(fingerprint, tokenizer, embedder, metadata.get("fusionkv.model", ""))
-
-
-def readable(schema: pa.Schema) -> list[str]:
-    """The columns of a Chunk and its vector that the table has."""
-    return [name for name in (*COLUMNS, VECTOR) if name in schema.names]
+    """The models that a corpus was built with. Raises KeyError if the table's metadata lack one."""
+    names = ("fingerprint", "tokenizer", "embedder", "model")
+    fingerprint, tokenizer, *more = (schema.metadata[f"fusionkv.{name}".encode()].decode() for name in names)
+    return ModelIdentity(bytes.fromhex(fingerprint), bytes.fromhex(tokenizer), *more)
 
 
 def has_all(where: Mapping[str, str]) -> str:
@@ -77,7 +70,7 @@ def full(chunks: Sequence[Chunk], vectors: np.ndarray) -> pa.Table:
     """Complete rows; `vectors` is float32 `[chunk, dim]`."""
     values = [
         vars(chunk)
-        | {"tokens": len(chunk.ids), "digest": chunk.digest, "neighbours": packed(chunk.neighbours)}
+        | {"tokens": len(chunk.ids), "digest": chunk.digest}
         | {"metadata": ["=".join(pair) for pair in chunk.metadata]}
         for chunk in chunks
     ]
@@ -96,10 +89,9 @@ def variants(chunks: Sequence[Chunk]) -> pa.Table:
 
 
 def chunks(table: pa.Table) -> list[Chunk]:
-    columns = [table[name].to_pylist() if name in table.column_names else [None] * len(table) for name in COLUMNS]
     return [
-        Chunk(d, p, text, tuple(ids), v, unpacked(n), title or "", source or "", _pairs(metadata or []))
-        for d, p, text, ids, v, n, title, source, metadata in zip(*columns, strict=True)
+        Chunk(**row | {"ids": tuple(row["ids"]), "metadata": _pairs(row["metadata"])})
+        for row in table.select(COLUMNS).to_pylist()
     ]
 
 

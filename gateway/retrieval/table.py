@@ -94,9 +94,8 @@ class CorpusTable:
 
     def __init__(self, table: AsyncTable, schema: pa.Schema, reopen: Callable[[], Awaitable[AsyncTable]]) -> None:
         self.model = rows.identity(schema)
-        self._columns = rows.readable(schema)
-        field = schema.field(rows.VECTOR) if rows.VECTOR in schema.names else None
-        self.dim: int = field.type.list_size if field is not None else 0
+        self.dim: int = schema.field(rows.VECTOR).type.list_size if rows.VECTOR in schema.names else 0
+        self._columns = [*rows.COLUMNS, *[rows.VECTOR] * bool(self.dim)]
         self._table = table
         self._reopen = reopen
         self._lock = asyncio.Lock()
