@@ -9,9 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.console import Console
-from rich.table import Table
-
+from fusionkv.bench import command
 from fusionkv.bench.worker import throughput
 from fusionkv.fusion_worker.client import DEFAULT_RECIPE
 
@@ -131,10 +129,8 @@ def figures(folder: Path) -> list[Figure]:
 
 
 def main() -> int:
-    table = Table("figure", "value", "beside", "near", "goal", title="FusionKV beside floors and peers, same machine")
-    for figure in figures(Path(sys.argv[1])):
-        table.add_row(*figure)
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    title = "FusionKV beside floors and peers, same machine"
+    command.show(command.table(title, Figure._fields, figures(Path(sys.argv[1])), texts=len(Figure._fields)))
     return 0
 
 

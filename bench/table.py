@@ -20,6 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
+from fusionkv.bench import command
 from fusionkv.bench.worker import bench, throughput
 from fusionkv.bench.worker.passages import Passages
 from fusionkv.fusion_worker import models
@@ -42,7 +43,8 @@ _Rows = Sequence[Mapping[str, Any]]
 
 
 def main() -> int:
-    parser = bench.parser_of("table", __doc__)
+    parser = command.parser_of("table", __doc__)
+    command.add_model(parser)
     parser.set_defaults(json=Path("build/bench/table.json"))
     add = parser.add_argument
     add("--data", type=Path, nargs="+", required=True, metavar="FILE", help="questions with passages")
@@ -91,8 +93,7 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             console.print(f"part {number} of {len(measures)}: {name}", highlight=False)
             started = time.monotonic()
             parts[name] = measured()
-            args.json.parent.mkdir(parents=True, exist_ok=True)
-            args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            command.write(record, args.json)
             console.print(f"{name}: {(time.monotonic() - started) / 60:.1f} minutes", highlight=False)
     return record
 
@@ -131,9 +132,9 @@ async def _opened(args: argparse.Namespace) -> tuple[models.Model, Passages]:
 def _quality(args: argparse.Namespace, commit: str) -> _Rows:
     # Cells of another commit are not reused.
     out = args.json.parent / args.json.stem / commit
-    command = [sys.executable, "-P", "-m", "fusionkv.bench.quality", args.model, "--data", *args.data]
-    command += ["--recipes", DEFAULT_RECIPE, "--ratios", _DEFAULT.ratio, "--n", args.n, "--out", out]
-    subprocess.run([*map(str, command)], check=True)
+    argv = [sys.executable, "-P", "-m", "fusionkv.bench.quality", args.model, "--data", *args.data]
+    argv += ["--recipes", DEFAULT_RECIPE, "--ratios", _DEFAULT.ratio, "--n", args.n, "--out", out]
+    subprocess.run([*map(str, argv)], check=True)
     wanted = {*_RECOVERED, "f1"}
     rows = json.loads((out / "report.json").read_text(encoding="utf-8"))
     return [row for row in rows if row["metric"] in wanted]
@@ -198,9 +199,9 @@ def _shares(whole: float, parts: Sequence[float]) -> str:
 
 
 def _commit() -> str:
-    command = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--exclude=*"]
+    argv = ["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--exclude=*"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

@@ -12,7 +12,6 @@ Redis, if there is a redis-server on this machine.
 import argparse
 import asyncio
 import hashlib
-import json
 import os
 import statistics
 import sys
@@ -26,10 +25,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
+from fusionkv.bench import command
 from fusionkv.bench.cache.bench_floor import FloorClient, Redis, drop_pages, memcpy, preadv, serve
 from fusionkv.bench.cache.peers import Process, cpu_seconds
 from fusionkv.kvcache_service.client import CacheClient, Entry
@@ -229,9 +227,8 @@ async def measure(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m fusionkv.bench.cache.bench", description=__doc__)
+    parser = command.parser_of("cache.bench", __doc__)
     parser.add_argument("--rounds", type=int, default=8, help="rounds of each row, median reported (default: 8)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to a file")
     parser.add_argument("--serve-floor", nargs="+", metavar="ADDRESS", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.serve_floor:
@@ -246,11 +243,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         processes = []
         for name, memory in [("service", "256MiB"), ("disk", "1MiB"), ("floor", "")]:
             listen = ["127.0.0.1:0", f"unix:{directory}/{name}.sock"]
-            command = ["fusionkv.bench.cache.bench", "--serve-floor", *listen] if name == "floor" else [
+            module = ["fusionkv.bench.cache.bench", "--serve-floor", *listen] if name == "floor" else [
                 "fusionkv.kvcache_service", "--data-dir", f"{directory}/{name}", "--memory-bytes", memory,
                 "--disk-bytes", "1GiB", "--listen", ",".join(listen),
             ]  # fmt: skip
-            process = Process(Path(directory), sys.executable, "-P", "-m", *command)
+            process = Process(Path(directory), sys.executable, "-P", "-m", *module)
             stack.callback(process.stop)
             processes.append(process)
         tcp, unix = zip(*(process.addresses for process in processes), strict=True)
@@ -258,28 +255,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         transports = {"tcp": tcp, "unix": unix}
         rows = asyncio.run(measure(transports, pids, folder, options.rounds, lambda: progress.advance(task)))
     _show(rows)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    command.write([asdict(row) for row in rows], options.json)
     return 0
 
 
 def _show(rows: Sequence[Row]) -> None:
     hashing = 64 * MIB / statistics.median(timeit.repeat(partial(checksum, bytearray(64 * MIB)), number=1)) / 1e9
-    table = Table(title=f"{os.cpu_count()} CPUs; checksums {hashing:.1f} GB/s")
     numbers = ("entry", "at once", "GB/s", "bare gRPC", "of it", "memcpy", "of it", "CPU s/GB", "bare", "Redis")
-    for title in ("operation", "over", *numbers):
-        table.add_column(title, justify="left" if title in ("operation", "over") else "right")
+    lines = []
     for row in rows:
         size = f"{row.entry_bytes // MIB} MiB" if row.entry_bytes >= MIB else f"{row.entry_bytes // KIB} KiB"
-        table.add_row(
-            row.operation, row.transport, size, str(row.at_once), f"{row.gb_per_s:.2f}",
+        lines.append((
+            row.operation, row.transport, size, row.at_once, f"{row.gb_per_s:.2f}",
             f"{row.grpc_gb_per_s:.2f}", f"{row.gb_per_s / row.grpc_gb_per_s:.0%}", f"{row.memcpy_gb_per_s:.1f}",
             f"{row.gb_per_s / row.memcpy_gb_per_s:.0%}",
             f"{row.cpu_s_per_gb:.2f}", f"{row.grpc_cpu_s_per_gb:.2f}",
             "" if row.redis_gb_per_s is None else f"{row.redis_gb_per_s:.2f}",
-        )  # fmt: skip
-    Console(width=max(Console().width, 124)).print(table)
+        ))  # fmt: skip
+    title = f"{os.cpu_count()} CPUs; checksums {hashing:.1f} GB/s"
+    command.show(command.table(title, ("operation", "over", *numbers), lines, texts=2))
 
 
 if __name__ == "__main__":

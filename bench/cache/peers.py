@@ -7,12 +7,10 @@ The peers are the same engines used directly, with one value per entry, and LMCa
 processes, including the caller. All fetched bytes are compared with those that were put.
 """
 
-import argparse
 import asyncio
 import hashlib
 import importlib
 import itertools
-import json
 import os
 import re
 import shutil
@@ -29,10 +27,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import redis
-from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
+from fusionkv.bench import command
 from fusionkv.kvcache_service.client import CacheClient, Entry
 from fusionkv.kvcache_service.remote import mooncake_engine
 
@@ -345,8 +342,7 @@ def free_port() -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m fusionkv.bench.cache.peers", description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to a file")
+    parser = command.parser_of("cache.peers", __doc__)
     parser.add_argument("--only", metavar="TEXT", default="", help="only systems whose names contain it")
     parser.add_argument("--quick", action="store_true", help="only three chunks of 1 MiB, as a test")
     options = parser.parse_args(argv)
@@ -362,25 +358,23 @@ def main(argv: Sequence[str] | None = None) -> int:
                 else:
                     rows += asyncio.run(measure(name, make, sizes, lambda: progress.advance(bar)))
     _show(rows)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    command.write([asdict(row) for row in rows], options.json)
     return 0
 
 
 def _show(rows: Sequence[Row]) -> None:
     """Prints the rows, with the speed of `fusionkv` over an engine as a share of the engine's own."""
     speeds: dict[Any, float] = {(row.system, row.operation, row.bytes): row.gb_s for row in rows}
-    table = Table(title=f"{os.cpu_count()} CPUs, all on one machine")
-    for title in ("system", "operation", "MiB", "GB/s", "of its engine", "CPU s/GB", "p99 ms"):
-        table.add_column(title, justify="left" if title in ("system", "operation") else "right")
+    columns = ("system", "operation", "MiB", "GB/s", "of its engine", "CPU s/GB", "p99 ms")
+    lines = []
     for row in rows:
         peer = row.system.removeprefix("fusionkv over ").removesuffix(_NEAR)
         engine = speeds.get((peer, row.operation, row.bytes))
         share = f"{row.gb_s / engine:.0%}" if engine and " over " in row.system else ""
         figures = (f"{row.gb_s:.2f}", share, f"{row.cpu_s_per_gb:.2f}", f"{row.p99_ms:.1f}")
-        table.add_row(row.system, row.operation, str(row.bytes // MIB), *figures)
-    Console(width=max(Console().width, 100)).print(table)
+        lines.append((row.system, row.operation, row.bytes // MIB, *figures))
+    title = f"{os.cpu_count()} CPUs, all on one machine"
+    command.show(command.table(title, columns, lines, texts=2))
 
 
 if __name__ == "__main__":

@@ -22,9 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
+from fusionkv.bench import command
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.index import record
@@ -174,14 +173,13 @@ async def measure(directory: Path, chunks: int) -> Row:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m fusionkv.bench.cache.scale", description=__doc__)
+    parser = command.parser_of("cache.scale", __doc__)
     parser.add_argument(
         "--chunks", type=int, default=1_000_000, help="maximum number of chunks, from 10,000 in factors of 10"
     )
     parser.add_argument(
         "--directory", type=Path, help="directory for the disk tiers (default: a temporary directory)"
     )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to a file")
     parser.add_argument("--only", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.only:
@@ -191,29 +189,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = []
     for chunks in (10**power for power in range(4, 10) if 10**power <= options.chunks):
         with tempfile.TemporaryDirectory(prefix="fusionkv-scale", dir=options.directory) as directory:
-            command = [sys.executable, "-P", "-m", "fusionkv.bench.cache.scale"]
-            more = ["--only", str(chunks), "--directory", directory]
-            rows.append(json.loads(subprocess.run(command + more, check=True, stdout=subprocess.PIPE).stdout))
+            module = [sys.executable, "-P", "-m", "fusionkv.bench.cache.scale"]
+            flags = ["--only", str(chunks), "--directory", directory]
+            rows.append(json.loads(subprocess.run(module + flags, check=True, stdout=subprocess.PIPE).stdout))
     _show(rows)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(rows, indent=2) + "\n")
+    command.write(rows, options.json)
     return 0
 
 
 def _show(rows: list[dict[str, object]]) -> None:
-    table = Table(title=f"lookups of {PATH} chunks in microseconds, median / 99th percentile")
     kinds = [kind.value for kind in HitKind]
-    for title in ("chunks", "bytes a chunk", "index file", "add, us", *kinds, "first, s", "all, s"):
-        table.add_column(title, justify="right")
+    lines = []
     for values in rows:
         row = Row(**values)  # type: ignore[arg-type]  # what asdict wrote
-        table.add_row(
+        lines.append((
             f"{row.chunks:,}", f"{row.bytes_per_chunk:.0f}", f"{row.index_file_bytes_per_chunk:.0f}",
             f"{row.add_us:.0f}", *("{:.0f} / {:.0f}".format(*row.lookup_us[kind]) for kind in kinds),
             f"{row.first_seconds:.3f}", f"{row.restart_seconds:.1f}",
-        )  # fmt: skip
-    Console(width=max(Console().width, 112)).print(table)
+        ))  # fmt: skip
+    title = f"lookups of {PATH} chunks in microseconds, median / 99th percentile"
+    columns = ("chunks", "bytes a chunk", "index file", "add, us", *kinds, "first, s", "all, s")
+    command.show(command.table(title, columns, lines))
 
 
 if __name__ == "__main__":

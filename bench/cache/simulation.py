@@ -5,21 +5,17 @@ and shared, and 10% unique. Store and index are those of the service, without th
 same queries are a standard prefix cache, and one with the backtracking that the paper describes. Nothing is evicted.
 """
 
-import argparse
 import asyncio
-import json
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
+from fusionkv.bench import command
 from fusionkv.bench.cache.workload import SYSTEM, Workload
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.config import Config
@@ -197,49 +193,41 @@ async def measure(seeds: int, queries: int, progress: Progress) -> dict[str, lis
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m fusionkv.bench.cache.simulation", description=__doc__)
+    parser = command.parser_of("cache.simulation", __doc__)
     parser.add_argument("--seeds", type=int, default=3, help="seeds of each workload (default: 3)")
     parser.add_argument(
         "--queries", type=int, default=30_000, help="queries of the growth (default: 30,000; a million takes an hour)"
     )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to a file")
     options = parser.parse_args(argv)
     start = time.perf_counter()
     with Progress(transient=True) as progress:
         rows = asyncio.run(measure(options.seeds, options.queries, progress))
     _show(rows, time.perf_counter() - start)
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    command.write(rows, options.json)
     return 0
 
 
 def _show(rows: dict[str, list[dict[str, Any]]], seconds: float) -> None:
-    console = Console(width=max(Console().width, 118))
     by_point: dict[str, list[dict[str, Any]]] = {}
     for row in rows["sweep"]:
         by_point.setdefault(_differs(row["workload"]), []).append(row)
-    table = Table(title=f"service (as the paper describes), mean of the seeds; {seconds:.0f} s")
-    for title in ("workload", "redundant of prefix cache", "storage", "redundant saved", "hit rate"):
-        table.add_column(title, justify="left" if title == "workload" else "right")
+    lines: list[tuple[Any, ...]] = []
     for name, same in by_point.items():
         cells = [
             f"{_mean(same, 'service', what):+.1%} ({_mean(same, 'backtracking', what):+.1%})"
             for what in ("storage", "redundant_saved", "hit_rate")
         ]
-        table.add_row(name, f"{_mean(same, 'prefix', 'redundant'):.0f}", *cells)
-    console.print(table)
-    table = Table(title="growth")
-    for title in ("corpus", "queries", "entries", "of prefix cache", "storage", "hit rate", "of prefix cache"):
-        table.add_column(title, justify="right")
+        lines.append((name, f"{_mean(same, 'prefix', 'redundant'):.0f}", *cells))
+    columns = ["workload", "redundant of prefix cache", "storage", "redundant saved", "hit rate"]
+    title = f"service (as the paper describes), mean of the seeds; {seconds:.0f} s"
+    command.show(command.table(title, columns, lines, texts=1))
+    lines = []
     for row in rows["growth"]:
-        service, prefix = row["service"], row["prefix"]
-        table.add_row(
-            f"{row['workload']['knowledge']}", f"{row['workload']['queries']}", f"{service['stored']}",
-            f"{prefix['stored']}", f"{service['storage']:+.1%}", f"{service['hit_rate']:.1%}",
-            f"{prefix['hit_rate']:.1%}",
-        )  # fmt: skip
-    console.print(table)
+        workload, service, prefix = row["workload"], row["service"], row["prefix"]
+        shares = (f"{service['storage']:+.1%}", f"{service['hit_rate']:.1%}", f"{prefix['hit_rate']:.1%}")
+        lines.append((workload["knowledge"], workload["queries"], service["stored"], prefix["stored"], *shares))
+    columns = ["corpus", "queries", "entries", "of prefix cache", "storage", "hit rate", "of prefix cache"]
+    command.show(command.table("growth", columns, lines))
 
 
 def _differs(workload: dict[str, Any]) -> str:

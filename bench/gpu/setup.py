@@ -20,6 +20,7 @@ class ModelShape:
     heads: int
     kv_heads: int
     vocabulary: int
+    tied: bool = False  # whether the embeddings are also the output layer
 
 
 @dataclass(frozen=True)

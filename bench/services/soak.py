@@ -6,7 +6,6 @@ may be pinned, leased or waiting then, and memory and open files must not have g
 stopped, and its files on disk are checked.
 """
 
-import argparse
 import asyncio
 import dataclasses
 import os
@@ -23,10 +22,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
+from fusionkv.bench import command
 from fusionkv.bench.quality.data.prompts import Prompter
 from fusionkv.bench.quality.data.tasks import reference
 from fusionkv.bench.services.footing import Footing
-from fusionkv.bench.worker.bench import PATIENT, cache_process, write
+from fusionkv.bench.worker.bench import PATIENT, cache_service
 from fusionkv.bench.worker.integrity import check_pool
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.config import WorkerConfig
@@ -171,7 +171,7 @@ async def soak(
             await alone.close()
         # Memory for a few chunks, disk for a part of them, and a pool for a few prompts, so that all tiers evict.
         memory, disk = max(1 << 20, 8 * chunk), max(4 << 20, len(cases) * chunk)
-        async with cache_process(Path(directory), memory, disk) as (address, pid):
+        with cache_service(directory, memory, disk) as ((address,), pid):
             pool = max(1 << 20, 4 * longest)
             config = WorkerConfig(cache=address, pool_bytes=pool, max_requests=6, max_queue=1000, **PATIENT)
             servicer, cache = FusionServicer(config, model), CacheClient(address)
@@ -207,9 +207,9 @@ async def soak(
 
 def _check_stopped(data_dir: Path, disk_bytes: int) -> int:
     """Counts the entries of a stopped cache service. Raises AssertionError when its files are inconsistent."""
-    command = [sys.executable, "-P", "-m", "fusionkv.bench.cache.integrity"]
-    command += ["--data-dir", str(data_dir), "--disk-bytes", str(disk_bytes)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    argv = [sys.executable, "-P", "-m", "fusionkv.bench.cache.integrity"]
+    argv += ["--data-dir", str(data_dir), "--disk-bytes", str(disk_bytes)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return int(done.stdout)
 
@@ -227,18 +227,17 @@ async def _check_idle(servicer: FusionServicer, cache: CacheClient) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m fusionkv.bench.services.soak", description=__doc__)
+    parser = command.parser_of("services.soak", __doc__)
     parser.add_argument("--model", type=Path, default=WorkerConfig().model, help="reference model (%(default)s)")
     parser.add_argument("--minutes", type=float, default=30.0, help="duration (%(default)s)")
     parser.add_argument("--clients", type=int, default=12, help="concurrent clients (%(default)s)")
     parser.add_argument("--questions", type=int, default=20, help="questions of every task (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the counts to a file")
     args = parser.parse_args(argv)
     console, model = Console(stderr=True), models.load(args.model)
     cases = questions(model, args.questions)
     row, wrong = asyncio.run(soak(model, cases, args.minutes, args.clients, console))
     Console().print(row)
-    write([row], args.json)
+    command.write([row], args.json)
     return 1 if wrong else 0
 
 

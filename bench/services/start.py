@@ -1,6 +1,5 @@
 """Measures the start-up time of `fusionkv serve all` and the memory of its services, against goals."""
 
-import argparse
 import os
 import subprocess
 import sys
@@ -8,10 +7,10 @@ import tempfile
 import time
 from pathlib import Path
 
+from fusionkv.bench import command
 from fusionkv.bench.services.footing import Footing
 from fusionkv.bench.worker.bench import show
 from fusionkv.fusion_worker.library.resolve import resolve
-from fusionkv.protos.runtime.errors import ServiceError
 
 _SETTLING_SECONDS, _PATIENCE_SECONDS = 10.0, 120.0
 _CLI = (sys.executable, "-P", "-m", "fusionkv.gateway.cli.main")
@@ -26,12 +25,12 @@ _CACHE_BYTES, _POOL_BYTES = 64 << 20, 256 << 20
 MODULES = {"kvcache_service": "kvcache", "fusion_worker": "worker", "gateway": "gateway"}
 
 
-def _seconds(*command: str, repeats: int = 3) -> float:
+def _seconds(*argv: str, repeats: int = 3) -> float:
     """The minimum time of several runs of a command."""
     taken = []
     for _ in range(repeats):
         started = time.perf_counter()
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)
         taken.append(time.perf_counter() - started)
     return min(taken)
 
@@ -59,10 +58,10 @@ def _serve(model: str, directory: str, settle: float = _SETTLING_SECONDS) -> tup
         "FUSIONKV_WORKER_POOL_BYTES": str(_POOL_BYTES),
         "FUSIONKV_GATEWAY_EMBEDDER": "none",
     }
-    command = [*_CLI, "serve", "all", "--model", model, "--data-dir", directory, "--listen", "127.0.0.1:0"]
+    serving = [*_CLI, "serve", "all", "--model", model, "--data-dir", directory, "--listen", "127.0.0.1:0"]
     started = time.perf_counter()
     running = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | settings
+        serving, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | settings
     )
     try:
         assert running.stdout is not None
@@ -107,19 +106,12 @@ def measure(model: str) -> list[dict[str, object]]:
     ]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m fusionkv.bench.services.start", description=__doc__)
-    parser.add_argument("--model", default="smollm2", help="as for `fusionkv serve worker` (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to a file")
+def main() -> None:
+    parser = command.parser_of("services.start", __doc__)
+    command.add_model(parser)
     args = parser.parse_args()
-    try:
-        rows = measure(args.model)
-    except (ServiceError, RuntimeError, OSError) as error:
-        print(f"start: {error}", file=sys.stderr)
-        return 1
-    show(f"Start and memory, {args.model}", rows, args.json)
-    return 0
+    show(f"Start and memory, {args.model}", measure(args.model), args.json)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run("start", main))

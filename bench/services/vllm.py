@@ -6,7 +6,6 @@ same token ids, and run one after another on one machine, each with its own serv
 answer's tokens that equal those of full attention at the same index, as computed by the fusion worker.
 """
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -22,12 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
+from fusionkv.bench import command
 from fusionkv.bench.cache.peers import Process, free_port
-from fusionkv.bench.worker.bench import write
 from fusionkv.bench.worker.passages import questions
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.fusion_worker.library.resolve import resolve
@@ -35,7 +32,6 @@ from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.gateway.client.results import Passage
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.answer.v1.answer_pb2 import Token
-from fusionkv.protos.runtime.errors import ServiceError
 
 ROOT = Path(__file__).parent.parent.parent
 VLLM = ROOT / "build/vllm/bin/python"
@@ -277,46 +273,36 @@ class Bench:
             self.rows.append(Row(system, case, median, seconds, agreement, len(seconds)))
 
 
-def show(rows: Sequence[Row], console: Console) -> None:
-    """Prints medians, the speed-up over vLLM's prefix cache, and agreement."""
+def lines(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Yields medians, the speed-up over vLLM's prefix cache, and agreement of each system."""
     there = {(row.system, row.case): row for row in rows}
-    table = Table("system", *CASES, title="seconds to the first token (median), times vLLM's prefix cache, agreement")
     for system in dict.fromkeys(row.system for row in rows):
         cells = []
         for case in CASES:
             row, peer = there[system, case], there.get(("vllm prefix cache", case))
             times = f"  {peer.ttft_median_s / row.ttft_median_s:.1f}x" if peer else ""
             cells.append(f"{row.ttft_median_s:.2f}{times}  {row.agreement:.0%}")
-        table.add_row(system, *cells)
-    console.print(table)
+        yield [system, *cells]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m fusionkv.bench.services.vllm", description=__doc__)
-    parser.add_argument("--model", default="smollm2", help="as for `fusionkv serve worker` (default: %(default)s)")
-    parser.add_argument(
-        "--data", type=Path, nargs="+", metavar="FILE", help="questions with passages (default: the demo's)"
-    )
+def main() -> None:
+    parser = command.parser_of("services.vllm", __doc__)
+    command.add_model(parser)
+    command.add_data(parser)
     parser.add_argument("--prompts", type=int, default=10, help="prompts of each case (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to a file")
-    options = parser.parse_args(argv)
-    console = Console()
-    try:
-        if not VLLM.exists():
-            raise OSError(f"{VLLM} does not exist: make vllm installs it")
-        asked = list(prompts(questions(options.data or [], _PASSAGES), options.prompts))
-        if len(asked) < 2:
-            raise ValueError(f"fewer than two questions with {_PASSAGES} passages that no other question has")
-        with Progress(console=console, transient=True) as progress:
-            bench = Bench(resolve(options.model), asked, progress)
-            asyncio.run(bench.run())
-    except (ServiceError, OSError, RuntimeError, ValueError) as error:
-        print(f"vllm: {error}", file=sys.stderr)
-        return 1
-    show(bench.rows, console)
-    write([asdict(row) for row in bench.rows], options.json)
-    return 0
+    options = parser.parse_args()
+    if not VLLM.exists():
+        raise OSError(f"{VLLM} does not exist: make vllm installs it")
+    asked = list(prompts(questions(options.data, _PASSAGES), options.prompts))
+    if len(asked) < 2:
+        raise ValueError(f"fewer than two questions with {_PASSAGES} passages that no other question has")
+    with Progress(transient=True) as progress:
+        bench = Bench(resolve(options.model), asked, progress)
+        asyncio.run(bench.run())
+    title = "seconds to the first token (median), times vLLM's prefix cache, agreement"
+    command.show(command.table(title, ("system", *CASES), lines(bench.rows), texts=1 + len(CASES)))
+    command.write([asdict(row) for row in bench.rows], options.json)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run("vllm", main))

@@ -8,25 +8,24 @@ request, so each figure includes fetching.
 import argparse
 import asyncio
 import itertools
-import json
 import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from fusionkv.bench import command
+from fusionkv.bench.gpu.model import build
+from fusionkv.bench.gpu.setup import ModelShape
+from fusionkv.bench.services.service import running
 from fusionkv.bench.worker.passages import Passages
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.client import DEFAULT_RECIPE
@@ -39,10 +38,11 @@ from fusionkv.fusion_worker.recipes import modifiers
 from fusionkv.fusion_worker.request import Request
 from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.protos.answer.v1.answer_pb2 import Explanation
-from fusionkv.protos.runtime.errors import ServiceError
 
 CHUNK = 512
 SHAPE = "shape"
+HALF_BILLION = ModelShape("qwen2.5-0.5b-shape", 24, 896, 4864, 14, 2, 151936, tied=True)
+COLUMNS = ("name", "context", "r", "baseline_s", "value_s", "ratio", "mean_position", "ideal")
 # Number of prompts from which a recipe with corrections learns.
 _LESSONS = 4
 # On a busy machine, a slow cache must not count as a failed one.
@@ -52,44 +52,12 @@ _DEFAULT = (DEFAULT_RECIPE, modifiers.find(DEFAULT_RECIPE).ratio)
 ROWS = (("full_reuse", 0.0), ("epic", 0.15), ("prophetkv", 0.15), _DEFAULT)
 
 
-def qwen_half_billion(dtype: torch.dtype) -> models.Model:
-    """The shape of Qwen2.5-0.5B, random weights."""
-    return random_model(
-        "qwen2.5-0.5b-shape",
-        dtype,
-        vocab_size=151936,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
-    )
-
-
-def random_model(name: str, dtype: torch.dtype, **sizes: Any) -> models.Model:
-    """A model of the Qwen2 family with random weights."""
-    config = Qwen2Config(
-        max_position_embeddings=32768,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        tie_word_embeddings=True,
-        dtype=dtype,
-        **sizes,
-    )
-    torch.manual_seed(0)
-    with torch.device("meta"):
-        network: Any = Qwen2ForCausalLM(config)
-    network = network.to(dtype=dtype).to_empty(device="cpu")
-    for parameter in network.parameters():
-        torch.nn.init.normal_(parameter, std=0.02)
-    for module in network.modules():
-        if module.__class__.__name__.endswith("RMSNorm"):
-            torch.nn.init.ones_(module.weight)
-    network.tie_weights()
-    # `to_empty` leaves buffers uninitialised, so they are made again from the configuration.
-    network.model.rotary_emb = type(network.model.rotary_emb)(config)
-    words = Tokenizer(WordLevel({str(i): i for i in range(1000)}, unk_token="0"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
-    return models.wrap(name, network.eval(), tokenizer, b"\0" * 32, config.max_position_embeddings)
+def cache_service(
+    directory: str, memory_bytes: int, disk_bytes: int = 8 << 30
+) -> AbstractContextManager[tuple[list[str], int]]:
+    """Runs a cache service with these tiers; as `running`."""
+    flags = ("--data-dir", f"{directory}/kv", "--memory-bytes", str(memory_bytes), "--disk-bytes", str(disk_bytes))
+    return running("kvcache_service", *flags, listen=f"unix:{directory}/cache.sock")
 
 
 def ideal(model: models.Model, prompt: Prompt, chosen: Sequence[int], depth: float = 1.0) -> float:
@@ -127,11 +95,8 @@ async def bench(
     with tempfile.TemporaryDirectory() as directory:
         pool_bytes = 3 * max(contexts) * model.kv.token_bytes
         stored = 2 * passages.tokens * model.kv.token_bytes
-        async with (
-            cache_process(Path(directory), max(stored, 1 << 20)) as (address, _),
-            _servicer(model, address, pool_bytes) as servicer,
-        ):
-            with Progress(console=console) as progress:
+        with cache_service(directory, max(stored, 1 << 20)) as ((address,), _), Progress(console=console) as progress:
+            async with _servicer(model, address, pool_bytes) as servicer:
                 task = progress.add_task("ttft", total=len(contexts) * (1 + repeats * (1 + len(recipes))))
                 await passages.store(servicer)
                 for context in contexts:
@@ -235,96 +200,44 @@ async def _servicer(model: models.Model, address: str, pool_bytes: int) -> Async
         await servicer.close()
 
 
-@asynccontextmanager
-async def cache_process(
-    directory: Path, memory_bytes: int, disk_bytes: int = 8 << 30
-) -> AsyncIterator[tuple[str, int]]:
-    """Address and process id of a cache service with these tiers."""
-    address = f"unix:{directory}/cache.sock"
-    command = ["-m", "fusionkv.kvcache_service", "--listen", address, "--data-dir", str(directory / "kv")]
-    command += ["--memory-bytes", str(memory_bytes), "--disk-bytes", str(disk_bytes)]
-    process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.PIPE)
-    assert process.stdout is not None
-    if b"serving" not in await process.stdout.readline():
-        raise RuntimeError("the cache service did not start")
-    try:
-        yield address, process.pid
-    finally:
-        process.terminate()
-        await process.wait()
-
-
-def _table(model: str, rows: list[dict[str, object]], seconds: float) -> Table:
-    table = Table(title=f"TTFT, {model}, {torch.get_num_threads()} CPU threads ({seconds:.0f} s)")
-    columns = ("name", "context", "r", "baseline_s", "value_s", "ratio", "mean_position", "ideal")
-    for column in (*columns, "of ideal", "lookup", "load", "select", "prefill"):
-        table.add_column(column, justify="right")
+def _lines(rows: list[dict[str, object]]) -> Iterator[list[object]]:
     for row in rows:
         stages = row["stages_s"]
         assert isinstance(stages, dict)
         share = float(str(row["ratio"])) / float(str(row["ideal"]))
-        table.add_row(*(str(row[c]) for c in columns), f"{share:.0%}", *(f"{v:.3f}" for v in stages.values()))
-    return table
+        yield [*(row[column] for column in COLUMNS), f"{share:.0%}", *(f"{v:.3f}" for v in stages.values())]
 
 
 def show(title: str, rows: list[dict[str, object]], path: Path | None) -> None:
     """Prints a bench's rows as a table, and writes them to `path`."""
-    table = Table(title=f"{title}; {torch.get_num_threads()} CPU threads")
-    for column in rows[0]:
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
-    write(rows, path)
+    title = f"{title}; {torch.get_num_threads()} CPU threads"
+    command.show(command.table(title, [*rows[0]], (list(row.values()) for row in rows)))
+    command.write(rows, path)
 
 
-def write(rows: list[dict[str, object]], path: Path | None) -> None:
-    """Writes a bench's rows as JSON to `path`, if it is given."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(rows, indent=1) + "\n")
-
-
-def parser_of(module: str, about: str | None, model: str = "") -> argparse.ArgumentParser:
-    """The options that all benches of a worker have. model: further values of --model."""
-    parser = argparse.ArgumentParser(prog=f"python -m fusionkv.bench.{module}", description=about)
-    parser.add_argument(
-        "--model", default="smollm2", help=f"as for `fusionkv serve worker`{model} (default: %(default)s)"
-    )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to this file")
-    return parser
-
-
-def add_data(parser: argparse.ArgumentParser) -> None:
-    """Adds --data, the files that `Passages.of` reads."""
-    about = "questions with passages (default: the demo's)"
-    parser.add_argument("--data", type=Path, nargs="+", default=[], metavar="FILE", help=about)
-
-
-def main() -> int:
-    parser = parser_of("worker.bench", __doc__, ", or `shape`")
-    add_data(parser)
+def main() -> None:
+    parser = command.parser_of("worker.bench", __doc__)
+    command.add_model(parser, ", or `shape`")
+    command.add_data(parser)
     parser.add_argument("--contexts", default="1024,2048,4096", help="tokens of passages (%(default)s)")
     about = "runs per recipe; the median ratio's is reported (%(default)s)"
     parser.add_argument("--repeats", type=int, default=3, help=about)
     parser.add_argument("--dtype", choices=("auto", *sorted(models.DTYPES)), default="auto")
     args = parser.parse_args()
     started = time.perf_counter()
-    try:
-        rows = asyncio.run(_run(args))
-    except (ServiceError, ValueError, OSError) as error:
-        print(f"ttft: {error}", file=sys.stderr)
-        return 1
-    table = _table(args.model, rows, time.perf_counter() - started)
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
-    write(rows, args.json)
-    return 0
+    rows = asyncio.run(_run(args))
+    seconds = time.perf_counter() - started
+    title = f"TTFT, {args.model}, {torch.get_num_threads()} CPU threads ({seconds:.0f} s)"
+    columns = (*COLUMNS, "of ideal", "lookup", "load", "select", "prefill")
+    command.show(command.table(title, columns, _lines(rows)))
+    command.write(rows, args.json)
 
 
 async def _run(args: argparse.Namespace) -> list[dict[str, object]]:
     contexts = [int(part) for part in args.contexts.split(",")]
     if args.model == SHAPE:
-        model = qwen_half_billion(torch.bfloat16 if args.dtype == "auto" else models.DTYPES[args.dtype])
+        dtype = torch.bfloat16 if args.dtype == "auto" else models.DTYPES[args.dtype]
+        model = build(HALF_BILLION, dtype, torch.device("cpu"))
         passages = Passages.random(max(contexts) // CHUNK, CHUNK)
     else:
         model = models.load(resolve(args.model), "cpu", args.dtype)
@@ -333,4 +246,4 @@ async def _run(args: argparse.Namespace) -> list[dict[str, object]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run("ttft", main))

@@ -11,14 +11,14 @@ import time
 
 import torch
 
-from fusionkv.bench.worker.bench import parser_of, show
+from fusionkv.bench import command
+from fusionkv.bench.worker.bench import show
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.compute.attention import forward, install
 from fusionkv.fusion_worker.compute.batch import Batch
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.kernels.gpu.segment_table import Spans
 from fusionkv.kernels.segments import KVSegment, QuerySpan
-from fusionkv.protos.runtime.errors import ServiceError
 
 CHUNKS, REQUESTS, RATIO = (1, 8, 20), (1, 8), 0.15
 
@@ -84,19 +84,15 @@ def measure(model: models.Model, tokens: int, repeats: int) -> list[dict[str, ob
     return rows
 
 
-def main() -> int:
-    parser = parser_of("worker.decode", __doc__)
+def main() -> None:
+    parser = command.parser_of("worker.decode", __doc__)
+    command.add_model(parser)
     parser.add_argument("--tokens", type=int, default=2560, help="tokens of context (%(default)s)")
     parser.add_argument("--repeats", type=int, default=15, help="runs, of which the median is reported (%(default)s)")
     args = parser.parse_args()
-    try:
-        rows = measure(models.load(resolve(args.model), "cpu"), args.tokens, args.repeats)
-    except (ServiceError, ValueError, OSError) as error:
-        print(f"decode: {error}", file=sys.stderr)
-        return 1
+    rows = measure(models.load(resolve(args.model), "cpu"), args.tokens, args.repeats)
     show(f"A decoding step, {args.model}", rows, args.json)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run("decode", main))

@@ -8,16 +8,15 @@ import asyncio
 import sys
 import tempfile
 import time
-from pathlib import Path
 
-from fusionkv.bench.worker.bench import PATIENT, cache_process, first_token, parser_of, show
+from fusionkv.bench import command
+from fusionkv.bench.worker.bench import PATIENT, cache_service, first_token, show
 from fusionkv.bench.worker.passages import Passages
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.fusion_worker.prompt import Chunk
 from fusionkv.fusion_worker.servicer import FusionServicer
-from fusionkv.protos.runtime.errors import ServiceError
 
 CONCURRENCY = 4  # as the gateway's precompute_concurrency
 
@@ -40,7 +39,7 @@ async def measure(model: models.Model, count: int, prompt_chunks: int) -> list[d
     passages = await Passages.of(model, [], count)
     with tempfile.TemporaryDirectory() as directory:
         stored = 2 * passages.tokens * model.kv.token_bytes
-        async with cache_process(Path(directory), stored) as (address, _):
+        with cache_service(directory, stored) as ((address,), _):
             servicer = FusionServicer(WorkerConfig(cache=address, pool_bytes=stored, **PATIENT), model)
             try:
                 starts = range(0, count - prompt_chunks + 1, prompt_chunks)
@@ -65,20 +64,15 @@ async def measure(model: models.Model, count: int, prompt_chunks: int) -> list[d
     ]
 
 
-def main() -> int:
-    parser = parser_of("worker.encode", __doc__)
+def main() -> None:
+    parser = command.parser_of("worker.encode", __doc__)
+    command.add_model(parser)
     parser.add_argument("--chunks", type=int, default=24, help="chunks to encode (%(default)s)")
     parser.add_argument("--prompt-chunks", type=int, default=8, help="chunks of a prefilled prompt (%(default)s)")
     args = parser.parse_args()
-    try:
-        model = models.load(resolve(args.model), "cpu")
-        rows = asyncio.run(measure(model, args.chunks, args.prompt_chunks))
-    except (ServiceError, ValueError, OSError) as error:
-        print(f"encode: {error}", file=sys.stderr)
-        return 1
+    rows = asyncio.run(measure(models.load(resolve(args.model), "cpu"), args.chunks, args.prompt_chunks))
     show(f"Encoding ahead, {args.model}", rows, args.json)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run("encode", main))

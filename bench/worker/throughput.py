@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +27,10 @@ from typing import Any
 import aiohttp
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
+from fusionkv.bench import command
 from fusionkv.bench.services import vllm
-from fusionkv.bench.worker.bench import PATIENT, add_data, cache_process, parser_of, show
+from fusionkv.bench.worker.bench import PATIENT, cache_service, show
 from fusionkv.bench.worker.passages import Passages
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.client import DEFAULT_RECIPE
@@ -43,7 +43,6 @@ from fusionkv.fusion_worker.recipes import modifiers
 from fusionkv.fusion_worker.request import Request
 from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.protos.answer.v1.answer_pb2 import Token
-from fusionkv.protos.runtime.errors import ServiceError
 
 ANSWER = 16
 Systems = Sequence[tuple[str, float]]
@@ -248,18 +247,19 @@ async def _station(
 async def worker(model: models.Model, passages: Passages) -> AsyncIterator[FusionServicer]:
     """Runs a worker with its own cache service, which stores the passages."""
     base_bytes = passages.tokens * model.kv.token_bytes
-    with tempfile.TemporaryDirectory() as directory:
-        async with cache_process(Path(directory), max(1 << 20, 2 * base_bytes)) as (address, _):
-            # Half of the knowledge base's KV, and room for requests in flight.
-            config = WorkerConfig(
-                cache=address, pool_bytes=max(1 << 20, base_bytes), max_requests=8, max_queue=1 << 20, **PATIENT
-            )
-            servicer = FusionServicer(config, model)
-            try:
-                await passages.store(servicer)
-                yield servicer
-            finally:
-                await servicer.close()
+    # Half of the knowledge base's KV, and room for requests in flight.
+    pool_bytes = max(1 << 20, base_bytes)
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        cache_service(directory, 2 * pool_bytes) as ((address,), _),
+    ):
+        config = WorkerConfig(cache=address, pool_bytes=pool_bytes, max_requests=8, max_queue=1 << 20, **PATIENT)
+        servicer = FusionServicer(config, model)
+        try:
+            await passages.store(servicer)
+            yield servicer
+        finally:
+            await servicer.close()
 
 
 def store_at_once(servicer: FusionServicer) -> None:
@@ -303,20 +303,17 @@ def capacity(rows: Sequence[dict[str, object]], name: str) -> tuple[float, bool]
     return known[-1][0], True
 
 
-def _capacities(rows: Sequence[dict[str, object]]) -> Table:
-    found = Table(title=f"questions a second with p99 TTFT within {rows[0]['bound_s']} s")
-    for column in ("name", "capacity", "to full attention"):
-        found.add_column(column, justify="right")
+def _capacities(rows: Sequence[dict[str, object]]) -> Iterator[tuple[str, ...]]:
     base, _ = capacity(rows, str(rows[0]["name"]))
     for name in dict.fromkeys(str(row["name"]) for row in rows):
         rate, more = capacity(rows, name)
-        found.add_row(name, f"{'>= ' * more}{rate:.2f}", f"{rate / base:.2f}x")
-    return found
+        yield name, f"{'>= ' * more}{rate:.2f}", f"{rate / base:.2f}x"
 
 
-def main() -> int:
-    parser = parser_of("worker.throughput", __doc__)
-    add_data(parser)
+def main() -> None:
+    parser = command.parser_of("worker.throughput", __doc__)
+    command.add_model(parser)
+    command.add_data(parser)
     parser.add_argument("--requests", type=int, default=40, help="minimum requests at each rate (%(default)s)")
     parser.add_argument("--base", type=int, default=64, help="passages of the knowledge base (%(default)s)")
     parser.add_argument("--chunks", type=int, default=8, help="chunks in each prompt (%(default)s)")
@@ -330,14 +327,10 @@ def main() -> int:
     if args.against is None:
         args.against = [name for name in names if name != VLLM or vllm.VLLM.exists()]
     systems = [SYSTEMS[0], *(system for system in SYSTEMS if system[0] in args.against)]
-    try:
-        rows = asyncio.run(_run(args, systems))
-    except (ServiceError, ValueError, OSError, RuntimeError, aiohttp.ClientError) as error:
-        print(f"throughput: {error}", file=sys.stderr)
-        return 1
+    rows = asyncio.run(_run(args, systems))
     show(f"TTFT and tokens a second under load, {args.model}", rows, args.json)
-    Console(width=None if sys.stdout.isatty() else 140).print(_capacities(rows))
-    return 0
+    title = f"questions a second with p99 TTFT within {rows[0]['bound_s']} s"
+    command.show(command.table(title, ("name", "capacity", "to full attention"), _capacities(rows)))
 
 
 async def _run(args: argparse.Namespace, systems: Systems) -> list[dict[str, object]]:
@@ -348,4 +341,4 @@ async def _run(args: argparse.Namespace, systems: Systems) -> list[dict[str, obj
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run("throughput", main, aiohttp.ClientError))

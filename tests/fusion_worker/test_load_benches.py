@@ -7,6 +7,8 @@ import pytest
 import torch
 from rich.console import Console
 
+from fusionkv.bench.gpu.model import build
+from fusionkv.bench.gpu.setup import ModelShape
 from fusionkv.bench.worker import bench, throughput
 from fusionkv.bench.worker.passages import Passages
 from fusionkv.bench.worker.throughput import Traffic
@@ -16,9 +18,7 @@ from tests.commands import run_python
 
 def small() -> Model:
     """Computes for long enough that it shows in milliseconds, and no longer."""
-    shape = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes = {"vocab_size": 1024, "hidden_size": 128, "intermediate_size": 256}
-    return bench.random_model("small", torch.float32, **shape, **sizes)
+    return build(ModelShape("small", 4, 128, 256, 4, 2, 1024, tied=True), torch.float32, torch.device("cpu"))
 
 
 def test_questions_have_chunks_of_their_own() -> None:

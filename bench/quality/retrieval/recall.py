@@ -11,14 +11,14 @@ import json
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
+from fusionkv.bench import command
 from fusionkv.gateway.config import NONE, GatewayConfig
 from fusionkv.gateway.embed.base import Embedder
 from fusionkv.gateway.embed.choose import open_embedder
@@ -26,7 +26,6 @@ from fusionkv.gateway.retrieval.base import Chunk, ModelIdentity
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 from fusionkv.gateway.retrieval.hybrid import HybridSearch
 from fusionkv.protos.runtime import settings
-from fusionkv.protos.runtime.errors import ServiceError
 
 TOP = 8
 # Number of retrieved chunks in which gold passages are ranked.
@@ -117,17 +116,7 @@ async def _ranks(search: HybridSearch, engine: EmbeddedRetrieval, asked: Asked) 
     return [places.get(number, float("inf")) for number in asked.gold]
 
 
-def table_of(rows: list[Row]) -> Table:
-    table = Table(box=None)
-    for column in ("file", "passages", "questions", "mode", f"recall@{TOP}", "MRR"):
-        table.add_column(column, justify="left" if column in ("file", "mode") else "right")
-    for row in rows:
-        sizes = (str(row.passages), str(row.questions))
-        table.add_row(row.file, *sizes, row.mode, f"{row.recall_at_8:.3f}", f"{row.mrr:.3f}")
-    return table
-
-
-async def run(args: argparse.Namespace) -> list[Row]:
+async def _run(args: argparse.Namespace) -> list[Row]:
     config = settings.load(GatewayConfig, "gateway", flags={"embedder": args.embedder} if args.embedder else {})
     embedder = await open_embedder(config)
     try:
@@ -146,16 +135,17 @@ def main() -> int:
     parser.add_argument("--embedder", help="as the gateway's setting (default: minilm, if fetched)")
     parser.add_argument("--json", type=Path, default=Path("build/bench/recall.json"), help="results (%(default)s)")
     args = parser.parse_args()
-    try:
-        rows = asyncio.run(run(args))
-    except (BadFile, ServiceError, OSError, ValueError) as error:
-        print(f"recall: {error}", file=sys.stderr)
-        return 1
-    args.json.parent.mkdir(parents=True, exist_ok=True)
-    made: list[dict[str, Any]] = [asdict(row) for row in rows]
-    args.json.write_text(json.dumps(made, indent=1) + "\n")
-    Console(highlight=False).print(table_of(rows))
-    return 0
+    return command.run("recall", partial(_show, args))
+
+
+def _show(args: argparse.Namespace) -> None:
+    rows = asyncio.run(_run(args))
+    command.write([asdict(row) for row in rows], args.json)
+    columns = ("file", "mode", "passages", "questions", f"recall@{TOP}", "MRR")
+    lines = [
+        (row.file, row.mode, row.passages, row.questions, f"{row.recall_at_8:.3f}", f"{row.mrr:.3f}") for row in rows
+    ]
+    command.show(command.table(None, columns, lines, texts=2))
 
 
 if __name__ == "__main__":

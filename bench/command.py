@@ -1,0 +1,65 @@
+"""What benchmarks share as commands: their flags, rows as a table and as JSON, and errors in one line."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from fusionkv.protos.runtime.errors import ServiceError
+
+
+def parser_of(module: str, about: str | None) -> argparse.ArgumentParser:
+    """The parser of `python -m fusionkv.bench.MODULE`, with --json."""
+    parser = argparse.ArgumentParser(prog=f"python -m fusionkv.bench.{module}", description=about)
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to a file")
+    return parser
+
+
+def add_model(parser: argparse.ArgumentParser, more: str = "") -> None:
+    """Adds --model. more: further values that it takes."""
+    about = f"as for `fusionkv serve worker`{more} (default: %(default)s)"
+    parser.add_argument("--model", default="smollm2", help=about)
+
+
+def add_data(parser: argparse.ArgumentParser) -> None:
+    """Adds --data, the files that `Passages.of` reads."""
+    about = "questions with passages (default: the demo's)"
+    parser.add_argument("--data", type=Path, nargs="+", default=[], metavar="FILE", help=about)
+
+
+def run(name: str, main: Callable[[], object], *errors: type[Exception]) -> int:
+    """Runs a benchmark; returns 0, or 1 after an error that is expected, or one of `errors`."""
+    expected: tuple[type[Exception], ...] = (ServiceError, ValueError, OSError, RuntimeError, *errors)
+    try:
+        main()
+    except expected as error:
+        print(f"{name}: {error or type(error).__name__}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def table(title: str | None, columns: Sequence[str], lines: Iterable[Sequence[Any]], texts: int = 0) -> Table:
+    """A table. The first `texts` columns are aligned left, the others right."""
+    made = Table(title=title)
+    for number, column in enumerate(columns):
+        made.add_column(column, justify="left" if number < texts else "right")
+    for line in lines:
+        made.add_row(*map(str, line))
+    return made
+
+
+def show(shown: Table) -> None:
+    """Prints a table, wide enough for all columns where the output is no terminal."""
+    Console(width=None if sys.stdout.isatty() else 140).print(shown)
+
+
+def write(rows: object, path: Path | None) -> None:
+    """Writes rows as JSON to `path`, if it is given."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
