@@ -27,7 +27,6 @@ from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.client import DEFAULT_RECIPE
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.fusion_worker.recipes import modifiers
-from fusionkv.protos.runtime.errors import ServiceError
 from fusionkv.protos.runtime.process import cores
 
 _ROOT = Path(__file__).parents[1]
@@ -42,7 +41,7 @@ _RECOVERED = {
 _Rows = Sequence[Mapping[str, Any]]
 
 
-def main() -> int:
+def main() -> None:
     parser = command.parser_of("table", __doc__)
     command.add_model(parser)
     parser.set_defaults(json=Path("build/bench/table.json"))
@@ -55,16 +54,7 @@ def main() -> int:
     add("--requests", type=int, default=12, help="minimum requests at each rate (%(default)s)")
     add("--n", type=int, default=50, help="questions of each file, for quality (%(default)s)")
     args = parser.parse_args()
-    try:
-        record = measure(args, Console(stderr=True))
-    except (ServiceError, ValueError, OSError, RuntimeError, subprocess.CalledProcessError) as error:
-        print(f"table: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("table: interrupted; the same command continues from here", file=sys.stderr)
-        return 130
-    print(markdown(record))
-    return 0
+    print(markdown(measure(args, Console(stderr=True))))
 
 
 def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
@@ -220,4 +210,4 @@ def _processor() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run("table", main, RuntimeError, subprocess.CalledProcessError, resumed=True))

@@ -21,7 +21,7 @@ from fusionkv.models import words
 from fusionkv.models.curriculum import NONE, Encoder, Sequence, Stage, question_pieces
 from fusionkv.models.network import TRAINING_ATTENTION, small_network
 from fusionkv.models.tasks import PROMPT, SYSTEM, Page, Question, Sample, sample
-from fusionkv.models.train import Batch, collate, hidden_states, judge, optimisers, save
+from fusionkv.models.train import Batch, collate, hidden_states, judge, optimisers, save, update
 
 _RATE, _TUNED_RATE = 4e-3, 2e-3
 _BATCH = 24  # pages; three stories
@@ -199,13 +199,8 @@ class Run:
             made = self._rows()
         found = losses(self.model, collate(made), self.tokenizer.eos_token_id, made if self.tuned else [])
         (found.answer + found.attention).backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         rate = (_TUNED_RATE if self.tuned else _RATE) * min(1, self.steps / 20) * min(1, max(0.02, 3 * (1 - done)))
-        for optimiser in self.optimisers:
-            for group in optimiser.param_groups:
-                group["lr"] = rate
-            optimiser.step()
-            optimiser.zero_grad()
+        update(self.model, self.optimisers, rate)
         for task, share in found.right.items():
             self.smooth[task] = 0.95 * self.smooth.get(task, share) + 0.05 * share
         self.seconds += time.process_time() - start

@@ -127,6 +127,16 @@ def optimisers(model: Qwen2ForCausalLM, rate: float) -> list[torch.optim.Optimiz
     ]
 
 
+def update(model: Qwen2ForCausalLM, optimisers: list[torch.optim.Optimizer], rate: float) -> None:
+    """Applies the gradients, clipped to a norm of 1, at a learning rate, and clears them."""
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimiser in optimisers:
+        for group in optimiser.param_groups:
+            group["lr"] = rate
+        optimiser.step()
+        optimiser.zero_grad()
+
+
 def save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
     """Writes a model directory next to `out` and renames it, replacing `out`."""
     partial = out.with_name(out.name + ".partial")
@@ -166,12 +176,7 @@ class Run:
         answer, right, auxiliary = losses(self.model, batch, self.tokenizer.eos_token_id, bool(self.recipe.auxiliary))
         (answer + self.recipe.auxiliary * auxiliary).backward()
         self.crew.average(self.model.parameters())
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for optimiser in self.optimisers:
-            for group in optimiser.param_groups:
-                group["lr"] = rate
-            optimiser.step()
-            optimiser.zero_grad()
+        update(self.model, self.optimisers, rate)
         found = self.crew.collect((right, time.process_time() - start, batch.ids.numel()))
         for task, share in sorted(means(right for right, _, _ in found).items()):
             self.smooth[task] = 0.95 * self.smooth.get(task, share) + 0.05 * share

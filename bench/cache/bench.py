@@ -29,7 +29,8 @@ from rich.progress import Progress
 
 from fusionkv.bench import command
 from fusionkv.bench.cache.bench_floor import FloorClient, Redis, drop_pages, memcpy, preadv, serve
-from fusionkv.bench.cache.peers import Process, cpu_seconds
+from fusionkv.bench.cache.peers import Process
+from fusionkv.bench.services.process import cpu_seconds
 from fusionkv.kvcache_service.client import CacheClient, Entry
 from fusionkv.protos.runtime.checksum import checksum
 

@@ -30,6 +30,7 @@ import redis
 from rich.progress import Progress
 
 from fusionkv.bench import command
+from fusionkv.bench.services.process import cpu_seconds
 from fusionkv.kvcache_service.client import CacheClient, Entry
 from fusionkv.kvcache_service.remote import mooncake_engine
 
@@ -262,12 +263,6 @@ async def _timed(name: str, system: System, operation: str, chunks: dict[int, by
     gb = len(into) * len(took) / 1e9
     slowest = sorted(took)[max(0, -(-99 * len(took) // 100) - 1)]
     return Row(name, operation, len(into), gb / sum(took), cpu / gb, 1e3 * slowest)
-
-
-def cpu_seconds(pid: int) -> float:
-    """CPU seconds of all threads of a process so far, from the scheduler's statistics."""
-    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
-    return sum(int(file.read_text().split()[0]) for file in threads) / 1e9
 
 
 def _digest(number: int) -> bytes:

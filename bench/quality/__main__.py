@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from fusionkv.bench import command
 from fusionkv.bench.quality import jobs
 from fusionkv.bench.quality.data import datasets, tasks
 from fusionkv.bench.quality.data.samples import Task
@@ -33,9 +34,9 @@ from fusionkv.fusion_worker.recipes.recipes import RECIPES, Versions
 from fusionkv.fusion_worker.select.base import SecondModel
 from fusionkv.models.shipped import shipped
 from fusionkv.models.tasks import CROSS_CHUNK, TASKS
-from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument, ServiceError
+from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
 from fusionkv.protos.runtime.process import cores
-from fusionkv.protos.runtime.settings import SettingsError, parse_bytes, positive, share
+from fusionkv.protos.runtime.settings import parse_bytes, positive, share
 from fusionkv.protos.runtime.shorten import shorten
 
 RATIOS = (0.05, 0.1, 0.15, 0.2)
@@ -52,16 +53,12 @@ _BY_ITSELF = [name for name in _UNTRAINED if RECIPES[name].needs != SecondModel(
 
 def main() -> int:
     args = _parser().parse_args()
-    console = Console(stderr=True, highlight=False)
-    try:
+
+    def evaluate() -> int:
         with locked(args.out):
-            return _evaluate(args, console)
-    except (ServiceError, SettingsError, OSError, ValueError) as error:
-        print(f"fusionkv eval: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("fusionkv eval: interrupted; the same command continues from here", file=sys.stderr)
-        return 130
+            return _evaluate(args, Console(stderr=True, highlight=False))
+
+    return command.run("fusionkv eval", evaluate, resumed=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -86,7 +83,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="RECIPE",
         help="recipes, with or without modifiers; `default` is the gateway's (default: all)",
     )
-    add("--auxiliary", type=Path, metavar="MODEL", help="small second model, for the recipe cacheclip")
     add(
         "--ratios",
         nargs="+",
@@ -114,12 +110,7 @@ def _parser() -> argparse.ArgumentParser:
         default=Path("build/eval"),
         help="folder of the results (default: %(default)s)",
     )
-    add("--device", default="auto", help="auto, cpu or cuda[:N] (default: %(default)s)")
-    add(
-        "--dtype",
-        default="auto",
-        help="float32, bfloat16, float16 or auto: the model's, if the device computes in it",
-    )
+    command.add_engine(parser)
     add(
         "--pool-bytes",
         type=parse_bytes,

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from fusionkv.bench import command
 from fusionkv.bench.quality.data import datasets
 from fusionkv.bench.quality.data.samples import Task
 from fusionkv.bench.quality.judge import judge
@@ -34,8 +35,7 @@ from fusionkv.fusion_worker.quality.verdict import FILE, SAFE, UNSAFE, Judged, V
 from fusionkv.fusion_worker.recipes import modifiers
 from fusionkv.fusion_worker.recipes.recipes import RECIPES, Recipe
 from fusionkv.fusion_worker.select.base import SecondModel
-from fusionkv.protos.runtime.errors import ServiceError
-from fusionkv.protos.runtime.settings import SettingsError, parse_bytes, positive
+from fusionkv.protos.runtime.settings import parse_bytes, positive
 
 PASSAGES = Path(__file__).parent / "data/passages.json"
 _CHUNK_TOKENS = 512
@@ -43,14 +43,7 @@ _CHUNK_TOKENS = 512
 
 def main() -> int:
     args = _parser().parse_args()
-    console = Console(stderr=True, highlight=False)
-    try:
-        return asyncio.run(_check(args, console))
-    except (ServiceError, SettingsError, OSError, ValueError) as error:
-        print(f"fusionkv check: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return command.run("fusionkv check", lambda: asyncio.run(_check(args, Console(stderr=True, highlight=False))))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -69,14 +62,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="files of questions with passages, in a format of `fusionkv eval` (default: built-in questions)",
     )
-    add("--auxiliary", type=Path, metavar="MODEL", help="small auxiliary model, to check the recipe cacheclip with")
     add("--n", type=positive, default=24, help="maximum questions of a file (default: %(default)s)")
-    add("--device", default="auto", help="auto, cpu or cuda[:N] (default: %(default)s)")
-    add(
-        "--dtype",
-        default="auto",
-        help="float32, bfloat16, float16 or auto (the checkpoint's dtype if the device supports it)",
-    )
+    command.add_engine(parser)
     add("--pool-bytes", type=parse_bytes, default=2 << 30, metavar="SIZE", help="size of the KV pool (default: 2GiB)")
     add(
         "--out",

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fusionkv.bench.services.service import MODEL, running
+from fusionkv.bench.services.process import MODEL, running
 from fusionkv.gateway.client.client import Client
 from fusionkv.protos.runtime.errors import ServiceError
 

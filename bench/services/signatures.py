@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from fusionkv.bench.services.service import running
+from fusionkv.bench.services.process import running
 from fusionkv.fusion_worker.transfer.signatures import Signer
 from fusionkv.kvcache_service.client import CacheClient
 

@@ -25,7 +25,7 @@ from rich.progress import Progress
 from fusionkv.bench import command
 from fusionkv.bench.quality.data.prompts import Prompter
 from fusionkv.bench.quality.data.tasks import reference
-from fusionkv.bench.services.footing import Footing
+from fusionkv.bench.services.process import Footing
 from fusionkv.bench.worker.bench import PATIENT, cache_service
 from fusionkv.bench.worker.integrity import check_pool
 from fusionkv.fusion_worker import models

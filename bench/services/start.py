@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from fusionkv.bench import command
-from fusionkv.bench.services.footing import Footing
+from fusionkv.bench.services.process import Footing
 from fusionkv.bench.worker.bench import show
 from fusionkv.fusion_worker.library.resolve import resolve
 
@@ -114,4 +114,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run("start", main))
+    sys.exit(command.run("start", main, RuntimeError))

@@ -15,8 +15,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fusionkv.bench.services.footing import Footing
-from fusionkv.bench.services.service import MODEL, running
+from fusionkv.bench.services.process import MODEL, Footing, running
 from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.gateway.client.results import Summary
 from fusionkv.protos.runtime.errors import ServiceError

@@ -26,7 +26,7 @@ import grpc
 import numpy as np
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 
-from fusionkv.bench.services.service import MODEL, ROOT, running
+from fusionkv.bench.services.process import MODEL, ROOT, cpu_seconds, running
 from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.gateway.client.results import Summary, Token
 
@@ -46,9 +46,7 @@ class Services:
     pids: tuple[int, ...]
 
     def processor_seconds(self) -> float:
-        """CPU seconds of all their threads so far, in steps of 10 ms."""
-        stats = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in self.pids)
-        return sum(int(ticks) for fields in stats for ticks in fields[11:13]) / os.sysconf("SC_CLK_TCK")
+        return sum(map(cpu_seconds, self.pids))
 
 
 class Receiver(grpc.GenericRpcHandler):

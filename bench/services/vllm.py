@@ -305,4 +305,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run("vllm", main))
+    sys.exit(command.run("vllm", main, RuntimeError))

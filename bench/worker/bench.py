@@ -25,7 +25,7 @@ from rich.progress import Progress
 from fusionkv.bench import command
 from fusionkv.bench.gpu.model import build
 from fusionkv.bench.gpu.setup import ModelShape
-from fusionkv.bench.services.service import running
+from fusionkv.bench.services.process import running
 from fusionkv.bench.worker.passages import Passages
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.client import DEFAULT_RECIPE

@@ -341,4 +341,4 @@ async def _run(args: argparse.Namespace, systems: Systems) -> list[dict[str, obj
 
 
 if __name__ == "__main__":
-    sys.exit(command.run("throughput", main, aiohttp.ClientError))
+    sys.exit(command.run("throughput", main, RuntimeError, aiohttp.ClientError))

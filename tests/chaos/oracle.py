@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
-from fusionkv.bench.services.footing import Footing
+from fusionkv.bench.services.process import Footing
 from tests.chaos.answers import ASK_SECONDS, UPSET, Answers
 from tests.chaos.entries import Entries
 from tests.chaos.process import Wrong

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fusionkv.bench.services import soak
-from fusionkv.bench.services.footing import Footing
+from fusionkv.bench.services.process import Footing
 from fusionkv.bench.worker.integrity import check_pool
 from fusionkv.fusion_worker import models
 from fusionkv.models.shipped import shipped

@@ -1,0 +1,52 @@
+"""Runs a service as a process, with the smallest reference model at hand; and what a process holds and computes."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+MODEL = min(file.parent for file in (ROOT / "models").glob("*/config.json"))
+
+
+@contextmanager
+def running(
+    module: str, *flags: str, listen: str = "127.0.0.1:0", env: Mapping[str, str] | None = None
+) -> Iterator[tuple[list[str], int]]:
+    """Runs a service until SIGTERM at the end; yields its addresses and process id."""
+    command = [sys.executable, "-P", "-m", f"fusionkv.{module}", "--listen", listen, *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env) as process:
+        assert process.stdout is not None
+        try:
+            line = next(line for line in process.stdout if " serving on " in line)
+            yield line.partition(" serving on ")[2].split(), process.pid
+        finally:
+            process.terminate()
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU seconds of all threads of a process so far, from the scheduler's statistics."""
+    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(file.read_text().split()[0]) for file in threads) / 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Footing:
+    """Resident memory in bytes, and number of open files."""
+
+    bytes: int
+    files: int
+
+    @classmethod
+    def of(cls, pid: int) -> "Footing":
+        """Reads the figures of a process. Raises OSError when there is no such process."""
+        status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+        kilobytes = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
+        return cls(1024 * kilobytes, len(os.listdir(f"/proc/{pid}/fd")))
+
+    def outgrew(self, early: "Footing", growth: float, more_bytes: int, more_files: int) -> bool:
+        """Whether it exceeds `early` by the factor `growth` and `more_bytes` of memory, or by `more_files`."""
+        return self.bytes > growth * early.bytes + more_bytes or self.files > early.files + more_files
