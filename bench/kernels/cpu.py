@@ -2,29 +2,22 @@
 
 import argparse
 import dataclasses
-import json
 import sys
 import time
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def _name_packages() -> None:
-    """Makes the folders of this checkout importable as `fusionkv.<folder>`, as pyproject.toml maps them."""
-    package = ModuleType("fusionkv")
-    package.__path__ = [str(ROOT)]
-    sys.modules["fusionkv"] = package
+from fusionkv.bench import command
+from fusionkv.bench.gpu.report import Report
+from fusionkv.bench.gpu.workload import Shape
+from fusionkv.bench.kernels import attention_cpu, linears
+from fusionkv.bench.kernels.pairs import Pairs, milliseconds
 
 
 def _rates(size: int) -> dict[str, float]:
     """GFLOP/s of a product of square matrices, by dtype."""
-    from fusionkv.bench.kernels.pairs import milliseconds
-
     rates = {}
     for dtype in (torch.bfloat16, torch.float32):
         a, b = (torch.randn(size, size, dtype=dtype) for _ in range(2))
@@ -35,11 +28,6 @@ def _rates(size: int) -> dict[str, float]:
 
 
 def _run(args: argparse.Namespace) -> None:
-    from fusionkv.bench.gpu.report import Report
-    from fusionkv.bench.gpu.workload import Shape
-    from fusionkv.bench.kernels import attention_cpu, linears
-    from fusionkv.bench.kernels.pairs import Pairs
-
     torch.manual_seed(0)
     started, pairs = time.perf_counter(), Pairs(0.0 if args.tiny else args.seconds)
     rates = _rates(128 if args.tiny else 2048)
@@ -61,10 +49,8 @@ def _run(args: argparse.Namespace) -> None:
         for row in pairs.rows
     ]
     Report.table("Best of several, baseline and other in turn", columns, lines)
-    if args.json:
-        rows = [{**dataclasses.asdict(row), "ratio": row.ratio} for row in pairs.rows]
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"threads": threads, "gflops": rates, "rows": rows}, indent=1) + "\n")
+    rows = [{**dataclasses.asdict(row), "ratio": row.ratio} for row in pairs.rows]
+    command.write({"threads": threads, "gflops": rates, "rows": rows}, args.json)
 
 
 def main() -> int:
@@ -80,7 +66,6 @@ def main() -> int:
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         print("this CPU does not compute in bfloat16, so it does not use the measured kernels", file=sys.stderr)
         return 2
-    _name_packages()
     _run(args)
     return 0
 
