@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -53,49 +53,75 @@ class MooncakeEngine(Engine):
         self._store: Any = None
         self._connecting = threading.Lock()
         self._next_join = 0.0
+        # Closing the client during a call ends the process with SIGSEGV (0.3.13).
+        self._calls, self._closed, self._ended = 0, False, threading.Condition()
         # Joining takes 0.2 s, more than a lookup waits. A failure is repeated, and reported, at the first use.
         threading.Thread(target=self._join, daemon=True).start()
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
-        store = self._connected()
-        values = [value or None for value in store.get_batch(list(names))] if names else []
+        with self._client() as store:
+            values = [value or None for value in store.get_batch(list(names))] if names else []
         if not any(values):
             # An empty response may also mean that there was none.
             self.probe()
         return values
 
     def put(self, values: Sequence[tuple[str, bytes]]) -> None:
-        store = self._connected()
-        _done(store.upsert_batch([name for name, _ in values], [value for _, value in values]))
+        with self._client() as store:
+            _done(store.upsert_batch([name for name, _ in values], [value for _, value in values]))
 
     def touch(self, names: Sequence[str]) -> list[bool]:
-        answers = self._connected().batch_is_exist(list(names)) if names else []
+        with self._client() as store:
+            answers = store.batch_is_exist(list(names)) if names else []
         if any(answer < 0 for answer in answers):
             raise Unreachable(f"the Mooncake Store is unreachable: {min(answers)}")
         return [answer == 1 for answer in answers]
 
     def remove(self, names: Sequence[str]) -> None:
-        for answer in self._connected().batch_remove(list(names), True) if names else []:
+        with self._client() as store:
+            answers = store.batch_remove(list(names), True) if names else []
+        for answer in answers:
             if answer != _NOT_FOUND:
                 _done(answer)
 
     def remove_all(self, prefix: str) -> None:
-        answer = self._connected().remove_by_regex(f"^{prefix}.*", True)
+        with self._client() as store:
+            answer = store.remove_by_regex(f"^{prefix}.*", True)
         _done(min(answer, 0))
 
     def close(self) -> None:
-        if self._store is not None:
-            # Without a reachable master, closing the client holds the GIL for a minute (62 s in 0.3.13). The master
-            # drops clients that vanish anyway.
-            answered = threading.Event()
-            threading.Thread(target=self._probe, args=(answered,), daemon=True).start()
-            if answered.wait(_ANSWER_SECONDS):
-                self._store.close()
+        answered = threading.Event()
+        threading.Thread(target=self._probe, args=(answered,), daemon=True).start()
+        # Without a reachable master, closing the client holds the GIL for a minute (62 s in 0.3.13). The master drops
+        # clients that vanish anyway.
+        if answered.wait(_ANSWER_SECONDS) and self._idle() and self._store is not None:
+            self._store.close()
 
     def _probe(self, answered: threading.Event) -> None:
         with contextlib.suppress(OSError):
             self.probe()
             answered.set()
+
+    def _idle(self) -> bool:
+        """Refuses further calls, and waits for those that run; whether they ended in time."""
+        with self._ended:
+            self._closed = True
+            return self._ended.wait_for(lambda: self._calls == 0, _ANSWER_SECONDS)
+
+    @contextlib.contextmanager
+    def _client(self) -> Iterator[Any]:
+        """The store's client, for one call."""
+        store = self._connected()
+        with self._ended:
+            if self._closed:
+                raise Unreachable("the client of the Mooncake Store is closed")
+            self._calls += 1
+        try:
+            yield store
+        finally:
+            with self._ended:
+                self._calls -= 1
+                self._ended.notify_all()
 
     def _join(self) -> None:
         with contextlib.suppress(OSError):
