@@ -24,13 +24,7 @@ def test_figures_stand_beside_floors_and_peers(tmp_path: Path) -> None:
     for name, rows in {"ttft": ttft, "decode": decode, "throughput": load, "start": start}.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(rows))
     assert summary.figures(tmp_path) == [
-        (
-            "first token, 2,245 tokens",
-            "0.80 s",
-            "full attention 3.20 s, 4.0x; by operations 8.0x",
-            "50%",
-            "85%",
-        ),
+        ("first token, 2,245 tokens", "0.80 s", "full attention 3.20 s, 4.0x; by operations 8.0x", "50%", "85%"),
         (
             "decoding, 8 at once, 8 chunks, 15% recomputed",
             "80 ms a token",
@@ -38,12 +32,6 @@ def test_figures_stand_beside_floors_and_peers(tmp_path: Path) -> None:
             "75%",
             "97%",
         ),
-        (
-            f"questions a second, {DEFAULT_RECIPE}",
-            ">= 0.90",
-            "full attention 0.20, at the same p99",
-            "4.5x",
-            "4x",
-        ),
+        (f"questions a second, {DEFAULT_RECIPE}", ">= 0.90", "full attention 0.20, at the same p99", "4.5x", "4x"),
         ("gateway: memory", "190 MB", "", "", "300 MB"),
     ]

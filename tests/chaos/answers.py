@@ -19,13 +19,7 @@ from tests.chaos.world import World
 from tests.system.prompts import asked
 
 CORPUS, PAGES, STORIES, QUESTIONS, ANSWER = "chaos", 8, 3, 12, 8
-RECIPES = (
-    ("full_attention", 1.0),
-    ("full_reuse", 0.0),
-    ("prophetkv", 0.15),
-    ("prophetkv", 1.0),
-    ("a3", 0.15),
-)
+RECIPES = (("full_attention", 1.0), ("full_reuse", 0.0), ("prophetkv", 0.15), ("prophetkv", 1.0), ("a3", 0.15))
 # Longest that an answer may take while nothing but the cache has a fault: its bounds are 0.5 s to look up and 2 s to
 # fetch, the rest is for a machine that others use.
 MOST_SECONDS = 40.0

@@ -13,11 +13,7 @@ from tests.deploy.rendering import VERSIONS, template
 pytestmark = pytest.mark.slow
 
 EVERYTHING = {
-    "metrics": {
-        "port": 9464,
-        "serviceMonitor": {"enabled": True, "labels": {"a": "b"}},
-        "rules": {"enabled": True},
-    },
+    "metrics": {"port": 9464, "serviceMonitor": {"enabled": True, "labels": {"a": "b"}}, "rules": {"enabled": True}},
     "gateway": {"route": {"enabled": True, "parents": [{"name": "a", "namespace": "b"}], "hostnames": ["c.example"]}},
     "encode": {"corpora": ["a"], "ray": {"enabled": True}},
 }

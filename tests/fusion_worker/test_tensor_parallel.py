@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import os
 import signal
 import threading
 from collections.abc import Coroutine, Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -219,13 +219,12 @@ async def test_a_rank_that_hangs_is_not_waited_for(pairs: Pairs, start: Any, par
         await asyncio.to_thread(pairs.run, asyncio.wait_for(asyncio.shield(ranks.others.lost), 120))
 
 
-def start_two(launch: Any, model: Path) -> tuple[Any, int]:
-    """A worker of two ranks by its command line, and the process id of the second."""
+def start_two(launch: Any, model: Path) -> tuple[Any, psutil.Process]:
+    """A worker of two ranks by its command line, and the second's process."""
     flags = ("--model", str(model), "--device", "cpu", "--tensor-parallel", "2", "--listen", "127.0.0.1:0")
     service = launch("fusionkv.fusion_worker", *flags)
-    number = service.process.pid
-    (child,) = Path(f"/proc/{number}/task/{number}/children").read_text().split()
-    return service, int(child)
+    (child,) = psutil.Process(service.process.pid).children()
+    return service, child
 
 
 @pytest.mark.slow
@@ -237,7 +236,7 @@ async def test_a_rank_that_is_killed_ends_the_worker(launch: Any, reference_mode
         with suppress(grpc.RpcError):
             async for reply in watch:
                 if not seen:
-                    os.kill(child, signal.SIGKILL)
+                    child.kill()
                 seen.append(reply.status)
         assert seen[0] == health_pb2.HealthCheckResponse.SERVING
         assert all(status == health_pb2.HealthCheckResponse.NOT_SERVING for status in seen[1:])
@@ -249,7 +248,7 @@ async def test_a_rank_that_is_killed_ends_the_worker(launch: Any, reference_mode
 def test_ranks_end_with_their_worker(launch: Any, reference_model: Path) -> None:
     service, child = start_two(launch, reference_model)
     assert service.stop() == 0, service.log
-    assert not Path(f"/proc/{child}").exists()
+    assert not child.is_running()
 
 
 @pytest.mark.parametrize("count", [3, 8])

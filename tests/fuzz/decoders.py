@@ -100,10 +100,7 @@ _PUT = pb.PutRequest(
         namespace=GOOD.namespace, path=[GOOD.system, GOOD.chunk], size_bytes=5, tokens=1, checksum=GOOD.checksum
     )
 )
-_HIT = pb.Hit(
-    kind=pb.HIT_KIND_EXACT,
-    entry=pb.Entry(key=KEY, size_bytes=100, tier=pb.TIER_MEMORY, arena_offset=950),
-)
+_HIT = pb.Hit(kind=pb.HIT_KIND_EXACT, entry=pb.Entry(key=KEY, size_bytes=100, tier=pb.TIER_MEMORY, arena_offset=950))
 _REMOTE = GOOD.key + record.encode(GOOD, 0)[:-8]
 
 GUIDED: Mapping[str, tuple[Callable[[bytes], None], tuple[bytes, ...]]] = {

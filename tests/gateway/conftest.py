@@ -91,10 +91,6 @@ class Stack:
     client: Client
 
 
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def succeeds(call: Callable[[], Any], *errors: type[Exception]) -> bool:
     """Whether the call returns, and raises none of these errors."""
     try:

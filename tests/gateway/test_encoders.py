@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import re
 import signal
 import subprocess
@@ -21,6 +20,7 @@ from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.runtime.errors import InvalidArgument, Unavailable
 from tests.gateway.conftest import Stack
 from tests.ports import free_port
+from tests.processes import descendants, ended
 from tests.services import Launch, start_cache, start_worker
 from tests.waiting import until
 
@@ -61,19 +61,6 @@ async def stored(stack: Stack) -> int:
         await client.close()
 
 
-def children(process: int, name: str) -> list[int]:
-    """Processes of all generations below one, whose command line has `name`."""
-    found = []
-    for child in map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split()):
-        try:
-            if name in Path(f"/proc/{child}/cmdline").read_text():
-                found.append(child)
-            found += children(child, name)
-        except OSError:
-            continue
-    return found
-
-
 @pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[tuple[str, int]]:
     """The address of a Ray cluster of one node with two CPUs, and the process that all of its others descend from."""
@@ -100,7 +87,7 @@ async def test_one_is_killed(where: str, encode: Encode, stack: Stack, request: 
         flags, name = [*flags, "--ray", address], "ray::_Holder"
     encoder = encode(corpus, "--recipe", "full_reuse", *flags)
     encoder.wait_for_line('{"event": "encode"', timeout=120)
-    os.kill(children(root or encoder.process.pid, name)[0], signal.SIGKILL)
+    descendants(root or encoder.process.pid, name)[0].kill()
     assert encoder.wait(200) == 0, encoder.log
     end = progress(encoder, "encode")[-1]
     assert (end["done"], end["total"]) == (total, total)
@@ -114,11 +101,10 @@ async def test_a_command_that_is_killed_takes_its_encoders_with_it(encode: Encod
     ingest(stack.client, "orphans", 6)
     encoder = encode("orphans", "--recipe", "full_reuse", "--encoders", "2")
     encoder.wait_for_line('{"event": "encode"', timeout=120)
-    started = [Path(f"/proc/{child}/cmdline") for child in children(encoder.process.pid, "spawn_main")]
+    started = descendants(encoder.process.pid, "spawn_main")
     assert len(started) == 2
     encoder.kill9()
-    # One that ended, and that nobody asked how, has an empty command line.
-    await until(lambda: not any(line.exists() and line.read_text() for line in started))
+    await until(lambda: all(map(ended, started)))
 
 
 @pytest.mark.parametrize("recipe", ["fusionrag", "full_reuse+corrected+similarity_guided"])

@@ -15,7 +15,8 @@ import pytest
 from fusionkv.gateway.client.client import Client
 from fusionkv.protos.runtime.tls import ClientTLS
 from tests.gateway import sentence_models
-from tests.gateway.conftest import Serve, children, succeeds
+from tests.gateway.conftest import Serve, succeeds
+from tests.processes import descendants
 from tests.services import Launch, start_cache, start_gateway, start_worker, token_entry, token_flags
 from tests.waiting import wait_until
 
@@ -314,6 +315,5 @@ def test_without_an_embedder_there_are_no_embeddings(client: openai.OpenAI) -> N
 
 def test_the_gateway_itself_loads_no_model(embedding: Any) -> None:
     pid = embedding.process.pid
-    commands = [Path(f"/proc/{child}/cmdline").read_bytes() for child in children(pid)]
-    assert any(b"fusionkv.gateway.embed.child" in command for command in commands)
+    assert descendants(pid, "fusionkv.gateway.embed.child")
     assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()

@@ -1,9 +1,7 @@
 """`fusionkv serve` and the commands against it, each a process of its own."""
 
 import json
-import os
 import re
-import signal
 import socket
 import subprocess
 from collections import Counter
@@ -12,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import psutil
 import pytest
 from bs4 import BeautifulSoup
 
@@ -19,7 +18,8 @@ from fusionkv.gateway.cli.supervisor import Child
 from fusionkv.gateway.client.client import Client
 from fusionkv.protos.runtime.tls import ClientTLS
 from tests.commands import fusionkv
-from tests.gateway.conftest import Start, children
+from tests.gateway.conftest import Start
+from tests.processes import ended
 from tests.services import Launch, start_cache, token_entry, token_flags
 from tests.waiting import wait_until
 
@@ -39,13 +39,6 @@ def serve(launch: Launch, model: Path, folder: Path, *more: str) -> tuple[Any, s
     up = {e["service"]: e["addresses"][0] for e in events(service) if e["event"] == "up"}
     assert list(up) == ["kvcache", "worker", "gateway"]
     return service, up["gateway"]
-
-
-def ended(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
 
 
 @pytest.fixture(scope="module")
@@ -270,19 +263,19 @@ async def test_whatever_a_service_prints_is_json_beside_logs_in_json(
 def test_serve_leaves_no_orphans(launch: Launch, tiny_model: Path, tmp_path: Path, how: str) -> None:
     # Too deep for a unix socket, which then goes elsewhere.
     service, _ = serve(launch, tiny_model, tmp_path / ("d" * 90))
-    pids = children(service.process.pid)
-    assert len(pids) == 3
+    services = psutil.Process(service.process.pid).children()
+    assert len(services) == 3
     if how == "stopped":
         assert service.stop() == 0
         stopped = [line.split("|")[0].strip() for line in service.log.splitlines() if line.endswith(" stopped")]
         assert stopped == ["gateway", "worker", "kvcache"], "in reverse order"
     elif how == "a service dies":
-        os.kill(pids[1], signal.SIGKILL)
+        services[1].kill()
         assert service.process.wait(200) == 1
         service.wait_for_line("fusionkv: worker was killed by SIGKILL")
     else:
         service.kill9()
-    wait_until(lambda: all(map(ended, pids)), 60 if how == "killed" else 0.1)
+    wait_until(lambda: all(map(ended, services)), 60 if how == "killed" else 0.1)
 
 
 @pytest.mark.slow

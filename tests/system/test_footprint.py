@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.gateway.client.client import Client
+from tests.processes import cpu_seconds
 from tests.services import HERE
 from tests.stopwatch import SLOWER
 from tests.system.cache_process import flags, get, payload, put
@@ -29,12 +31,6 @@ def memory(pid: int) -> dict[str, int]:
     return {kind: 1024 * int(size) for kind, size in re.findall(r"^Rss(\w+):\s+(\d+) kB", status, re.MULTILINE)}
 
 
-def cpu_seconds(pid: int) -> float:
-    """Of a process and its children that ended."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
-
-
 def test_services_start_soon_and_stay_small(launch: Any, tmp_path: Path) -> None:
     """4 seconds on two idle cores are 8 of both; clocks of a busy machine say more, and CPU seconds a little more.
 
@@ -48,8 +44,7 @@ def test_services_start_soon_and_stay_small(launch: Any, tmp_path: Path) -> None
         service.wait_for_line('"event": "ready"', timeout=120)
         told = [json.loads(line) for line in service.log.splitlines() if line.startswith("{")]
         address = next(event["addresses"][0] for event in told if event.get("service") == "gateway")
-        tasks = Path(f"/proc/{service.process.pid}/task/{service.process.pid}/children")
-        kvcache, worker, gateway = pids = [int(pid) for pid in tasks.read_text().split()]
+        kvcache, worker, gateway = pids = [child.pid for child in psutil.Process(service.process.pid).children()]
         took.append(sum(map(cpu_seconds, [service.process.pid, *pids])))
         if took[-1] <= 9 or len(took) == 2:
             break

@@ -1,7 +1,6 @@
 """Documents made to stop a gateway: others' calls go on, their sender is refused in time and pays."""
 
 import contextlib
-import os
 import statistics
 import threading
 import time
@@ -9,10 +8,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from fusionkv.gateway.client.client import Client
 from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted, ServiceError
+from tests.processes import cpu_seconds, descendants, ended
 from tests.services import Launch, start_gateway, start_worker, token_entry, token_flags
 from tests.waiting import wait_until
 
@@ -26,14 +27,12 @@ SPANS = b"<table><tr>" + b"<td colspan=1000>x</td>" * 16_600
 LONG = "".join(f"word{i} " for i in range(1_400_000)).encode()
 
 
-def used(gateway: Any) -> dict[int, float]:
+def used(gateway: Any) -> dict[psutil.Process, float]:
     """CPU seconds of each process that parses for a gateway."""
     found = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            fields = (path / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[1]) == gateway.process.pid and b".ingest.parser\0" in (path / "cmdline").read_bytes():
-                found[int(path.name)] = sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+    for parser in descendants(gateway.process.pid, ".ingest.parser"):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found[parser] = cpu_seconds(parser.pid)
     return found
 
 
@@ -127,7 +126,7 @@ def test_parsers_end_with_their_gateway(launch: Launch, flags: list[str], tmp_pa
         thread = threading.Thread(target=send)
         if how != "killed while it is idle":
             thread.start()
-            wait_until(lambda: any(used(gateway).get(pid, 0) > before + 0.3 for pid, before in running.items()))
+            wait_until(lambda: any(used(gateway).get(one, 0) > before + 0.3 for one, before in running.items()))
         running = used(gateway)
         if how == "in order":
             began = time.monotonic()
@@ -136,15 +135,7 @@ def test_parsers_end_with_their_gateway(launch: Launch, flags: list[str], tmp_pa
             assert time.monotonic() - began < 15
         else:
             gateway.kill9()
-        wait_until(lambda: not any(alive(pid) for pid in running), 10)
+        wait_until(lambda: all(map(ended, running)), 10)
         acme.close()
         if thread.ident is not None:
             thread.join()
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

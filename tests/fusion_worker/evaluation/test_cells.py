@@ -26,6 +26,7 @@ from fusionkv.fusion_worker.select.base import CachedAttention
 from fusionkv.fusion_worker.select.question_attention import QuestionAttention
 from fusionkv.models.shipped import shipped
 from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted
+from tests.processes import descendants, ended
 from tests.waiting import wait_until
 
 SUBJECT = Subject("m", "ab", "auto", 512)
@@ -211,21 +212,12 @@ def test_when_a_job_fails_the_others_end(reference_model: Path) -> None:
     assert time.monotonic() - began < 90
 
 
-def runs(process: str) -> bool:
-    """False for a process that ended but has no parent to note it."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 @pytest.mark.slow
 def test_an_evaluation_that_is_killed_leaves_no_process(reference_model: Path, tmp_path: Path) -> None:
     flags = ("--tasks", "single", "--processes", "2", "--out", str(tmp_path))
     command = (sys.executable, "-P", "-m", "fusionkv.bench.quality", str(reference_model), *flags)
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as started:
-        children = Path(f"/proc/{started.pid}/task/{started.pid}/children")
-        wait_until(lambda: len(children.read_text().split()) >= 3, 120)  # the third one tracks resources
-        found = children.read_text().split()
+        wait_until(lambda: len(descendants(started.pid)) >= 3, 120)  # the third one tracks resources
+        found = descendants(started.pid)
         started.kill()
-    wait_until(lambda: not any(map(runs, found)), 30)
+    wait_until(lambda: all(map(ended, found)), 30)
