@@ -211,17 +211,23 @@ class Relay:
             writer.close()
             return
         for source, sink in ((reader, outer), (inner, writer)):
-            task = asyncio.create_task(self._copy(source, sink))
+            task = asyncio.create_task(self._copy(source, sink, source is inner))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _copy(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    def passed(self, data: bytes, down: bool) -> bytes | None:
+        """What goes on of data, `down` from the target to a caller; with a part of it or None the connection ends."""
+        return data
+
+    async def _copy(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, down: bool) -> None:
         try:
-            while data := await source.read(1 << 16):
+            while (data := await source.read(1 << 16)) and (passed := self.passed(data, down)) is not None:
                 if self.delay:
                     await asyncio.sleep(self.delay)
-                sink.write(data)
+                sink.write(passed)
                 await sink.drain()
+                if 0 < len(passed) < len(data):
+                    break
         except OSError:
             pass  # one side went away: so does the other
         finally:

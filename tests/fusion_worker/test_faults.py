@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, closing, suppress
 from typing import Any
 
 import pytest
@@ -18,7 +17,9 @@ from fusionkv.fusion_worker.models import KVShape
 from fusionkv.fusion_worker.prompt import Chunk
 from fusionkv.fusion_worker.transfer.storage import Storage
 from fusionkv.kvcache_service.client import Entry
+from tests.chaos.network import Relay
 from tests.fusion_worker.oracle import Parts, oracle, prompt, random_ids
+from tests.ports import free_port
 
 pytestmark = pytest.mark.system
 LOOKUP, FETCH = 2.0, 1.0
@@ -29,46 +30,17 @@ BULK = 4096
 CACHE_FAILED = ("fetch failed: ", "lookup failed: ", "fetches took longer ")
 
 
-class Line:
-    """A TCP connection to the cache service that does to bulk data what it is told; the rest passes."""
+class Line(Relay):
+    """Does to bulk data between a worker and the cache service what it is told; the rest passes."""
 
     def __init__(self, target: str) -> None:
-        host, _, port = target.rpartition(":")
-        self._target = (host, int(port))
+        super().__init__(f"127.0.0.1:{free_port()}", target)
         self.up: Callable[[bytes], bytes | None] = lambda data: data
         self.down: Callable[[bytes], bytes | None] = lambda data: data
         self.touched = 0
         self._stalled = False
-        self.address = ""
-        self._tasks: set[asyncio.Task[None]] = set()
 
-    @asynccontextmanager
-    async def open(self) -> AsyncIterator["Line"]:
-        server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
-        self.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        try:
-            yield self
-        finally:
-            for task in self._tasks:
-                task.cancel()
-            server.close()
-
-    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, here = await asyncio.open_connection(*self._target)
-        for source, sink, down in ((reader, here, False), (there, writer, True)):
-            task = asyncio.create_task(self._pump(source, sink, down))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, down: bool) -> None:
-        with suppress(OSError), closing(sink):
-            while (data := await source.read(1 << 16)) and (changed := self._changed(data, down)) is not None:
-                sink.write(changed)
-                await sink.drain()
-                if 0 < len(changed) < len(data):
-                    break
-
-    def _changed(self, data: bytes, down: bool) -> bytes | None:
+    def passed(self, data: bytes, down: bool) -> bytes | None:
         if self._stalled or len(data) < BULK:
             return b"" if self._stalled else data
         self.touched += down
@@ -83,15 +55,16 @@ class Line:
         """New connections work as they should; those that stalled end."""
         self.up = self.down = lambda data: data
         if self._stalled:
-            for task in self._tasks:
-                task.cancel()
+            self.part()
         self._stalled = False
 
 
 @pytest.fixture
 async def line(cache_service: str) -> AsyncIterator[Line]:
-    async with Line(cache_service).open() as made:
-        yield made
+    made = Line(cache_service)
+    await made.start()
+    yield made
+    await made.close()
 
 
 @pytest.fixture

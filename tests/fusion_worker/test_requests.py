@@ -293,12 +293,3 @@ async def test_bad_requests(change: dict[str, Any], message: str, start: Any) ->
     parts = [fields.pop(name) for name in ("system", "chunks", "question")]
     with pytest.raises(InvalidArgument, match=message):
         await rig.ask(*parts, **fields)
-
-
-async def test_the_longest_prompt(start: Any) -> None:
-    """Exactly as long as the model takes, answer included."""
-    rig = await start("llama", max_tokens=200)
-    parts = (random_ids(40, 1), [random_ids(100, 2)], random_ids(50, 3))
-    await rig.ask(*parts, ratio=1.0, max_tokens=10, expected=oracle("llama").full_attention(parts))
-    with pytest.raises(InvalidArgument, match="the model's limit of 200 together"):
-        await rig.ask(*parts, max_tokens=11)

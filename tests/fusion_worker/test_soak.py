@@ -113,15 +113,3 @@ def test_what_a_process_holds_is_followed(monkeypatch: pytest.MonkeyPatch) -> No
     assert trail.row("x") == {"x_rss_mib": [100, 101, 112], "x_files": [20, 21, 25]}
     with pytest.raises(AssertionError, match="the process grew from"):
         trail.look()
-
-
-async def test_a_chunk_wanted_by_many_is_computed_once(cached: Any, cache_client: Any, cache_service: str) -> None:
-    rig, client = await cached("llama"), cache_client(cache_service)
-    before = (await client.stats()).puts
-    parts = random_ids(4, 1), [random_ids(30, 2)], [1, 2]
-    answers = await asyncio.gather(*(rig.ask(*parts) for _ in range(6)))
-    assert sorted(a.summary.tokens_encoded for a in answers) == [0] * 5 + [30]
-    assert sorted(a.summary.chunks_missed for a in answers) == [0] * 5 + [1]
-    assert len({tuple(a.ids) for a in answers}) == 1
-    await rig.stored()
-    assert (await client.stats()).puts - before == 2, "system prompt and chunk"

@@ -31,22 +31,6 @@ async def answered(client: WorkerClient, rig: Any, timeout: float) -> None:
         pass
 
 
-@pytest.mark.parametrize(
-    ("change", "status", "message"),
-    [
-        ({"recipe": "magic"}, grpc.StatusCode.INVALID_ARGUMENT, "unknown recipe"),
-        ({"max_tokens": 5000}, grpc.StatusCode.INVALID_ARGUMENT, "the model's limit of 2048 together"),
-        ({"model_fingerprint": bytes(32)}, grpc.StatusCode.FAILED_PRECONDITION, "fingerprint"),
-        ({"max_tokens": 900}, grpc.StatusCode.RESOURCE_EXHAUSTED, "pool_bytes"),
-    ],
-)
-async def test_generate(change: Any, status: grpc.StatusCode, message: str, start: Any) -> None:
-    rig = await start("llama", pool_bytes=1 << 20)
-    with pytest.raises(grpc.RpcError, match=message) as caught:
-        await call(rig, **change)
-    assert caught.value.code() is status
-
-
 async def test_a_deadline_that_the_queue_is_too_long_for(start: Any) -> None:
     """Refused at once, while one with time waits, and one that finds a place free is never refused."""
     rig = await start("llama", max_requests=1)

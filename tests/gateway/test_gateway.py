@@ -17,7 +17,6 @@ from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import DeadlineExceeded, InvalidArgument, NotFound
 from tests.gateway import sentence_models
 from tests.gateway.conftest import Serve, Stack, Start
-from tests.gateway.test_parse import pdf
 from tests.services import Launch, start_cache
 
 pytestmark = pytest.mark.system
@@ -33,19 +32,6 @@ def test_an_answer_streams_sources_tokens_and_one_summary(client: Client) -> Non
     assert accounted == s.context_tokens == sum(p.tokens for p in passages)
     assert (s.recipe, s.degraded, s.tokens_generated, s.finish_reason) == ("prophetkv", False, 7, "max_tokens")
     assert 0 < s.seconds.retrieve + s.seconds.plan < s.seconds.ttft <= s.seconds.total
-
-
-def test_the_same_question_is_served_from_the_cache_and_answers_the_same(client: Client) -> None:
-    first, again = (client.ask("base", "code of Name1?", recipe="full_reuse", max_tokens=8) for _ in range(2))
-    assert again.text == first.text
-    assert again.summary.chunks_missed == again.summary.tokens_encoded == 0
-    assert sum(h.chunks for h in again.summary.hits) == again.summary.chunks_retrieved == 6
-
-
-def test_ratio_1_answers_as_full_attention(client: Client) -> None:
-    full = client.ask("base", "code of Name2?", recipe="full_attention", max_tokens=8)
-    same = client.ask("base", "code of Name2?", recipe="prophetkv", ratio=1.0, max_tokens=8)
-    assert (same.text, same.summary.ratio) == (full.text, 1)
 
 
 def test_sources_come_in_the_order_asked_for(client: Client) -> None:
@@ -67,22 +53,6 @@ def test_stop_strings_and_seeds_reach_the_worker(client: Client) -> None:
     stopped = client.ask("base", "code of Name0?", max_tokens=12, stop=[text[3]])
     assert stopped.text == text[: text.index(text[3])]
     assert stopped.summary.finish_reason == "stop_string"
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "text"),
-    [
-        ("a.txt", b"plain words", "plain words"),
-        ("b.md", b"# Head\n\nsome *words*", "# Head\n\nsome *words*"),
-        ("c.html", b"<h1>Head</h1><p>some <b>words</b></p>", "# Head\n\nsome **words**"),
-        ("d.pdf", pdf("words in a file", "and more"), "words in a file\n\nand more"),
-    ],
-)
-def test_every_media_type_becomes_passages(client: Client, name: str, content: bytes, text: str) -> None:
-    done = client.ingest("types", name, content)
-    assert (done.chunks, done.replaced) == (1, False)
-    assert [p.text for p in client.retrieve("types", "words", top_k=20) if p.document == name] == [text]
-    assert client.ingest("types", name, content).replaced
 
 
 def test_a_question_without_passages_is_answered_without_context(client: Client) -> None:
@@ -109,10 +79,8 @@ def test_stats_count(client: Client, stack: Any) -> None:
     [
         ({"corpus": "nowhere"}, "no corpus 'nowhere'"),
         ({"corpus": "../x"}, "invalid corpus name"),
-        ({"recipe": "magic"}, "unknown recipe 'magic'; known: .*prophetkv"),
         ({"question": "x" * 70_000}, "the question has 70000 characters; the maximum is 65536"),
         ({"question": "long " * 500}, r"the prompt has \d+ tokens .* the model's maximum is 2048"),
-        ({"max_tokens": 5000}, "and 5000 more are requested; the model's maximum is 2048"),
         ({"top_k": 129}, "top_k is 129: the maximum is 128"),
     ],
 )
@@ -133,9 +101,7 @@ def test_a_bad_question_is_refused(client: Client, wrong: dict[str, Any], messag
         ({"name": "a\nb.txt"}, "invalid document name"),
         ({"name": "x" * 513}, "1 to 512 printable characters"),
         ({"name": "a.exe"}, "the media type is unknown"),
-        ({"media_type": "video/mp4"}, "unknown media type 'video/mp4'"),
         ({"content": b"x" * (65 << 10)}, "66560 bytes; the maximum is 65536"),
-        ({"content": b"long words " * 5000}, "chunks; the maximum is 200"),
         ({"content": b"\xff\xfe"}, "not UTF-8"),
     ],
 )
@@ -168,7 +134,8 @@ def test_cached_tokens_are_those_that_were_found_and_none_that_was_encoded(stack
     for name in ("lake", "hill"):
         stack.client.ingest("usage", f"{name}.txt", f"The {name} is far away.")
     request = requests.generate("usage", "How far is it?", recipe="full_reuse", max_tokens=1)
-    cold, warm = ([*stack.client._stub.Generate(request)][-1] for _ in range(2))
+    (*told, cold), (*again, warm) = ([*stack.client._stub.Generate(request)] for _ in range(2))
+    assert [each.token for each in again] == [each.token for each in told]
     assert cold.summary.tokens_lossless + cold.summary.tokens_reused == cold.summary.context_tokens
     assert cold.summary.chunks_missed == 2
     assert cached(cold) == {0}

@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import grpc
 import httpx2
 import pytest
 
@@ -24,6 +23,7 @@ from tests.commands import fusionkv
 from tests.gateway.strangers import MARK, call, malformed, mark, reset, send
 from tests.gateway.test_jwt import part
 from tests.services import Launch, start_cache, start_gateway, start_worker, token_entry, token_flags
+from tests.system.otlp import Receiver, receiving
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]
 HTTP, ADMIN = "fusionkv-gateway-http", "fusionkv-gateway-admin"
@@ -186,28 +186,14 @@ def test_nothing_that_strangers_send_is_printed(running: Running) -> None:
     assert max(kinds.values()) <= 3, kinds
 
 
-class Recorder(grpc.GenericRpcHandler):
-    """Keeps the bytes of whatever is exported, unparsed."""
-
-    def __init__(self) -> None:
-        self.seen: list[bytes] = []
-        self.server = grpc.server(ThreadPoolExecutor(4), handlers=[self])
-        self.url = f"http://127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
-        self.server.start()
-
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        return grpc.unary_unary_rpc_method_handler(lambda request, _: self.seen.append(request) or b"")
-
-
 @pytest.fixture
-def recorder() -> Iterator[Recorder]:
-    made = Recorder()
-    yield made
-    made.server.stop(None)
+def received() -> Iterator[Receiver]:
+    with receiving() as made:
+        yield made
 
 
 def test_no_secret_is_in_a_log_a_trace_or_an_error(
-    launch: Launch, authority: Any, recorder: Recorder, tiny_model: Path, tmp_path: Path
+    launch: Launch, authority: Any, received: Receiver, tiny_model: Path, tmp_path: Path
 ) -> None:
     ours = authority("ours")
     token, wrong = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
@@ -219,7 +205,7 @@ def test_no_secret_is_in_a_log_a_trace_or_an_error(
     (tmp_path / "tenant.key").write_bytes(salt)
     signing = secrets.token_bytes(32)
     (tmp_path / "signing.keys").write_text(signing.hex())
-    env = {"FUSIONKV_LOG": "DEBUG", "OTEL_EXPORTER_OTLP_ENDPOINT": recorder.url}
+    env = {"FUSIONKV_LOG": "DEBUG", "OTEL_EXPORTER_OTLP_ENDPOINT": received.endpoint}
     env |= {"OTEL_METRIC_EXPORT_INTERVAL": "500", "OTEL_BSP_SCHEDULE_DELAY": "200"}
     identities = {name: ours.issue(name) for name in ("cache", "worker", "gateway", "caller")}
 
@@ -272,7 +258,7 @@ def test_no_secret_is_in_a_log_a_trace_or_an_error(
         assert service.stop() == 0
         assert " DEBUG " in service.log
         printed.append(service.log)
-    exported = b"".join(recorder.seen)
+    exported = b"".join(received.raw)
     assert b"gateway.retrieve" in exported
     assert b"fusionkv.gateway.refused" in exported
     everything = "\n".join(printed).encode() + exported

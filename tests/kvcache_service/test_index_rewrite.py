@@ -167,14 +167,17 @@ def test_keys_out_of_order_are_noticed(copied: Whole, tmp_path: Path) -> None:
         index_file.rewrite(str(folder), str(tmp_path / "new"), MAP_BYTES)
 
 
-def test_a_file_that_ends_too_early_starts_empty(whole: Whole, tmp_path: Path) -> None:
+def test_a_file_that_ends_too_early_or_is_none_starts_empty(whole: Whole, tmp_path: Path, caplog: Any) -> None:
     data = (whole[0] / "data.mdb").read_bytes()
-    for length in (1, 100, PAGE, PAGE + 100, 2 * PAGE, len(data) // 2):
-        folder = tmp_path / f"{length}"
+    cut = (data[:length] for length in (0, 1, 100, PAGE, PAGE + 100, 2 * PAGE, len(data) // 2))
+    for number, content in enumerate((*cut, b"not a database" * 1000)):
+        folder = tmp_path / f"{number}"
         folder.mkdir()
-        (folder / "data.mdb").write_bytes(data[:length])
+        (folder / "data.mdb").write_bytes(content)
+        caplog.clear()
         with opened(folder) as index:
             assert [*index.load()] == []
+        assert "starts empty" in caplog.text or not content
 
 
 def test_without_room_for_another_one_it_is_used_as_it_is(copied: Whole, tmp_path: Path, caplog: Any) -> None:

@@ -84,14 +84,6 @@ async def test_a_signature_is_of_bounded_size(service: Any) -> None:
     assert await service.entry("S") is None
 
 
-async def test_what_was_not_signed_is_replaced_after_a_delete(service: Any) -> None:
-    assert await put(service, b"")
-    assert not await put(service, b"signed"), "an entry that exists stays as it is"
-    assert await service.client.delete([(await service.entry("S")).key]) == 1
-    assert await put(service, b"signed")
-    assert (await service.entry("S")).signature == b"signed"
-
-
 @pytest.mark.system
 async def test_the_remote_tier_keeps_signatures(launch: Any, redis: RedisServer, tmp_path: Path) -> None:
     async with sharing(launch, tmp_path, redis, "--disk-bytes", "0") as services:

@@ -74,13 +74,6 @@ async def test_leased_entries_are_not_evicted_and_a_full_cache_refuses(start: An
     assert (await service.put(["S", "new 2"], payload("new 2", MIB)))[1]
 
 
-async def test_an_entry_that_is_larger_than_the_last_tier_is_refused_as_such(start: Any) -> None:
-    service = await start(memory=1 * MIB, disk=4 * MIB)
-    with pytest.raises(errors.ResourceExhausted, match="larger than the disk tier of 4194304: raise disk_bytes"):
-        await service.put("S", bytes(4 * MIB + 1))
-    assert (await service.put("S", bytes(4 * MIB)))[1]
-
-
 async def status_of(call: Any) -> tuple[str, str]:
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await call
@@ -281,15 +274,6 @@ async def test_what_is_leased_while_room_is_made_stays(start: Any) -> None:
     service.store.leases.release(lease)
 
 
-async def test_twenty_writers_at_once_store_one_entry(service: Any) -> None:
-    data = payload("same", 100_000)
-    results = await asyncio.gather(*(service.put("S", data) for _ in range(20)))
-    assert sum(stored for _, stored in results) == 1
-    assert len({key for key, _ in results}) == 1
-    await service.settled()
-    assert service.store.residents.home.used_bytes == 102_400
-
-
 @pytest.mark.parametrize("sent", [0, 100, 9 * MIB])
 async def test_a_caller_that_hangs_up_leaves_nothing(start: Any, sent: int) -> None:
     service, data = await start(memory=16 * MIB, disk=32 * MIB), payload("x", 10 * MIB)
@@ -352,17 +336,6 @@ async def test_an_entry_that_is_read_is_not_overwritten(start: Any) -> None:
     while (message := await call.read()) is not grpc.aio.EOF:
         received.append(message.data)
     assert b"".join(received) == data
-
-
-async def test_many_fetches_of_one_cold_entry_read_it_once(start: Any) -> None:
-    service = await start(memory=2 * MIB, disk=16 * MIB)
-    for name in "xyz":
-        await service.put(["S", name], payload(name, MIB))
-        service.clock.now += 10
-    entry = await service.entry(*"Sx")
-    assert entry.tier == "disk"
-    assert await asyncio.gather(*(service.fetch(entry) for _ in range(8))) == [payload("x", MIB)] * 8
-    assert service.count("promotions") == 1
 
 
 async def on_disk_only(service: Service) -> Any:

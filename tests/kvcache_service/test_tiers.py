@@ -221,14 +221,6 @@ def test_entries_beyond_a_smaller_capacity_are_dropped(filled: Filled) -> None:
     filled.reopened(kept, capacity=8 * BLOCK).close()
 
 
-@pytest.mark.parametrize("damage", [b"", b"not a database" * 1000])
-def test_an_index_that_is_no_database_starts_empty(filled: Filled, damage: bytes, caplog: Any) -> None:
-    path = filled.directory / "index" / "data.mdb"
-    path.write_bytes(damage)
-    filled.reopened([]).close()
-    assert "starts empty" in caplog.text or not damage
-
-
 def test_a_lost_page_of_the_index_does_not_keep_it_from_opening(tmp_path: Path, caplog: Any) -> None:
     """Zeros where a page of LMDB was: some of them would end this very process with SIGABRT."""
     with opened(tmp_path / "index") as index:

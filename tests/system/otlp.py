@@ -15,11 +15,12 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as tra
 
 class Receiver(trace_grpc.TraceServiceServicer, metrics_grpc.MetricsServiceServicer):
     """`spans`: (service, span). `metrics`, and the trace ids of all `exemplars`: by (service, name). `headers` that
-    came along: (name, value).
+    came along: (name, value). `raw`: the bytes of all of it.
     """
 
     def __init__(self) -> None:
         self.endpoint = ""
+        self.raw: list[bytes] = []
         self.headers: set[tuple[str, Any]] = set()
         self.spans: list[tuple[str, Any]] = []
         self.metrics: dict[tuple[str, str], Any] = {}
@@ -28,6 +29,7 @@ class Receiver(trace_grpc.TraceServiceServicer, metrics_grpc.MetricsServiceServi
 
     def Export(self, request: Any, context: Any) -> Any:
         with self.changed:
+            self.raw.append(request.SerializeToString())
             self.headers |= {(each.key, each.value) for each in context.invocation_metadata()}
             for group in getattr(request, "resource_spans", ()):
                 for scope in group.scope_spans:

@@ -12,7 +12,6 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fusionkv.kvcache_service.client import CacheClient, HitKind
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
@@ -20,9 +19,7 @@ from fusionkv.protos.kvcache.v1 import kvcache_pb2_grpc
 from fusionkv.protos.runtime import errors
 from fusionkv.protos.runtime.checksum import checksum as checksum_of
 from tests.commands import run_python
-from tests.ports import free_port
 from tests.system.cache_process import MIB, MODULE, NAMESPACE, check_stopped, find, flags, get, path_to, payload, put
-from tests.waiting import until
 
 pytestmark = pytest.mark.system
 
@@ -143,61 +140,6 @@ async def test_a_file_size_limit_refuses_and_nothing_ends(start: Any, cache_clie
     assert await check_stopped(tmp_path / "data") == 2
 
 
-async def test_a_tiny_disk_keeps_taking_entries(start: Any, cache_client: Any, tmp_path: Path) -> None:
-    service = start(memory="1MiB", disk="1MiB")
-    client = cache_client(service)
-    for i in range(30):
-        assert await put(client, i, payload(i, 100_000))
-    with pytest.raises(errors.ResourceExhausted):
-        await put(client, "big", payload("big", MIB + 1))
-    assert await get(client, 29) == payload(29, 100_000)
-    (disk,) = (tier for tier in (await client.stats()).tiers if tier.tier == pb.TIER_DISK)
-    assert disk.used_bytes <= disk.capacity_bytes == MIB
-    assert disk.evictions == 20
-    assert service.stop() == 0
-    assert sum(path.stat().st_size for path in (tmp_path / "data" / "segments").iterdir()) <= MIB
-    assert await check_stopped(tmp_path / "data", MIB) == 10
-
-
-async def test_health_reflection_and_a_unix_socket(start: Any, cache_client: Any, tmp_path: Path) -> None:
-    path = tmp_path / "cache.sock"
-    service = start("--listen", f"127.0.0.1:0,unix:{path}")
-    assert service.addresses["fusionkv-kvcache"][1] == f"unix:{path}"
-    client = cache_client(f"unix:{path}")
-    assert await put(client, "x", b"abc")
-    assert await get(client, "x") == b"abc"
-    async with grpc.aio.insecure_channel(service.address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        for name in ("", "kvcache.v1.KVCacheService"):
-            reply = await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=10)
-            assert reply.status == health_pb2.HealthCheckResponse.SERVING
-
-
-async def test_a_near_client_copies_also_after_a_kill(start: Any, cache_client: Any, tmp_path: Path) -> None:
-    address = f"unix:{tmp_path}/cache.sock"
-    client = cache_client(address)
-
-    async def streamed() -> int:
-        assert await get(client, "x", lease_ms=0) == b"abc" * 1000
-        return (await client.stats()).bytes_fetched
-
-    service = start("--listen", address)
-    assert await put(client, "x", b"abc" * 1000)
-    assert await streamed() == 0
-    service.kill9()
-    start("--listen", address)
-    # The new process has it on disk only: there it is read, and the new process is asked to bring it up meanwhile.
-    assert await streamed() == 0
-
-    async def risen() -> bool:
-        return bool((await client.stats()).tiers[0].promotions)
-
-    await until(risen)
-    # Now it hands over a memory of its own.
-    assert await streamed() == 0
-    assert (await client.stats()).tiers[0].promotions == 1
-
-
 async def test_a_stale_socket_is_replaced_and_a_live_one_not(start: Any, cache_client: Any, tmp_path: Path) -> None:
     path = tmp_path / "cache.sock"
     listen = ("--listen", f"unix:{path}")
@@ -250,21 +192,3 @@ async def test_without_a_disk_tier_nothing_is_written(start: Any, cache_client: 
     assert not (tmp_path / "data").exists()
     service.kill9()
     assert (await find(cache_client(start(disk="0")), "x")).kind is HitKind.MISS
-
-
-async def test_a_client_outlives_a_restart_of_the_service(start: Any, cache_client: Any) -> None:
-    fixed = ("--listen", f"127.0.0.1:{free_port()}")
-    service = start(*fixed)
-    client = cache_client(service)
-    assert await put(client, "x", b"abc")
-    service.kill9()
-    with pytest.raises(errors.Unavailable):
-        await get(client, "x")
-    start(*fixed)
-
-    async def back() -> bool:
-        with contextlib.suppress(errors.Unavailable):
-            return await get(client, "x") == b"abc"
-        return False
-
-    await until(back)

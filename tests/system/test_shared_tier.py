@@ -5,18 +5,14 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fusionkv.kvcache_service.client import CacheClient, HitKind
 from fusionkv.protos.runtime import errors
-from tests.chaos.network import Relay
-from tests.ports import free_port
 from tests.system.cache_process import NAMESPACE, SYSTEM, chunk, find, get, payload, put
 from tests.system.mooncake_process import MooncakeMaster
-from tests.system.redis_process import RedisServer
 from tests.system.shared_services import REMOTES, Remote, Services, made, sharing
 from tests.waiting import until
 
@@ -232,49 +228,3 @@ async def test_an_address_of_several_leads_to_one_that_lives(two: Services, cach
         return False
 
     await until(found)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("lost", [False, True], ids=["nothing lost", "last writes lost"])
-async def test_services_go_on_with_the_replica(launch: Any, tmp_path: Path, lost: bool) -> None:
-    primary = replica = RedisServer(tmp_path)
-    relay = Relay(f"127.0.0.1:{free_port()}", primary.address)
-    await relay.start()
-    remote = SimpleNamespace(url=f"redis://{relay.address}", flags=())
-    try:
-        async with sharing(launch, tmp_path, remote) as services:
-            first, second = services.clients
-
-            async def stored(numbers: range) -> None:
-                await fill(first, numbers, 3000)
-                await services.settled()
-
-            await stored(range(20))
-            replica = await asyncio.to_thread(primary.replica)
-            if lost:
-                # What is written from now on, the replica never sees.
-                await asyncio.to_thread(replica.promote)
-                await stored(range(20, 40))
-            primary.kill9()
-            await asyncio.to_thread(replica.promote)
-            relay.aim(replica.address)
-
-            async def shared(numbers: range) -> bool:
-                """What the replica lacks is written to it once it is used where it is."""
-                for i in numbers:
-                    assert await get(first, i) == payload(i, 3000)
-                return await same(second, numbers, 3000)
-
-            await until(lambda: shared(range(40 if lost else 20)), 120)
-            await fill(second, range(40, 45), 3000)
-            await services.settled()
-            for i in range(40, 45):
-                assert await get(first, i) == payload(i, 3000)
-            for service in services.services:
-                service.kill9()
-    finally:
-        await relay.close()
-        for server in {primary, replica}:
-            if server.process.poll() is None:
-                server.kill9()

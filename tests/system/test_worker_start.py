@@ -1,13 +1,10 @@
 """A worker that can't serve says why in one line and exits with 1; one that can serves every reference model."""
 
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.config import WorkerConfig
@@ -25,29 +22,6 @@ def start(*flags: str) -> tuple[int, list[str]]:
     ended = run_python("-m", "fusionkv.fusion_worker", *HERE, "--device", "cpu", *flags, status=None)
     assert ended.stdout == ""
     return ended.returncode, ended.stderr.splitlines()
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that would be served."""
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    config = transformers.LlamaConfig(
-        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    Tokenizer(WordLevel({"a": 0}, unk_token="a")).save(str(folder / "tokenizer.json"))
-    return folder
-
-
-@pytest.mark.slow
-@pytest.mark.system
-def test_weights_that_are_damaged(directory: Path, tmp_path: Path) -> None:
-    damaged = shutil.copytree(directory, tmp_path / "damaged")
-    weights = damaged / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    status, lines = start("--model", str(damaged), "--cache", "none")
-    assert (status, len(lines)) == (1, 1)
-    assert lines[0].startswith(f"fusionkv-worker: can't load the model in {damaged}: ")
 
 
 @pytest.mark.system
