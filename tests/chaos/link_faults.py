@@ -1,10 +1,11 @@
 """Faults of links that go on working, but badly: narrow ones, on which everything queues, and lossy ones."""
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 from tests.chaos.faults import FAULTS, Fault, Scene
-from tests.chaos.network import Place
+from tests.chaos.network import Network, Place
 
 # Kilobits a second: an entry of 200 kB takes from 25 s to half a second.
 _NARROW = (64, 500, 4000)
@@ -15,24 +16,16 @@ def _list(
     who: str, name: str, place: Callable[[Scene], Place], weight: float = 1.0, *, answers_fail: bool = False
 ) -> None:
     """Lists both faults of a process's link."""
+    for kind, shape, values in (("narrow", Network.narrow, _NARROW), ("lossy", Network.lose, _LOST)):
 
-    @contextlib.asynccontextmanager
-    async def narrow(scene: Scene) -> AsyncIterator[None]:
-        scene.network.narrow(place(scene), scene.dice.choice(_NARROW))
-        try:
-            yield
-        finally:
-            scene.network.sound(place(scene))
+        @contextlib.asynccontextmanager
+        async def strike(scene: Scene, shape: Any = shape, values: Sequence[float] = values) -> AsyncIterator[None]:
+            shape(scene.network, place(scene), scene.dice.choice(values))
+            try:
+                yield
+            finally:
+                scene.network.sound(place(scene))
 
-    @contextlib.asynccontextmanager
-    async def lossy(scene: Scene) -> AsyncIterator[None]:
-        scene.network.lose(place(scene), scene.dice.choice(_LOST))
-        try:
-            yield
-        finally:
-            scene.network.sound(place(scene))
-
-    for kind, strike in (("narrow", narrow), ("lossy", lossy)):
         FAULTS.append(Fault(f"{name} on a {kind} link", who, strike, weight, answers_fail, "tc"))
 
 

@@ -1,12 +1,13 @@
-"""The embedded corpora on a full disk: calls say so, nothing stored is lost, and all works again with room."""
+"""The embedded corpora on a disk that is full or read-only: calls say so, nothing is lost, all works again later."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fusionkv.protos.runtime.errors import NotFound, ResourceExhausted
+from fusionkv.protos.runtime.errors import NotFound, ResourceExhausted, Unavailable
 from tests.gateway.conftest import Reopen
 from tests.gateway.test_retrieval import MODEL, put, texts
 from tests.small_disk import SmallDisk, mounted
@@ -18,26 +19,37 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
         yield made
 
 
-async def test_changes_fail_and_nothing_is_lost(disk: SmallDisk, reopen: Reopen) -> None:
+@pytest.mark.parametrize("read_only", [False, True])
+async def test_changes_fail_and_nothing_is_lost(disk: SmallDisk, reopen: Reopen, read_only: bool) -> None:
     folder = disk.outside / "data"
     engine = await reopen(folder)
     await put(engine, "c", "a", "one")
     await put(engine, "c", "b", "two")
-    disk.fill()
-    for change in (
+    changes: list[Callable[[], Awaitable[Any]]] = [
         lambda: put(engine, "c", "new", "three"),
         lambda: put(engine, "c", "a", "four"),
         lambda: put(engine, "other", "new", "three"),
         lambda: engine.delete("c", "b"),
-    ):
-        with pytest.raises(ResourceExhausted, match="No space left on device"):
+    ]
+    error, why = ResourceExhausted, "No space left on device"
+    if read_only:
+        error, why = Unavailable, "Read-only file system"
+        disk.read_only("data")
+        changes.append(lambda: engine.delete("c"))
+    else:
+        disk.fill()
+    for change in changes:
+        with pytest.raises(error, match=why):
             await change()
     assert [item.name for item in await engine.documents("c")] == ["a", "b"]
     assert [item.name for item in await engine.corpora()] == ["c"]
     assert sorted(await texts(engine, "c", "one two")) == ["one", "two"]
-    engine = await reopen(folder)  # still full
-    assert sorted(await texts(engine, "c", "one two")) == ["one", "two"]
-    disk.empty()
+    if read_only:
+        disk.writable("data")
+    else:
+        engine = await reopen(folder)  # still full
+        assert sorted(await texts(engine, "c", "one two")) == ["one", "two"]
+        disk.empty()
     await put(engine, "c", "a", "four")
     await put(engine, "other", "new", "three")
     await engine.delete("c", "b")

@@ -13,7 +13,6 @@ from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 from fusionkv.protos.runtime import errors
 from tests.conftest import Service
 from tests.gateway.test_retrieval import put as ingest
-from tests.gateway.test_retrieval import texts
 from tests.small_disk import SmallDisk, mounted
 from tests.system.cache_process import MIB, check_refused, flags, get, payload, put
 
@@ -79,26 +78,3 @@ async def test_a_cache_with_read_only_segments_keeps_entries(launch: Any, cache_
     assert await get(client, "a") == payload("a", MIB)
     assert await put(client, "b", payload("b", MIB))
     assert service.stop() == 0
-
-
-async def test_corpora_that_become_read_only_are_read(disk: SmallDisk) -> None:
-    engine = await EmbeddedRetrieval.open(disk.outside / "data")
-    await ingest(engine, "c", "a", "one")
-    await ingest(engine, "d", "a", "two")
-    disk.read_only("data")
-    for change in (
-        lambda: ingest(engine, "c", "b", "three"),
-        lambda: ingest(engine, "new", "b", "three"),
-        lambda: engine.delete("c", "a"),
-        lambda: engine.delete("d"),
-    ):
-        with pytest.raises(errors.Unavailable, match="Read-only file system"):
-            await change()
-    assert await texts(engine, "c", "one") == ["one"]
-    assert await texts(engine, "d", "two") == ["two"]
-    disk.writable("data")
-    assert not await ingest(engine, "c", "b", "three")
-    assert await engine.delete("c", "a") == (1, 1)
-    assert await engine.delete("d") == (1, 1)
-    assert await texts(engine, "c", "one three") == ["three"]
-    await engine.close()

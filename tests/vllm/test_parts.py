@@ -5,6 +5,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,14 +69,29 @@ def test_what_is_no_prompt(wrong: Any) -> None:
         FusedPrompt.of({"fusionkv": {**GOOD, **wrong} if isinstance(wrong, dict) else wrong or {}})
 
 
+@contextmanager
+def scheduling_over(cache: str, folder: Path) -> Iterator[Scheduling]:
+    background = Background(cache, None)
+    try:
+        yield Scheduling(background, str(folder), {}, LAYOUT, ranks=1, chunk_tokens=4)
+    finally:
+        background.close()
+
+
 @pytest.fixture
 def scheduling(tmp_path: Path) -> Iterator[Scheduling]:
     """Without a cache service or a worker that answers."""
     (tmp_path / "config.json").write_text("{}")
-    made = Scheduling(Background("127.0.0.1:1", None), str(tmp_path), {}, LAYOUT, ranks=1, chunk_tokens=4)
-    made._fingerprint.result(5)
-    yield made
-    made._background.close()
+    with scheduling_over("127.0.0.1:1", tmp_path) as made:
+        made._fingerprint.result(5)
+        yield made
+
+
+def available(scheduling: Scheduling) -> Any:
+    """How many tokens a request has elsewhere, once that is known."""
+    found = scheduling._requests["0"].available
+    assert found is not None
+    return found
 
 
 def asked(**more: Any) -> Any:
@@ -102,9 +118,7 @@ def test_kv_of_more_than_tokens_is_not_shared(
     fitting = {**GOOD, "model_fingerprint": scheduling._fingerprint.result().hex(), "worker": "127.0.0.1:1"}
     request = asked(kv_transfer_params={"fusionkv": fitting}, **more)
     scheduling.matched(request, 0)
-    available = scheduling._requests["0"].available
-    assert available is not None
-    assert available.result(5) == 0
+    assert available(scheduling).result(5) == 0
     assert "the request has an adapter, images or embeddings" in caplog.text
 
 
@@ -158,9 +172,7 @@ def test_what_nobody_expects_ends_no_engine(more: dict[str, Any], scheduling: Sc
         params["fusionkv"]["model_fingerprint"] = scheduling._fingerprint.result().hex()
     request = asked(**more)
     scheduling.matched(request, 0)
-    available = scheduling._requests["0"].available
-    assert available is not None
-    wait([available], 5)
+    wait([available(scheduling)], 5)
     assert scheduling.matched(request, 0) == (0, False)
     scheduling.finished(request, (0, 1, 2, 3, 4), completed=True)
 
@@ -196,30 +208,23 @@ async def test_a_request_that_ends_during_its_lookup_leaves_no_lease(
     known = threading.Event()
     monkeypatch.setattr("fusionkv.vllm.scheduling.fingerprint", lambda _: known.wait(30) and b"f" * 32)
     async with serving(tmp_path / "data") as service:
-        background = Background(service.client.address, None)
-        found = Scheduling(background, str(tmp_path), {}, LAYOUT, ranks=1, chunk_tokens=4)
-        try:
+        with scheduling_over(service.client.address, tmp_path) as found:
             prefix = Prefix.of(PROMPT, "", 4)
             namespace = found._namespace(b"f" * 32, prefix, 0)
             await service.put(prefix.path(1), b"kv", namespace=namespace, tokens=4, base=0)
             request = asked()
             assert found.matched(request, 0) == (None, False)
-            available = found._requests["0"].available
-            assert available is not None
+            looked_up = available(found)
             assert not found.finished(request, (0, 1, 2, 3, 4), completed=False)
             known.set()
-            assert await asyncio.wrap_future(available) == 4
+            assert await asyncio.wrap_future(looked_up) == 4
             await until(lambda: not any(entry.leases for entry in service.store.residents))
-        finally:
-            found._background.close()
 
 
 async def test_of_a_longer_prompt_than_the_cache_service_takes_the_beginning_is_shared(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
     async with serving(tmp_path / "data") as service:
-        background = Background(service.client.address, None)
-        try:
-            (tmp_path / "config.json").write_text("{}")
-            found = Scheduling(background, str(tmp_path), {}, LAYOUT, ranks=1, chunk_tokens=4)
+        with scheduling_over(service.client.address, tmp_path) as found:
             request = asked(prompt_token_ids=list(range(4 * 300)))
             prefix = Prefix.of(request.prompt_token_ids, "", 4)
             namespace = found._namespace(found._fingerprint.result(5), prefix, 0)
@@ -227,11 +232,7 @@ async def test_of_a_longer_prompt_than_the_cache_service_takes_the_beginning_is_
             last = prefix.path(len(prefix.digests))
             await service.put(last, b"kv", namespace=namespace, tokens=4, base=4 * (len(last) - 2))
             found.matched(request, 0)
-            available = found._requests["0"].available
-            assert available is not None
-            assert await asyncio.wrap_future(available) == 4
-        finally:
-            background.close()
+            assert await asyncio.wrap_future(available(found)) == 4
 
 
 def test_chunks_of_no_tokens_are_refused(scheduling: Scheduling, tmp_path: Path) -> None:
