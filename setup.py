@@ -17,8 +17,8 @@ TOP = {
 
 
 def packages() -> list[str]:
-    """Every folder of Python or protos, by its name below `fusionkv`."""
-    files = [f for top in TOP for kind in ("py", "proto") for f in (ROOT / top).rglob(f"*.{kind}")]
+    """Every folder of Python, protos or pages, by its name below `fusionkv`."""
+    files = [f for top in TOP for kind in ("py", "proto", "html") for f in (ROOT / top).rglob(f"*.{kind}")]
     folders = {folder for f in files for folder in f.relative_to(ROOT).parents if folder.parts}
     return ["fusionkv", *sorted(".".join(("fusionkv", TOP[f.parts[0]], *f.parts[1:])) for f in folders)]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fusionkv.fusion_worker.client import template_error
+from fusionkv.fusion_worker.library import cache
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.protos.runtime import process, settings
 from fusionkv.protos.runtime.errors import FailedPrecondition
@@ -16,8 +17,8 @@ from fusionkv.protos.runtime.tls import ClientTLS, ServerTLS
 log = logging.getLogger(__name__)
 # The default address of `fusionkv serve kvcache`.
 _CACHE = "127.0.0.1:7070"
-# The reference model of a clone of the repository.
-_MODEL = Path("models/eased-3")
+# The reference model of a clone of the repository, and the known model that is served without a clone.
+_MODEL, _FETCHED = Path("models/eased-3"), "smollm2"
 STORES = ("plain", "int8", "fp8")
 
 
@@ -25,7 +26,8 @@ STORES = ("plain", "int8", "fp8")
 class WorkerConfig:
     model: Path = setting(
         _MODEL,
-        "model to serve: a directory, a *.gguf file, a Hugging Face hub id, or a name from `fusionkv model list`",
+        "model to serve: a directory, a *.gguf file, a Hugging Face hub id, or a name from `fusionkv model list`. "
+        "Outside of a clone the default is smollm2, if it has been fetched",
     )
     system: str = setting("", "system prompt of requests that bring none; empty uses the chat template's")
     prompt_template: str = setting(
@@ -125,6 +127,8 @@ class WorkerConfig:
             raise ValueError(f"store must be one of {', '.join(STORES)}, not {self.store!r}")
         if self.tensor_parallel > 1 and self.device not in ("auto", "cpu", "cuda"):
             raise ValueError(f"with tensor_parallel, rank i takes GPU i: device can't be {self.device!r}")
+        if self.cache not in ("", "none") and not process.is_address(self.cache):
+            raise ValueError(f"cache must be host:port, unix:/path or none, not {self.cache!r}")
         if error := template_error(self.prompt_template):
             raise ValueError(error)
         ServerTLS.of(self.tls_cert, self.tls_key, self.tls_client_ca)
@@ -143,16 +147,18 @@ def configured(file: Path | None, flags: Mapping[str, Any]) -> WorkerConfig:
 
     Raises:
         SettingsError: a setting is unknown or has an invalid value.
-        FailedPrecondition: the default model is not in this folder, or as `resolve`.
+        FailedPrecondition: the default model is not in this folder and smollm2 not fetched, or as `resolve`.
         OSError: as `resolve`.
     """
     config = settings.load(WorkerConfig, "worker", file=file, flags=flags)
     if config.model == _MODEL and not _MODEL.is_dir():
         # On the Hugging Face hub, a model of this name would be somebody else's.
-        raise FailedPrecondition(
-            f"{_MODEL}, the default model, is only in a clone of the repository: start there, or set --model, as in "
-            "`fusionkv model get smollm2` and `--model smollm2`"
-        )
+        if not (cache.root() / _FETCHED).is_dir():
+            raise FailedPrecondition(
+                f"{_MODEL}, the default model, is only in a clone of the repository: start there, or run `fusionkv "
+                f"model get {_FETCHED}`, which is then the default, or set --model"
+            )
+        config = replace(config, model=Path(_FETCHED))
     auxiliary = str(resolve(config.auxiliary)) if config.auxiliary else ""
     return replace(config, model=resolve(config.model), auxiliary=auxiliary)
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 # Packages outside of fusionkv[all], with the extra that has them.
-_EXTRAS = {"accelerate": "gguf", "gguf": "gguf", "pymilvus": "milvus", "ray": "ray", "sumy": "compress"}
+_EXTRAS = {"pymilvus": "milvus", "ray": "ray", "sumy": "compress"}
 
 
 def launched(command: str, module: str, flags: Sequence[str]) -> list[str]:

@@ -61,6 +61,21 @@ def test_a_package_imports_only_what_its_extra_installs(root: Path, project: dic
     assert wrong == set()
 
 
+def test_stubs_run_with_the_lowest_versions_that_are_allowed(root: Path, project: dict[str, Any]) -> None:
+    build = tomllib.loads((root / "pyproject.toml").read_text())["build-system"]
+    (tools,) = [requirement for requirement in build["requires"] if "grpc" in requirement]
+    _, _, generated = tools.partition("==")
+    lowest = [r.partition(">=")[2].partition(",")[0] for r in project["dependencies"] if r.startswith("grpcio")]
+    assert [f"{version}.0" for version in lowest] == [generated] * 3
+
+
+def test_all_holds_what_the_known_models_need(project: dict[str, Any]) -> None:
+    extras = project["optional-dependencies"]
+    (everything,) = extras["all"]
+    held = set(everything.removeprefix("fusionkv[").removesuffix("]").split(","))
+    assert {"cache", "worker", "gateway", "gguf", "embed"} <= held <= extras.keys()
+
+
 @pytest.mark.slow
 def test_the_wheel(root: Path, project: dict[str, Any], tmp_path: Path) -> None:
     source = tmp_path / "source"
