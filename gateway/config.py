@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fusionkv.fusion_worker.client import DEFAULT_RECIPE
+from fusionkv.protos.runtime import process
 from fusionkv.protos.runtime.settings import setting
 from fusionkv.protos.runtime.tls import ClientTLS, ServerTLS
 
@@ -193,6 +194,9 @@ class GatewayConfig:
             raise ValueError("decode = vllm needs vllm_url, beginning with http:// or https://")
         if not self.workers:
             raise ValueError("workers must name at least one fusion worker")
+        for address in self.workers:
+            if not process.is_address(address.removeprefix("dns:")):
+                raise ValueError(f"workers: {address!r} is not host:port, unix:/path or dns:HOST:PORT")
 
     @property
     def several_tenants(self) -> bool:

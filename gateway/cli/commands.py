@@ -28,11 +28,16 @@ from fusionkv.protos.runtime.tls import ClientTLS
 
 _FALLBACK_CACHE = "127.0.0.1:7070"
 _STATS_SECONDS = 5.0
+_SHOWN_ENDINGS = 8
 
 
 async def ingest(args: argparse.Namespace) -> int:
     """Stores files, several at once. Reports a file that fails and goes on with the others."""
     paths = await asyncio.to_thread(files.find, args.paths, args.media_type, args.name)
+    if skipped := await asyncio.to_thread(files.skipped, args.paths, args.media_type):
+        endings = " ".join(sorted({path.suffix or path.name for path in skipped})[:_SHOWN_ENDINGS])
+        what = "files with unknown endings" if len(skipped) > 1 else "file with an unknown ending"
+        print(f"fusionkv: skipped {len(skipped)} {what}: {endings}", file=sys.stderr)
     total = _Total()
     began = time.perf_counter()
     slots = asyncio.Semaphore(args.concurrency)
@@ -108,6 +113,8 @@ async def ask(args: argparse.Namespace) -> int:
     names = "system prompt_template recipe ratio top_k order max_tokens temperature top_p seed stop filter"
     options = {name: getattr(args, name) for name in names.split()}
     options["filter"] = dict(args.filter)
+    if args.explain is not None and not args.explain.parent.is_dir():
+        raise connect.UsageError(f"--explain {args.explain}: there is no folder {args.explain.parent}")
     page = explain.template() if args.explain is not None else None
     events: list[Event] = []
     async with connect.client(args) as client:

@@ -53,6 +53,12 @@ def find(paths: Sequence[str], media_type: str, name: str = "") -> dict[str, Pat
     return found
 
 
+def skipped(paths: Sequence[str], media_type: str) -> list[Path]:
+    """Files in the given directories that `find` leaves out because their ending is unknown."""
+    folders = [] if media_type else filter(os.path.isdir, paths)
+    return [file for path in folders for _, file in _expand(path, True) if file.suffix.lower() not in ENDINGS]
+
+
 def parts(name: str, path: Path, media_type: str) -> Iterator[tuple[int, bytes]]:
     """Reads a file: at once, or JSON lines in parts of about 1 MiB.
 
@@ -98,7 +104,7 @@ def _checked(lines: Sequence[bytes], start: int, ids: dict[str, int]) -> bytes:
     try:
         text = content.decode().removeprefix("\ufeff")  # as in `parse`
     except UnicodeDecodeError as error:
-        raise InvalidArgument(f"the text is not UTF-8: {error}") from error
+        raise InvalidArgument(f"the text is not UTF-8 and must be converted first: {error}") from error
     documents = json_lines(text, start)
     for document in documents:
         if document.name and ids.setdefault(document.name, document.line) != document.line:

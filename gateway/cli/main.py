@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from fusionkv.gateway.cli import connect
 from fusionkv.gateway.cli.launch import launched, missing_package
-from fusionkv.gateway.client.defaults import DEFAULT_ADDRESS, ORDER_NAMES
+from fusionkv.gateway.client.defaults import DEFAULT_ADDRESS, ORDER_NAMES, UNREACHED_HINT
 from fusionkv.gateway.ingest.media_types import ENDINGS, MEDIA_TYPES
 from fusionkv.protos.runtime.settings import SettingsError, positive, share
 
@@ -32,7 +32,6 @@ _CHECK_CORPUS = f"{__package__}.check_corpus"
 _USAGE = 2
 # As a shell reports programs that end by SIGINT and by SIGPIPE.
 _INTERRUPTED, _READER_LEFT = 130, 141
-_START_HINT = " (is `fusionkv serve all` running? use --gateway for a gateway on another machine)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,7 +102,7 @@ def _run(args: argparse.Namespace) -> int:
         print(f"fusionkv: {error}", file=sys.stderr)
         return _USAGE
     except (ServiceError, SettingsError, OSError) as error:
-        hint = _START_HINT if "failed to connect" in str(error) else ""
+        hint = "; --gateway sets the address" if str(error).endswith(f"({UNREACHED_HINT})") else ""
         print(f"fusionkv: {error}{hint}", file=sys.stderr)
         return 1
 

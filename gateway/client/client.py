@@ -12,18 +12,20 @@ import grpc
 from google.protobuf.message import Message
 
 from fusionkv.gateway.client import requests, results
-from fusionkv.gateway.client.defaults import DEFAULT_ADDRESS
+from fusionkv.gateway.client.defaults import DEFAULT_ADDRESS, UNREACHED_HINT
 from fusionkv.gateway.client.requests import IngestOptions, Options
 from fusionkv.gateway.client.results import Answer, Deleted, Event, Ingested, Item, Passage, Progress, Stats
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.gateway.v1 import gateway_pb2_grpc
-from fusionkv.protos.runtime import errors, rpc
+from fusionkv.protos.runtime import errors, process, rpc
 from fusionkv.protos.runtime.tls import ClientTLS
 from fusionkv.protos.runtime.watched import BadFile, Watched, read_bytes
 
 log = logging.getLogger(__name__)
 _LOCAL = ("127.0.0.1:", "localhost:", "[::1]:", "unix:")
 _PAGE = 1000
+# What gRPC says if no connection could be made.
+_UNREACHED = ("failed to connect", "errors resolving")
 T = TypeVar("T")
 BearerToken = str | os.PathLike[str] | None
 TLS = ClientTLS | None
@@ -41,8 +43,12 @@ class _Connection:
 
         Raises:
             BadFile: the file can't be read, or contains no token.
-            ValueError: the token is malformed.
+            ValueError: the address or the token is malformed.
         """
+        if not process.is_address(address):
+            raise ValueError(
+                f"{address!r} is not a gateway's address: give host:port, such as {DEFAULT_ADDRESS}, or unix:/path"
+            )
         self.address = address
         self._timeout = timeout
         self._token: str | Watched[str] | None
@@ -309,7 +315,10 @@ def _errors(address: str) -> Iterator[None]:
     except grpc.RpcError as error:
         # The gateway's own errors are complete; the address is added only if the gateway can't be reached.
         lost = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-        raise errors.from_rpc(error, f"gateway {address}" if lost else "gateway") from error
+        raised = errors.from_rpc(error, f"gateway {address}" if lost else "gateway")
+        if lost and (error.details() or "").startswith(_UNREACHED):
+            raised = type(raised)(f"{raised} ({UNREACHED_HINT})")
+        raise raised from error
 
 
 def _from_file(file: Path) -> str:

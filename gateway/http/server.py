@@ -15,9 +15,10 @@ from fusionkv.gateway.client.results import Event
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.http import chat, embeddings, failures, replies
 from fusionkv.gateway.http.listener import Listener
+from fusionkv.gateway.retrieval.base import no_corpus
 from fusionkv.gateway.servicer import SERVICE, GatewayServicer
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
-from fusionkv.protos.runtime.errors import InvalidArgument, NotFound
+from fusionkv.protos.runtime.errors import InvalidArgument
 
 _PAGE = 1000
 _RPC = f"/{SERVICE.full_name}/"
@@ -94,7 +95,7 @@ class HTTPServer(Listener):
         for item in await self._corpora():
             if item.name == name:
                 return web.json_response(replies.model(item))
-        raise NotFound(f"no corpus {name[:80]!r}")
+        raise no_corpus(name[:80])
 
     async def _corpora(self) -> list[pb.Item]:
         """All corpora, preceded by NO_CORPUS."""

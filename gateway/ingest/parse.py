@@ -94,7 +94,7 @@ def _utf8(content: bytes, encoding: str = "utf-8") -> str:
     try:
         text = content.decode(encoding).removeprefix("\ufeff")
     except (ValueError, LookupError) as error:
-        raise InvalidArgument(f"the text is not {encoding.upper()}: {error}") from error
+        raise InvalidArgument(f"the text is not {encoding.upper()} and must be converted first: {error}") from error
     if "\0" in text:
         raise InvalidArgument(f"the text contains a NUL character at {text.index(chr(0))}: is it a binary file?")
     return text

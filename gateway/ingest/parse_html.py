@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from typing import Any
 
-from bs4 import BeautifulSoup, NavigableString, ParserRejectedMarkup, Tag
+from bs4 import BeautifulSoup, NavigableString, ParserRejectedMarkup, ProcessingInstruction, Tag
 from bs4.builder._htmlparser import BeautifulSoupHTMLParser, HTMLParserTreeBuilder
 from markdownify import MarkdownConverter
 
@@ -111,6 +111,8 @@ class _Converter(MarkdownConverter):
         return text
 
     def process_text(self, el: NavigableString, parent_tags: set[str] | None = None) -> str:
+        if isinstance(el, ProcessingInstruction):  # of XHTML: <?xml version="1.0"?>
+            return ""
         # The regular expression of markdownify takes quadratic time for a row of spaces.
         if "pre" not in (parent_tags or ()) and (text := _SPACES.sub(_newline_or_space, el)) != el:
             replaced = type(el)(text)

@@ -11,14 +11,14 @@ from fusionkv.fusion_worker.client import full_name
 from fusionkv.gateway import plan
 from fusionkv.gateway.auth.tenants import Tenant
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.gateway.retrieval.base import Chunk, ModelIdentity, check_corpus, check_document
+from fusionkv.gateway.retrieval.base import Chunk, ModelIdentity, check_corpus, check_document, no_document
 from fusionkv.gateway.retrieval.hybrid import HybridSearch
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime import cancellation
-from fusionkv.protos.runtime.errors import InvalidArgument, NotFound, Unavailable
+from fusionkv.protos.runtime.errors import InvalidArgument, Unavailable
 
 log = logging.getLogger(__name__)
 # Chunks per batch, whose variants are stored in one commit.
@@ -186,7 +186,7 @@ class Precompute:
         if document:
             stored = await tenant.retrieval.chunks(corpus, document, model)
             if not stored:
-                raise NotFound(f"corpus {corpus!r} has no document {document!r}")
+                raise no_document(document)
             sizes = {document: len(stored)}
         else:
             sizes = {d.name: d.chunks for d in await tenant.retrieval.documents(corpus)}

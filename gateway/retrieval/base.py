@@ -14,7 +14,7 @@ import numpy as np
 
 from fusionkv.gateway.client.results import Item
 from fusionkv.kvcache_service import keys
-from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
+from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument, NotFound
 
 _WORD = re.compile(r"\w+")
 _CORPUS = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -46,6 +46,16 @@ class ModelIdentity:
     tokenizer: bytes  # digest of the tokenizer and the chunk template, which token ids depend on
     embedder: str = ""  # empty: no vectors
     name: str = field(default="", compare=False)  # display name of the model
+
+
+def no_corpus(corpus: str) -> NotFound:
+    """The error of an unknown corpus."""
+    return NotFound(f"no corpus {corpus!r}: list the corpora to see their names, or ingest a document to create it")
+
+
+def no_document(document: str) -> NotFound:
+    """The error of an unknown document."""
+    return NotFound(f"no document {document!r}: list the corpus to see the names of its documents")
 
 
 def check_model(corpus: str, made_with: ModelIdentity, model: ModelIdentity) -> None:

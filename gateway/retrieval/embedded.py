@@ -28,6 +28,7 @@ from fusionkv.gateway.retrieval.base import (
     best,
     by_shared_words,
     check_model,
+    no_corpus,
 )
 from fusionkv.gateway.retrieval.table import CorpusGone, CorpusTable, create_indexes, disk_error, disk_errors
 from fusionkv.protos.runtime import cancellation
@@ -175,7 +176,7 @@ class EmbeddedRetrieval(Retrieval):
         table = self._table(corpus)
         async with self._changing:
             if self._tables.pop(corpus, None) is not table:
-                raise NotFound(f"no corpus {corpus!r}")
+                raise no_corpus(corpus)
             item = table.item(corpus)
             await table.close()
             try:
@@ -257,12 +258,12 @@ class EmbeddedRetrieval(Retrieval):
             except CorpusGone as error:
                 await table.thawed()  # until the table that replaces it is open
                 if corpus not in self._tables:
-                    raise NotFound(f"no corpus {corpus!r}") from error
+                    raise no_corpus(corpus) from error
 
     def _table(self, corpus: str, model: ModelIdentity | None = None) -> CorpusTable:
         table = self._tables.get(corpus)
         if table is None:
-            raise NotFound(f"no corpus {corpus!r}: ingest a document to create it")
+            raise no_corpus(corpus)
         if model is not None:
             check_model(corpus, table.model, model)
         return table

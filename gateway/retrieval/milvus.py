@@ -26,6 +26,8 @@ from fusionkv.gateway.retrieval.base import (
     best,
     by_shared_words,
     check_model,
+    no_corpus,
+    no_document,
 )
 from fusionkv.gateway.retrieval.milvus_connection import BATCH, MAX_ROWS, Connection, Hits, NoCollection, listed
 from fusionkv.gateway.retrieval.milvus_rows import Row, Version
@@ -232,7 +234,7 @@ class MilvusRetrieval(Retrieval):
             return len(items), sum(item.chunks for item in items)
         version = await self._version(name, document)
         if version is None:
-            raise NotFound(f"no document {document!r}")
+            raise no_document(document)
         await self._milvus.delete(name, f'key == "{rows.owner(document)}"')
         await self._clean(name, document, {version.revision})
         return 1, version.chunks
@@ -351,7 +353,7 @@ def _corpus_errors(corpus: str) -> Iterator[None]:
     try:
         yield
     except NoCollection as error:
-        raise NotFound(f"no corpus {corpus!r}: ingest a document to create it") from error
+        raise no_corpus(corpus) from error
 
 
 def _of(document: str, revision: str = "") -> str:

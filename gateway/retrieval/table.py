@@ -21,10 +21,10 @@ from lancedb.table import AsyncTable
 
 from fusionkv.gateway.client.results import Item
 from fusionkv.gateway.retrieval import rows
-from fusionkv.gateway.retrieval.base import NO_FILTER
+from fusionkv.gateway.retrieval.base import NO_FILTER, no_document
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime.cancellation import background
-from fusionkv.protos.runtime.errors import NotFound, ResourceExhausted, ServiceError, Unavailable
+from fusionkv.protos.runtime.errors import ResourceExhausted, ServiceError, Unavailable
 
 log = logging.getLogger(__name__)
 _faults = logs.RateLimitedLog(log)
@@ -160,7 +160,7 @@ class CorpusTable:
 
         async def change() -> int:
             if document not in self._sizes:
-                raise NotFound(f"no document {document!r}")
+                raise no_document(document)
             chunks = self._sizes[document][0]
             await self._table.delete(f"document = {rows.quoted(document)}")
             self._resize(document, _NOTHING)

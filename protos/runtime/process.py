@@ -118,12 +118,10 @@ def check_ports(addresses: Sequence[str], flag: str) -> None:
     Call it before slow steps of the start: a service binds its ports only when it is ready, and may still fail then.
     """
     for address in addresses:
-        host, _, port = address.rpartition(":")
-        if address.startswith("unix:"):
-            continue
-        if not host or not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
+        if not is_address(address):
             raise OSError(f"{flag} {address}: an address is host:port, such as 127.0.0.1:8080, or unix:/path")
-        if port == "0":
+        host, _, port = address.rpartition(":")
+        if port == "0" or address.startswith("unix:"):
             continue
         try:
             (family, *_, where), *_ = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
@@ -139,6 +137,14 @@ def check_ports(addresses: Sequence[str], flag: str) -> None:
                 raise OSError(
                     f"{address} is in use by another program: stop it, or set another address with {flag}"
                 ) from error
+
+
+def is_address(text: str) -> bool:
+    """Whether a text is host:port or unix:/path, without `http://`."""
+    host, _, port = text.rpartition(":")
+    if text.startswith("unix:"):
+        return True
+    return bool(host) and "//" not in host and port.isascii() and port.isdigit() and int(port) < 1 << 16
 
 
 def listens(address: str) -> bool:

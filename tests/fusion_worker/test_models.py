@@ -259,6 +259,12 @@ def test_a_prompt_template_has_a_place_for_everything(wrong: str) -> None:
         WorkerConfig(prompt_template=wrong)
 
 
+@pytest.mark.parametrize("address", ["7070", "localhost", "http://localhost:7070"])
+def test_an_address_of_a_cache_service_that_is_none_is_refused(address: str) -> None:
+    with pytest.raises(ValueError, match="cache must be host:port, unix:/path or none"):
+        WorkerConfig(cache=address)
+
+
 def test_a_chat_template_without_roles_gets_the_conversation_as_text() -> None:
     """In its one message: what can't be said by the template is not lost."""
     one = (

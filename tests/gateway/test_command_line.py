@@ -22,7 +22,7 @@ import pytest
 from fusionkv.gateway.cli import check_corpus
 from fusionkv.gateway.cli import main as cli
 from fusionkv.gateway.cli.connect import UsageError
-from fusionkv.gateway.cli.files import find, parts, source
+from fusionkv.gateway.cli.files import find, parts, skipped, source
 from fusionkv.gateway.cli.launch import launched, missing_package
 from fusionkv.gateway.client.results import Item, Passage
 from fusionkv.gateway.config import GatewayConfig
@@ -59,6 +59,12 @@ def test_a_directory_is_searched_by_ending_and_files_go_by_their_own_names(folde
     assert list(find([str(folder / "a.txt"), str(folder / "a.*")], "")) == ["a.txt"]
     assert find([str(folder / "a.txt")], "", "notes.md") == {"notes.md": folder / "a.txt"}
     assert find(["-"], "", "notes.md") == {"notes.md": Path("-")}
+
+
+def test_what_a_directory_holds_beside_documents_is_skipped_and_told(folder: Path) -> None:
+    assert skipped([str(folder)], "") == [folder / "f.png"]
+    assert skipped([str(folder)], "text/plain") == []
+    assert skipped([str(folder / "f.png"), str(folder / "*.png"), "-"], "") == []
 
 
 @pytest.mark.parametrize(
@@ -134,8 +140,23 @@ def test_what_is_not_there_is_one_line(capsys: Capsys, tmp_path: Path) -> None:
     assert capsys.readouterr().err.count("\n") == 1
     gateway = f"unix:{tmp_path}/none.sock"
     assert cli.main(["list", "--gateway", gateway]) == 1
-    said = rf"fusionkv: gateway {gateway}: .*is `fusionkv serve all` running\?.*\n"
+    said = rf"fusionkv: gateway {gateway}: .*is `fusionkv serve all` running\?.*; --gateway sets the address\n"
     assert re.fullmatch(said, capsys.readouterr().err)
+    assert cli.main(["ask", "c", "q", "--explain", f"{tmp_path}/none/a.html"]) == 2
+    said = f"fusionkv: --explain {tmp_path}/none/a.html: there is no folder {tmp_path}/none\n"
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize("address", ["", "7072", "localhost", ":7072", "http://localhost:7072", "a:b", "a:65536"])
+def test_an_address_of_a_gateway_that_is_none_is_one_line(address: str, capsys: Capsys) -> None:
+    assert cli.main(["list", "--gateway", address]) == 2
+    remedy = "give host:port, such as 127.0.0.1:7072, or unix:/path"
+    assert capsys.readouterr().err == f"fusionkv: {address!r} is not a gateway's address: {remedy}\n"
+
+
+def test_a_host_that_is_unknown_is_told_with_a_remedy(capsys: Capsys) -> None:
+    assert cli.main(["list", "--gateway", "no-such-host.invalid:7072"]) == 1
+    assert re.search(r"is `fusionkv serve all` running\?.*; --gateway sets the address\n$", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("command", ["ask c", "delete", "encode", "list", "move"])
@@ -230,6 +251,9 @@ def test_commands_that_are_processes_of_their_own_explain_themselves_too(command
         ({"top_k": "300"}, "top_k .300. exceeds max_top_k"),
         ({"max_ingest_bytes": "1MiB"}, "max_document_bytes exceeds max_ingest_bytes"),
         ({"workers": ""}, "must name at least one fusion worker"),
+        ({"workers": "127.0.0.1:7071,7072"}, "workers: '7072' is not host:port"),
+        ({"workers": "http://a:7071"}, "workers: 'http://a:7071' is not host:port"),
+        ({"workers": "dns:7071"}, "workers: 'dns:7071' is not host:port"),
         ({"dense_weight": "1.5"}, "--dense-weight"),
         ({"language": "klingon"}, "language 'klingon' is not one of arabic, "),
         ({"milvus_url": "there:19530"}, "milvus_url must begin with http:// or https://"),

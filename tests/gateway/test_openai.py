@@ -148,7 +148,7 @@ def test_corpora_are_models(client: openai.OpenAI) -> None:
     assert (found.id, found.object, found.owned_by) == ("notes", "model", "fusionkv")
     assert found.fusionkv["documents"] == 2  # type: ignore[attr-defined]
     assert client.models.retrieve("notes") == found
-    with pytest.raises(openai.NotFoundError, match="no corpus 'other'"):
+    with pytest.raises(openai.NotFoundError, match="no corpus 'other': list the corpora"):
         client.models.retrieve("other")
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="other", messages=ASKED)

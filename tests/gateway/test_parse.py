@@ -70,6 +70,11 @@ def test_html_becomes_markdown_without_scripts() -> None:
     assert document.text.split() == ["#", "The", "title", "##", "Part", "one", "**two**", "&", "three", "*", "x"]
 
 
+def test_an_xml_declaration_is_no_text() -> None:
+    page = b'<?xml version="1.0"?><?style href="a.css"?><html><body><p>one &lt;?two?&gt;</p></body></html>'
+    assert parse.parse(page, HTML) == [Document("one <?two?>", markdown=True)]
+
+
 def test_each_json_line_is_a_document() -> None:
     lines = [
         {"id": 7, "title": " T\n", "text": "one", "metadata": {"year": 2020, "by": "x", "no": None}, "more": [1]},
@@ -89,7 +94,7 @@ def test_each_json_line_is_a_document() -> None:
 @pytest.mark.parametrize(
     ("content", "kind", "error"),
     [
-        (b"caf\xe9", PLAIN, "not UTF-8.*position 3"),
+        (b"caf\xe9", PLAIN, "not UTF-8 and must be converted first.*position 3"),
         (b"a\0b", PLAIN, "NUL character at 1"),
         (b" \n\t", PLAIN, "no text"),
         (b"", MARKDOWN, "no text"),

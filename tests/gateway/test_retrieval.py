@@ -377,7 +377,7 @@ async def test_what_is_not_there_is_not_found(engine: Retrieval) -> None:
     await engine.check("c")
     with pytest.raises(NotFound, match="no corpus 'none'"):
         await engine.check("none")
-    with pytest.raises(NotFound, match="no document 'x'"):
+    with pytest.raises(NotFound, match="no document 'x': list the corpus"):
         await engine.delete("c", "x")
     assert await engine.delete("c", "d") == (1, 1)
     assert await engine.delete("c") == (0, 0)

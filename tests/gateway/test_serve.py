@@ -14,6 +14,7 @@ import psutil
 import pytest
 from bs4 import BeautifulSoup
 
+from fusionkv.fusion_worker.config import configured
 from fusionkv.gateway.cli.supervisor import Child
 from fusionkv.gateway.client.client import Client
 from fusionkv.protos.runtime.tls import ClientTLS
@@ -226,7 +227,8 @@ def test_list_stats_and_delete(run: Run, pages: Path, all_services: tuple[Any, s
     assert json.loads(run("delete", "short", "page-0.md", "--json").stdout) == {"documents": 1, "chunks": 1}
     assert run("delete", "short").stdout == "short: 0 documents, 0 chunks deleted\n"
     missing = run("delete", "short", status=1)
-    assert missing.stderr == "fusionkv: gateway: no corpus 'short': ingest a document to create it\n"
+    remedy = "list the corpora to see their names, or ingest a document to create it"
+    assert missing.stderr == f"fusionkv: gateway: no corpus 'short': {remedy}\n"
 
 
 @pytest.mark.parametrize(
@@ -296,9 +298,21 @@ def test_a_taken_port_is_told_before_anything_is_loaded(command: tuple[str, ...]
 
 
 def test_the_default_model_is_sought_in_this_folder_alone(tmp_path: Path) -> None:
-    done = fusionkv("serve", "worker", "--listen", "127.0.0.1:0", cwd=tmp_path, status=1)
+    env = {"FUSIONKV_MODELS": str(tmp_path / "fetched")}
+    done = fusionkv("serve", "worker", "--listen", "127.0.0.1:0", cwd=tmp_path, env=env, status=1)
     assert "models/eased-3, the default model, is only in a clone" in done.stderr
-    assert "--model smollm2" in done.stderr
+    assert "`fusionkv model get smollm2`" in done.stderr
+
+
+def test_without_a_clone_the_fetched_model_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FUSIONKV_MODELS", str(tmp_path / "fetched"))
+    fetched = tmp_path / "fetched/smollm2"
+    fetched.mkdir(parents=True)
+    assert configured(None, {}).model == fetched
+    other = tmp_path / "models/eased-3"
+    other.mkdir(parents=True)
+    assert configured(None, {}).model == Path("models/eased-3")
 
 
 @pytest.mark.parametrize("command", [(), ("worker",), ("gateway",), ("kvcache",)])
