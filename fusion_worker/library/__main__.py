@@ -74,7 +74,9 @@ def _list(as_json: bool) -> int:
         )
         print(json.dumps([*rows]))
         return 0
-    table = Table("name", "what it is", "download", "licence", "where", box=None)
+    table = Table(box=None)
+    for heading in ("name", "what it is", "download", "licence", "where"):
+        table.add_column(heading, overflow="fold")  # a path or a URL that is cut is of no use
     for name, model in KNOWN.items():
         size = f"{model.download / 1e6:.0f} MB"
         place = str(places[name]) if fetched[name] else f"fusionkv model get {name}"

@@ -1,6 +1,7 @@
 """Converts a GGUF file to a model directory with safetensors weights, using transformers' GGUF reader."""
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ def convert(file: Path, into: Path) -> None:
         FailedPrecondition: the file is not a GGUF file, is damaged, or its model family is not supported.
     """
     check_packages()
+    # transformers shows a bar for it that its own setting leaves on; tqdm reads this when it is imported.
+    os.environ.setdefault("TQDM_DISABLE", "1")
     import gguf
 
     try:

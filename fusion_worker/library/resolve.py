@@ -79,7 +79,7 @@ def _from_hub(repository: str) -> Path:
     except Exception as error:  # huggingface_hub passes on errors of the network, the hub and the disk
         raise FailedPrecondition(
             f"{repository} is neither a directory nor in the Hugging Face cache, and can't be downloaded: "
-            f"{first_line(error)}"
+            f"{first_line(error)}; check its name and the network, or give a directory"
         ) from error
     if not _complete(found):  # without a network, huggingface_hub returns an incomplete snapshot
         raise FailedPrecondition(

@@ -238,9 +238,9 @@ def _with_status(method: Callable[..., Any], takes_stream: bool, streams: bool) 
 
 
 class _Health(health.aio.HealthServicer):
-    """The library's servicer lacks List."""
+    """The library's servicer lacks List, and before 1.82 its stubs lack the messages."""
 
-    async def List(self, request: health_pb2.HealthListRequest, context: object) -> health_pb2.HealthListResponse:
+    async def List(self, request: "health_pb2.HealthListRequest", context: object) -> "health_pb2.HealthListResponse":
         """The status of every service that Check knows."""
         statuses = {
             name: health_pb2.HealthCheckResponse(status=status) for name, status in self._server_status.items()

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.commands import run_python
+
 EXTRAS = {
     "protos": {"prometheus", "compress"},
     "kernels": {"worker", "gpu"},
@@ -67,6 +69,11 @@ def test_stubs_run_with_the_lowest_versions_that_are_allowed(root: Path, project
     _, _, generated = tools.partition("==")
     lowest = [r.partition(">=")[2].partition(",")[0] for r in project["dependencies"] if r.startswith("grpcio")]
     assert [f"{version}.0" for version in lowest] == [generated] * 3
+
+
+def test_services_load_with_health_stubs_that_lack_a_call() -> None:
+    lacks = "from grpc_health.v1 import health_pb2 as h; del h.HealthListRequest, h.HealthListResponse"
+    run_python("-c", f"{lacks}; import fusionkv.protos.runtime.rpc")
 
 
 def test_all_holds_what_the_known_models_need(project: dict[str, Any]) -> None:

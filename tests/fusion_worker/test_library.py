@@ -291,7 +291,9 @@ def test_a_conversion_that_was_killed_leaves_no_model(root: Path, tiny: Path) ->
     killed.kill()
     killed.wait()
     assert [*root.rglob("config.json")] == [] == [f for f in root.rglob("tiny") if f.is_dir()]
-    assert (Path(run_python("-c", code).stdout.strip()) / "model.safetensors").is_file()
+    done = run_python("-c", code)
+    assert (Path(done.stdout.strip()) / "model.safetensors").is_file()
+    assert "Converting" not in done.stderr, "the command shows progress itself"
     assert [*root.rglob(".tiny.partial-*")] == []
 
 
@@ -341,6 +343,7 @@ def test_a_hub_id(tiny: Path, tmp_path: Path) -> None:
     assert "snapshots/aaaa" in part
     assert "lacks config.json, tokenizer.json or some safetensors weights: org/part has none, or could not" in part
     assert none.startswith("org/none is neither a directory nor in the Hugging Face cache, and can't be downloaded: ")
+    assert none.endswith("; check its name and the network, or give a directory")
 
 
 @pytest.mark.system
@@ -351,6 +354,7 @@ def test_the_command(root: Path) -> None:
     assert rows["smollm2"]["directory"] == str(root / "smollm2")
     assert rows["gemma3-270m"]["directory"] is None
     assert "gemma3-270m" in fusionkv("model", "list").stdout
+    assert "…" not in fusionkv("model", "list", env={"COLUMNS": "80"}).stdout
     got = fusionkv("model", "get", "smollm2", "--json")
     assert json.loads(got.stdout) == {"name": "smollm2", "directory": str(root / "smollm2")}
     unknown = fusionkv("model", "get", "smollm3", status=1)
