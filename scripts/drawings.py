@@ -81,7 +81,7 @@ class Drawing:
 
 
 def chunk() -> None:
-    d = Drawing("Two prompts over the same chunks in another order", 260)
+    d = Drawing("Two prompts over the same chunks in another order", 256)
     d.text(20, 34, "Question 1")
     d.row(48, [(90, "system", "plain"), (90, "A", "computed"), (90, "B", "computed"), (90, "C", "computed")])
     d.box(404, 48, 130, "question 1", "plain")
@@ -94,7 +94,7 @@ def chunk() -> None:
 
 
 def path() -> None:
-    d = Drawing("An entry's path, an exact hit and an alternative hit", 270)
+    d = Drawing("An entry's path, an exact hit and an alternative hit", 276)
     d.text(20, 34, "Stored entries of chunk B")
     d.row(48, [(90, "system", "plain"), (60, "A", "plain"), (60, "B", "lossless")])
     d.text(270, 75, "path: system, A", weak=True)
@@ -109,7 +109,7 @@ def path() -> None:
 
 
 def stale() -> None:
-    d = Drawing("A chunk that was encoded alone has not seen the text before it", 250)
+    d = Drawing("A chunk that was encoded alone has not seen the text before it", 258)
     d.text(20, 34, "Full attention: every token has seen all text before it")
     d.row(48, [(210, "Ann lives in Oslo.", "lossless"), (190, "She is a doctor.", "lossless")])
     d.arrow((330, 90), (330, 112), (60, 112), (60, 92))
@@ -120,7 +120,7 @@ def stale() -> None:
 
 
 def recipe() -> None:
-    d = Drawing("A recipe chooses tokens; the ratio says how many", 250)
+    d = Drawing("A recipe chooses tokens; the ratio says how many", 256)
     d.text(20, 34, "Reused tokens, and tokens to recompute (orange)")
     chosen = {3, 4, 11, 17}
     for n in range(20):
@@ -134,7 +134,7 @@ def recipe() -> None:
 
 
 def lease() -> None:
-    d = Drawing("A lease keeps entries in place while they are fetched", 230)
+    d = Drawing("A lease keeps entries in place while they are fetched", 232)
     d.box(20, 30, 130, "worker")
     d.box(490, 30, 130, "cache")
     d.arrow((150, 42), (488, 42), label=(320, 34, "look up 8 chunks"))
@@ -149,7 +149,7 @@ def lease() -> None:
 
 
 def tiers() -> None:
-    d = Drawing("The tiers of KV: worker's pool, memory, disk, remote tier", 250)
+    d = Drawing("The tiers of KV: worker's pool, memory, disk, remote tier", 254)
     d.box(20, 24, 600, "worker: pool of KV pages", "computed")
     d.arrow((320, 90), (320, 66))
     d.box(20, 92, 290, "cache service: memory", "reused")
@@ -162,7 +162,7 @@ def tiers() -> None:
 
 def request() -> None:
     """Numbers as in "The life of a request" of docs/structure.md."""
-    d = Drawing("The path of a request: application, gateway, fusion worker, cache service", 440)
+    d = Drawing("The path of a request: application, gateway, fusion worker, cache service", 442)
     d.box(20, 20, 126, "application", height=64)
     d.box(246, 20, 170, "", "lossless", height=64)
     d.text(331, 46, "gateway", anchor="middle")

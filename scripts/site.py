@@ -38,6 +38,12 @@ MODULES = (
 _LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)]*)?\)")
 # On a phone a screenshot is too small to read: it links to its file.
 _SCREENSHOT = re.compile(r"!\[[^\]]*\]\(([^)\s]+\.png)\)")
+_CODE = re.compile("<code>[^<]*</code>")
+_FLAG = re.compile(r"--[a-z][a-z-]*")
+_CELL = re.compile("<td>(.*?)</td>", re.DOTALL)
+_TAG = re.compile("<[^>]*>")
+# Characters from which a cell stays readably wide on a phone; its table scrolls.
+_LONG = 60
 # Notes for contributors are no part of the site: there, a link to them is its text alone.
 _NOTES = re.compile(r"\[([^\]]+)\]\([^)\s]*\bjournal\b[^)\s]*\)")
 
@@ -57,6 +63,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(SiteFile.generated(config, "reference/python.md", content=python))
     files.append(SiteFile.generated(config, "reference/cli.md", content=cli_docs.page()))
     return files
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Marks for site.css the flags in inline code, which stay in one piece, and the cells of long text."""
+    html = _CODE.sub(lambda code: _FLAG.sub(r'<span class="flag">\g<0></span>', code[0]), html)
+    return _CELL.sub(_marked, html)
+
+
+def _marked(cell: re.Match[str]) -> str:
+    return cell[0] if len(_TAG.sub("", cell[1])) < _LONG else f'<td class="long">{cell[1]}</td>'
 
 
 def _home(page: str) -> str:

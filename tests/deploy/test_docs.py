@@ -179,6 +179,15 @@ def test_interfaces_are_whole(site: Path, root: Path) -> None:
     assert "share of context tokens to recompute" in str(asked.parent)
 
 
+@pytest.mark.slow
+def test_flags_and_long_cells_are_marked_for_phones(site: Path) -> None:
+    found = pages(site)
+    assert "--precompute" in {flag.get_text() for flag in found["tutorial/index.html"].select("p > code > .flag")}
+    cells = found["configuration/index.html"].select("td")
+    assert {"long" in cell.get("class", []) for cell in cells if len(cell.get_text()) > 65} == {True}
+    assert not [cell for cell in cells if "long" in cell.get("class", []) and len(cell.get_text()) < 55]
+
+
 def test_the_picture_of_the_dashboard_shows_its_panels(root: Path) -> None:
     """It was drawn after the last change of either."""
     assert DASHBOARD.is_file()
