@@ -30,7 +30,7 @@ NAME = "fusionkv-kvcache"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m fusionkv.kvcache_service", description=__doc__)
+    parser = argparse.ArgumentParser(prog="fusionkv-kvcache", description=__doc__)
     parser.add_argument("--config", type=Path, metavar="PATH", help="TOML file; its table [kvcache] is read")
     settings.add_flags(parser, Config)
     arguments = vars(parser.parse_args(argv))

@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="fusionkv eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("models", type=Path, nargs="*", metavar="MODEL", help="model directories (default: the reference models)")
+    add("models", type=Path, nargs="*", metavar="MODEL", help="as `fusionkv check` (default: the reference models)")
     add(
         "--data",
         type=Path,

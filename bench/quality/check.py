@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="--corpus NAME uses a gateway's corpus (--gateway ADDRESS ...): see `--corpus NAME --help`.",
     )
     add = parser.add_argument
-    add("model", type=Path, metavar="MODEL", help="directory of a Hugging Face causal language model")
+    add("model", type=Path, metavar="MODEL", help="model directory, *.gguf file, hub id or known name")
     add(
         "--data",
         type=Path,
