@@ -1,10 +1,11 @@
-"""Draws the plots of docs/performance.md from the rows in build/bench: `make plots`.
+"""Draws the plots of docs/performance.md from the rows in build/bench, and that of docs/quality.md from its table.
 
 Panels stand below one another, so that a phone shows them in readable size; colours follow the reader's light or dark
 scheme.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from matplotlib import pyplot as plt
 from matplotlib.ticker import LogLocator, NullFormatter
 
 ROOT = Path(__file__).parent.parent
-ROWS, IMAGES = ROOT / "build/bench", ROOT / "docs/img"
+ROWS, IMAGES, QUALITY = ROOT / "build/bench", ROOT / "docs/img", ROOT / "docs/quality.md"
 INK, OURS, OTHER, THIRD = "#334155", "#0f766e", "#b45309", "#6d28d9"
 FOURTH, WEAK = "#be185d", "#64748b"
 # Each colour in the dark scheme.
@@ -84,6 +85,27 @@ def throughput(rows: list[dict[str, Any]]) -> None:
     save(figure, IMAGES / "throughput.svg")
 
 
+def quality(page: str) -> None:
+    """What recipes recover over the share of recomputed tokens: mean, lowest and highest of the question sets."""
+    found = re.findall(r"^\| (KL|likelihood of the gold answer): `?(.+?)`?, ([\d.]+) \| (.+) \|$", page, re.MULTILINE)
+    figure, panels = plt.subplots(2, 1, figsize=(WIDTH, 2.4 * PANEL), layout="constrained", sharex=True)
+    names = dict.fromkeys(name for _, name, _, _ in found)
+    for panel, metric in zip(panels, ("KL", "likelihood of the gold answer"), strict=True):
+        for at, (name, colour) in enumerate(zip(names, (THIRD, OURS, OTHER), strict=True)):
+            mine = [(float(ratio), cells) for what, of, ratio, cells in found if (what, of) == (metric, name)]
+            sets = [[float(cell.split()[0]) for cell in cells.split(" | ")] for _, cells in mine]
+            means = [sum(values) / len(values) for values in sets]
+            spread = [[mean - min(v) for mean, v in zip(means, sets, strict=True)]]
+            spread += [[max(v) - mean for mean, v in zip(means, sets, strict=True)]]
+            shares = [100 * ratio + 0.2 * at for ratio, _ in mine]  # side by side where two are equal
+            panel.errorbar(shares, means, spread, fmt="o-", ms=4, capsize=3, color=colour, label=name)
+        panel.set(title=f"recovered, by {metric}", ylabel="%")
+        panel.set_ylim(0, 105)
+    panels[1].set_xlabel("% of the context's tokens recomputed")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    save(figure, IMAGES / "quality.svg")
+
+
 def save(figure: Any, file: Path) -> None:
     """Writes a figure whose colours follow the reader's scheme."""
     for panel in figure.axes:
@@ -106,6 +128,8 @@ def main() -> None:
             draw(json.loads((ROWS / name).read_text()))
         else:
             print(f"{ROWS / name} does not exist: {draw.__name__}.svg is not redrawn")
+    if QUALITY.exists():
+        quality(QUALITY.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

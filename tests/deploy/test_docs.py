@@ -114,6 +114,17 @@ def test_what_was_measured_is_drawn_and_nothing_else(root: Path, tmp_path: Path)
     assert all(name in drawn for name in ("full attention", "prophetkv", "99th percentile", "answer tokens a second"))
 
 
+@pytest.mark.slow
+def test_the_picture_of_quality_shows_the_figures_of_its_table(root: Path, tmp_path: Path) -> None:
+    for name in ("scripts/plots.py", "docs/quality.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text((root / name).read_text())
+    drawn = tmp_path / "docs/img/quality.svg"
+    drawn.parent.mkdir()
+    run_python(tmp_path / "scripts/plots.py")
+    assert drawn.read_text() == (root / "docs/img/quality.svg").read_text(), "run `make plots`"
+
+
 @pytest.fixture(scope="module")
 def site(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """--strict: a link or an anchor that leads nowhere, and a page that is in no list, is an error."""
