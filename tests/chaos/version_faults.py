@@ -29,7 +29,7 @@ async def worker_of_another_version(scene: Scene) -> AsyncIterator[None]:
     await _replaced(worker, scene.dice)
 
 
-@fault("gateway", 0.5, needs="history")
+@fault("gateway", 0.5, needs="history of gateways")
 async def gateway_of_another_version(scene: Scene) -> AsyncIterator[None]:
     gateway = scene.world.gateway
     await _replaced(gateway, scene.dice, scene.world.other)

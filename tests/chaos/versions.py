@@ -14,6 +14,10 @@ _PACKAGES = ("protos", "kvcache_service", "fusion_worker", "kernels", "gateway")
 _CONTRACT = "protos/*/v1/*.proto"
 _ROOT = Path(__file__).parents[2]
 _WHERE = "import fusionkv.kvcache_service as made; print(*made.__path__)"
+_FORMAT = (
+    "from fusionkv.gateway.retrieval import base, rows; "
+    "print(rows.schema(base.ModelIdentity(b'', b''), 0).metadata[b'fusionkv.form'].decode())"
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,11 @@ class Version:
         """Whether its service has all of these settings."""
         known = _run(self.folder, self.environment, sys.executable, "-P", "-m", module, "--help").decode()
         return all(flag in known for flag in flags if flag.startswith("--"))
+
+    def shares_corpora(self) -> bool:
+        """Whether its gateway reads the corpora that this one writes, and this one its."""
+        theirs = _run(self.folder, self.environment, sys.executable, "-P", "-c", _FORMAT)
+        return theirs == _run(_ROOT, {}, sys.executable, "-P", "-c", _FORMAT)
 
     def _generate(self) -> None:
         """Its gRPC stubs, from its own protos."""

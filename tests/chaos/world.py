@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 
 from fusionkv.fusion_worker.client import WorkerClient
@@ -78,7 +79,7 @@ class World:
         for number in range(CACHES):
             unmounted(self.data(number).parent)
 
-    @property
+    @cached_property  # of a world that runs: two entries start processes of the other version
     def lacks(self) -> dict[str, str]:
         """By what a fault may need: why that is not there, or nothing."""
         none = "no network namespaces"
@@ -89,6 +90,7 @@ class World:
             "clock": "" if Clock.preload else "no libfaketime",
             "history": "" if self.other else "no other version",
             "history of caches": self._unlike_caches(),
+            "history of gateways": self._unlike_gateways(),
             "redis": "" if self.kind == "redis" else "no Redis",
             "secured": "" if self.secured else "not --secured",
         }
@@ -169,6 +171,12 @@ class World:
             return "no other version"
         alike = self.other.takes("fusionkv.kvcache_service", self.caches[0].flags)
         return "" if alike else "the other version's cache service has other settings"
+
+    def _unlike_gateways(self) -> str:
+        """Why the gateway can't be replaced by another version's."""
+        if self.other is None:
+            return "no other version"
+        return "" if self.other.shares_corpora() else "the other version's gateway has another format of corpora"
 
     async def _start_cache(self, number: int) -> None:
         self.mounted &= mounted(self.data(number).parent, MOUNT_MIB)
