@@ -1,4 +1,4 @@
-"""Takes the README's screenshot of build/demo.html, which `make demo` writes. Needs Chromium."""
+"""Takes the README's screenshots of build/demo.html, light and dark; `make demo` writes it. Needs Chromium."""
 
 import asyncio
 import shutil
@@ -18,9 +18,10 @@ async def main() -> None:
     if chromium is None:
         raise SystemExit(f"no browser found: install one of {', '.join(NAMES)}")
     async with browsing(chromium) as page:
-        await page.size(1100, 690)
-        await page.open((ROOT / "build/demo.html").as_uri())
-        await page.picture(ROOT / "docs/img/answer.png")
+        for name, dark in (("answer", False), ("answer-dark", True)):
+            await page.size(1100, 690, dark=dark)
+            await page.open((ROOT / "build/demo.html").as_uri())
+            await page.picture(ROOT / f"docs/img/{name}.png")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Draws the plots of docs/performance.md from the rows in build/bench, and that of docs/quality.md from its table.
+"""Draws the plots of docs/performance.md and docs/quality.md, from the rows in build/bench or the tables of the pages.
 
 Panels stand below one another, so that a phone shows them in readable size; colours follow the reader's light or dark
 scheme.
@@ -16,7 +16,7 @@ from matplotlib import pyplot as plt
 from matplotlib.ticker import LogLocator, NullFormatter
 
 ROOT = Path(__file__).parent.parent
-ROWS, IMAGES, QUALITY = ROOT / "build/bench", ROOT / "docs/img", ROOT / "docs/quality.md"
+ROWS, IMAGES = ROOT / "build/bench", ROOT / "docs/img"
 INK, OURS, OTHER, THIRD = "#334155", "#0f766e", "#b45309", "#6d28d9"
 FOURTH, WEAK = "#be185d", "#64748b"
 # Each colour in the dark scheme.
@@ -106,6 +106,71 @@ def quality(page: str) -> None:
     save(figure, IMAGES / "quality.svg")
 
 
+def first_token(page: str) -> None:
+    """Time to the first token over the length of the context, with AMX and without."""
+    rows = table(page, "Time to the first token")
+    names = [name for name in rows[0] if name.endswith(", s")]
+    figure, panels = plt.subplots(2, 1, figsize=(WIDTH, 2.4 * PANEL), layout="constrained", sharex=True)
+    for panel, amx in zip(panels, ("no", "yes"), strict=True):
+        mine = [row for row in rows if row["AMX"] == amx]
+        contexts = [number(row["context"]) for row in mine]
+        for name, colour in zip(names, (INK, OTHER, THIRD, OURS), strict=True):
+            label = name.removesuffix(", s").strip("`")
+            panel.plot(contexts, [number(row[name]) for row in mine], "o-", ms=4, color=colour, label=label)
+        panel.set(title=f"with{'out' * (amx == 'no')} AMX", ylabel="seconds to the first token")
+        panel.set_ylim(bottom=0)
+    panels[1].set_xlabel("tokens of context")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    save(figure, IMAGES / "first-token.svg")
+
+
+def decoding(page: str) -> None:
+    """Time of a step over reused chunks, relative to one over one piece."""
+    rows = table(page, "Decoding")
+    labels = [f"{row['requests']} at once, {row['chunks']} chunks, {row['recomputed']} recomputed" for row in rows]
+    figure, panel = plt.subplots(figsize=(WIDTH, PANEL), layout="constrained")
+    bars = panel.barh(labels, [number(row["of one piece"]) for row in rows], color=OURS, height=0.6)
+    panel.bar_label(bars, fmt="%.2f", padding=4, color=INK)
+    panel.axvline(1, color=INK, lw=0.8, ls=":")
+    panel.set(title="time of a step, of that over one piece")
+    panel.invert_yaxis()
+    save(figure, IMAGES / "decoding.svg")
+
+
+def moving(page: str) -> None:
+    """GB/s of single entries over their size, for every store."""
+    rows = table(page, "Moving bytes")
+    figure, panels = plt.subplots(2, 1, figsize=(WIDTH, 2.8 * PANEL), layout="constrained", sharex=True)
+    styles = ((OURS, "o--"), (OURS, "o-"), (OTHER, "s-"), (OTHER, "s:"), (THIRD, "^-"), (THIRD, "^:"), (WEAK, "d-"))
+    for panel, operation in zip(panels, ("put", "get"), strict=True):
+        sizes = [name for name in rows[0] if name.startswith(operation)]
+        for row, (colour, style) in zip(rows, styles, strict=True):
+            speeds = [number(row[size]) for size in sizes]
+            panel.loglog([number(size) for size in sizes], speeds, style, ms=4, color=colour, label=row[""])
+        panel.set(title=f"GB/s, {operation}")
+        panel.xaxis.set_major_locator(LogLocator(2, numticks=12))
+        panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        for axis in (panel.xaxis, panel.yaxis):
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter(NullFormatter())
+    panels[1].set_xlabel("MiB an entry")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    save(figure, IMAGES / "moving.svg")
+
+
+def table(page: str, heading: str) -> list[dict[str, str]]:
+    """The rows of the first table below a heading, by the titles of its columns."""
+    below = page.partition(f"\n## {heading}\n")[2]
+    lines = re.search(r"(?:^\|.*\n)+", below, re.MULTILINE)
+    titles, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines[0].splitlines())
+    return [dict(zip(titles, row, strict=True)) for row in rows]
+
+
+def number(cell: str) -> float:
+    """The first number of a cell."""
+    return float(re.search(r"[\d.]+", cell.replace(",", ""))[0])
+
+
 def save(figure: Any, file: Path) -> None:
     """Writes a figure whose colours follow the reader's scheme."""
     for panel in figure.axes:
@@ -128,8 +193,10 @@ def main() -> None:
             draw(json.loads((ROWS / name).read_text()))
         else:
             print(f"{ROWS / name} does not exist: {draw.__name__}.svg is not redrawn")
-    if QUALITY.exists():
-        quality(QUALITY.read_text(encoding="utf-8"))
+    for name, plots in {"quality": [quality], "performance": [first_token, decoding, moving]}.items():
+        if (page := ROOT / f"docs/{name}.md").exists():
+            for plot in plots:
+                plot(page.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -38,6 +38,8 @@ MODULES = (
 _LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)]*)?\)")
 # On a phone a screenshot is too small to read: it links to its file.
 _SCREENSHOT = re.compile(r"!\[[^\]]*\]\(([^)\s]+\.png)\)")
+# One that has a dark variant, as HTML.
+_PICTURE = re.compile(r"<picture>.*?</picture>\n", re.DOTALL)
 _CODE = re.compile("<code>[^<]*</code>")
 _FLAG = re.compile(r"--[a-z][a-z-]*")
 _CELL = re.compile("<td>(.*?)</td>", re.DOTALL)
@@ -83,11 +85,12 @@ def _home(page: str) -> str:
     """
     page, _, _ = page[: page.index("\n## Dependencies\n") + 1].partition("\n## Documentation\n")
     first, table, rest = page.partition("\n| ")
-    picture = re.search(r"^!\[[^\]]*\]\([^)]*\)\n", first, re.MULTILINE)
+    picture = _PICTURE.search(first)
     if picture is None:
         raise ValueError("README.md has no picture before its first table")
     text = first.replace(picture[0], "")
-    hero = f'<div class="hero" markdown>\n<div markdown>\n\n{text}\n</div>\n\n{picture[0]}\n</div>\n'
+    linked = '<a href="img/answer.png">' + picture[0].replace('"docs/', '"') + "</a>"
+    hero = f'<div class="hero" markdown>\n<div markdown>\n\n{text}\n</div>\n\n{linked}\n</div>\n'
     return f"---\nhide: [navigation, toc]\n---\n\n{hero}{table}{rest}"
 
 

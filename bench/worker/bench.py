@@ -49,7 +49,7 @@ _LESSONS = 4
 PATIENT: dict[str, Any] = {"lookup_timeout": 60.0, "fetch_timeout": 60.0, "cache_seconds": 120.0}
 # Recipe and ratio of each row; full_attention is the baseline of the same run.
 _DEFAULT = (DEFAULT_RECIPE, modifiers.find(DEFAULT_RECIPE).ratio)
-ROWS = (("full_reuse", 0.0), ("epic", 0.15), ("prophetkv", 0.15), _DEFAULT)
+ROWS = (("full_reuse", 0.0), ("epic", 0.15), ("cacheblend", 0.15), ("prophetkv", 0.15), _DEFAULT)
 
 
 def cache_service(

@@ -27,6 +27,7 @@ answer.on("data", ({ sources, token, summary }) => {
 });
 answer.on("error", (error) => {
   console.error(`${grpc.status[error.code]}: ${error.details}`);
+  if (error.code === grpc.status.UNAVAILABLE) console.error(`start a gateway at ${address}: fusionkv serve all`);
   process.exitCode = 1;
 });
 answer.on("end", () => client.close());

@@ -209,7 +209,10 @@ def _children(args: argparse.Namespace, gateway: GatewayConfig, stack: contextli
     sockets = data / "run"
     if len(bytes(sockets / "kvcache.sock")) > _MAX_SOCKET_PATH:
         sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fusionkv-")))
-    sockets.mkdir(parents=True, exist_ok=True)
+    try:
+        sockets.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"--data-dir {data} can't be created: {error.strerror}; choose a writable directory") from error
     cache, worker = (f"unix:{sockets / name}.sock" for name in ("kvcache", "worker"))
     config = ["--config", str(args.config.absolute())] if args.config else []
     model = ["--model", str(args.model)] if args.model else []

@@ -115,14 +115,19 @@ def test_what_was_measured_is_drawn_and_nothing_else(root: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_the_picture_of_quality_shows_the_figures_of_its_table(root: Path, tmp_path: Path) -> None:
-    for name in ("scripts/plots.py", "docs/quality.md"):
+@pytest.mark.parametrize(
+    ("page", "pictures"), [("quality", ["quality"]), ("performance", ["first-token", "decoding", "moving"])]
+)
+def test_a_picture_shows_the_figures_of_its_table(root: Path, tmp_path: Path, page: str, pictures: list[str]) -> None:
+    for name in ("scripts/plots.py", f"docs/{page}.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text((root / name).read_text())
-    drawn = tmp_path / "docs/img/quality.svg"
-    drawn.parent.mkdir()
+    drawn = tmp_path / "docs/img"
+    drawn.mkdir()
     run_python(tmp_path / "scripts/plots.py")
-    assert drawn.read_text() == (root / "docs/img/quality.svg").read_text(), "run `make plots`"
+    assert {file.stem for file in drawn.iterdir()} == {*pictures}
+    for file in drawn.iterdir():
+        assert file.read_text() == (root / "docs/img" / file.name).read_text(), "run `make plots`"
 
 
 @pytest.fixture(scope="module")
@@ -143,10 +148,14 @@ def test_every_file_that_a_page_needs_is_there(site: Path) -> None:
     found = pages(site)
     assert len(found) > 15
     for name, page in found.items():
-        needed = [*page.select("link[rel=stylesheet]"), *page.select("script[src]"), *page.select("img[src]")]
+        needed = [
+            *page.select("link[rel=stylesheet]"),
+            *page.select("script[src]"),
+            *page.select("img[src], source[srcset]"),
+        ]
         assert needed
         for element in needed:
-            target = str(element.get("href") or element.get("src"))
+            target = str(element.get("href") or element.get("src") or element["srcset"])
             assert "//" not in target, f"{name} needs {target} from elsewhere"
             # The page that answers for missing ones is shown at any depth, so it names files from the top.
             start = site if target.startswith("/") else (site / name).parent

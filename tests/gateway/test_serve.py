@@ -297,6 +297,14 @@ def test_a_taken_port_is_told_before_anything_is_loaded(command: tuple[str, ...]
     assert f"{address} is in use by another program: stop it, or set another address with --listen" in done.stderr
 
 
+def test_a_data_directory_that_cannot_be_is_named(tmp_path: Path, tiny_model: Path) -> None:
+    (tmp_path / "file").write_text("")
+    command = ("serve", "all", "--model", str(tiny_model), "--data-dir", str(tmp_path / "file/data"))
+    assert re.search(
+        r"--data-dir \S+/file/data can't be created: Not a directory; choose", fusionkv(*command, status=1).stderr
+    )
+
+
 def test_the_default_model_is_sought_in_this_folder_alone(tmp_path: Path) -> None:
     env = {"FUSIONKV_MODELS": str(tmp_path / "fetched")}
     done = fusionkv("serve", "worker", "--listen", "127.0.0.1:0", cwd=tmp_path, env=env, status=1)
