@@ -5,6 +5,7 @@ import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,7 +77,7 @@ def missing(
 def run(jobs: Sequence[Job], processes: int, threads: int) -> Iterator[tuple[Job, list[list[Measured]]]]:
     """Runs jobs in `processes` processes of `threads` CPU threads each; yields them as they finish.
 
-    Raises the error of the first job that fails.
+    Raises the error of the first job that fails, and OSError if a process ends.
     """
     # Not forked: a child would inherit locks held by the parent's threads.
     context = multiprocessing.get_context("spawn")
@@ -92,11 +93,14 @@ def run(jobs: Sequence[Job], processes: int, threads: int) -> Iterator[tuple[Job
                     return
                 for future in wait(waiting, return_when=FIRST_COMPLETED).done:
                     yield waiting.pop(future), future.result()
-        except BaseException:
+        except BaseException as error:
             # The others' results are not needed any more, and could take half an hour. The pool waits for its
             # processes, in the one thread that may: of two that wait for a process, one never learns that it ended.
             for child in multiprocessing.active_children():
                 child.terminate()
+            if isinstance(error, BrokenProcessPool):
+                lost = "a process ended early: if memory was short, use --processes 1; finished measurements are kept"
+                raise OSError(lost) from error
             raise
 
 

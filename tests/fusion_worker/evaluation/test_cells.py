@@ -221,3 +221,15 @@ def test_an_evaluation_that_is_killed_leaves_no_process(reference_model: Path, t
         found = descendants(started.pid)
         started.kill()
     wait_until(lambda: all(map(ended, found)), 30)
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_is_told(reference_model: Path, tmp_path: Path) -> None:
+    flags = ("--tasks", "single", "--processes", "2", "--out", str(tmp_path))
+    command = (sys.executable, "-P", "-m", "fusionkv.bench.quality", str(reference_model), *flags)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as started:
+        wait_until(lambda: len(descendants(started.pid, "spawn_main")) == 2, 120)
+        descendants(started.pid, "spawn_main")[0].kill()
+        _, said = started.communicate(timeout=60)
+    assert started.returncode == 1
+    assert said.endswith("use --processes 1; finished measurements are kept\n")
