@@ -31,6 +31,7 @@ class Encoder:
         """Computes full attention over the path, and stores every chunk of it under its exact path.
 
         Raises:
+            FailedPrecondition: this worker has no cache service.
             Unavailable: the cache service can't be reached or refused the bytes.
         """
         namespace = self._loader.namespace(prompt.tenant)
@@ -47,7 +48,7 @@ class Encoder:
             alone; what is stored is the mean of that and of the chunk computed after the others. None does neither.
 
         Raises:
-            Unavailable: as for `exact`.
+            FailedPrecondition, Unavailable: as for `exact`.
         """
         namespace = self._loader.namespace(prompt.tenant)
         *neighbours, chunk = prompt.chunks

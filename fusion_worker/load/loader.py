@@ -32,7 +32,7 @@ from fusionkv.fusion_worker.transfer.storage import Storage
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos.runtime.cancellation import to_the_end
-from fusionkv.protos.runtime.errors import NotFound, ServiceError, Unavailable
+from fusionkv.protos.runtime.errors import FailedPrecondition, NotFound, ServiceError, Unavailable
 
 log = logging.getLogger(__name__)
 tracer = trace.get_tracer(__name__)
@@ -173,10 +173,11 @@ class Loader:
         """Stores a part now and waits for the commit.
 
         Raises:
-            Unavailable: there is no cache service, or it can't be reached or refused the bytes.
+            FailedPrecondition: this worker has no cache service.
+            Unavailable: the cache service can't be reached or refused the bytes.
         """
         if self.putter is None:
-            raise Unavailable("this worker has no cache service: start it with --cache ADDRESS")
+            raise FailedPrecondition("this worker has no cache service: start it with --cache ADDRESS")
         try:
             await self.putter.put(namespace, part)
         except ServiceError as error:

@@ -93,7 +93,7 @@ async def test_encode(start: Any) -> None:
         for error, message, fields in (
             (errors.InvalidArgument, "mode must be", {}),
             (errors.FailedPrecondition, "fingerprint", {**exact, "model_fingerprint": bytes(32)}),
-            (errors.Unavailable, "no cache service", exact),
+            (errors.FailedPrecondition, "no cache service", exact),
         ):
             with pytest.raises(error, match=message):
                 await client.encode(pb.EncodeRequest(chunk=pb.Tokens(ids=[1, 2]), **fields))
