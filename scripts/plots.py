@@ -1,4 +1,4 @@
-"""Draws the plots of docs/performance.md and docs/quality.md, from the rows in build/bench or the tables of the pages.
+"""Draws the plots of docs/performance.md and docs/quality.md, from rows in build/bench or the tables of the pages.
 
 Panels stand below one another, so that a phone shows them in readable size; colours follow the reader's light or dark
 scheme.
@@ -117,7 +117,7 @@ def first_token(page: str) -> None:
         for name, colour in zip(names, (INK, OTHER, THIRD, OURS), strict=True):
             label = name.removesuffix(", s").strip("`")
             panel.plot(contexts, [number(row[name]) for row in mine], "o-", ms=4, color=colour, label=label)
-        panel.set(title=f"with{'out' * (amx == 'no')} AMX", ylabel="seconds to the first token")
+        panel.set(title=f"with{'out' * (amx == 'no')} AMX", ylabel="seconds")
         panel.set_ylim(bottom=0)
     panels[1].set_xlabel("tokens of context")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
@@ -132,7 +132,8 @@ def decoding(page: str) -> None:
     bars = panel.barh(labels, [number(row["of one piece"]) for row in rows], color=OURS, height=0.6)
     panel.bar_label(bars, fmt="%.2f", padding=4, color=INK)
     panel.axvline(1, color=INK, lw=0.8, ls=":")
-    panel.set(title="time of a step, of that over one piece")
+    panel.set(xlabel="time relative to one piece")
+    panel.set_xlim(right=1.2 * panel.get_xlim()[1])  # room for the numbers
     panel.invert_yaxis()
     save(figure, IMAGES / "decoding.svg")
 
@@ -148,7 +149,7 @@ def moving(page: str) -> None:
             speeds = [number(row[size]) for size in sizes]
             panel.loglog([number(size) for size in sizes], speeds, style, ms=4, color=colour, label=row[""])
         panel.set(title=f"GB/s, {operation}")
-        panel.xaxis.set_major_locator(LogLocator(2, numticks=12))
+        panel.set_xticks([number(size) for size in sizes])
         panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         for axis in (panel.xaxis, panel.yaxis):
             axis.set_major_formatter("{x:g}")
