@@ -46,10 +46,13 @@ async def test_encoding_twice_is_encoding_once(mode: str, cached: Any) -> None:
 
 
 async def test_encoding_without_a_cache_service(start: Any) -> None:
-    for cache, message in (("", "no cache service"), ("127.0.0.1:1", "cache service at 127.0.0.1:1")):
+    for cache, status, message in (
+        ("", FailedPrecondition, "no cache service"),
+        ("127.0.0.1:1", Unavailable, "cache service at 127.0.0.1:1"),
+    ):
         rig = await start("llama", cache=cache, lookup_timeout=0.5)
         for mode in ("EXACT", "NEIGHBOURS"):
-            with pytest.raises(Unavailable, match=message):
+            with pytest.raises(status, match=message):
                 await rig.encode([1], [[2]], [3, 4], mode)
 
 
