@@ -140,7 +140,7 @@ quality: setup ## Writes the tables of docs/journal/quality.md from the report o
 	@$(PY) scripts/quality_docs.py $(ARGS) > build/quality.md && mv build/quality.md docs/journal/quality.md
 
 .PHONY: plots
-plots: setup ## Draws the plots of docs/performance.md from build/bench/, and that of docs/quality.md
+plots: setup ## Draws the plots of docs/performance.md and docs/quality.md, from build/bench/ or their tables
 	@$(PY) scripts/plots.py
 
 .PHONY: eval-smoke

@@ -77,7 +77,7 @@ def missing(
 def run(jobs: Sequence[Job], processes: int, threads: int) -> Iterator[tuple[Job, list[list[Measured]]]]:
     """Runs jobs in `processes` processes of `threads` CPU threads each; yields them as they finish.
 
-    Raises the error of the first job that fails, and OSError if a process ends.
+    Raises the error of the first job that fails, and OSError if a process ends early.
     """
     # Not forked: a child would inherit locks held by the parent's threads.
     context = multiprocessing.get_context("spawn")
