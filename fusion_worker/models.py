@@ -123,7 +123,7 @@ def load(
         raise FailedPrecondition(
             f"{directory} holds no weights in safetensors format: convert them; pickles are not loaded"
         )
-    where = _device(device)
+    where = device_of(device)
     kind = DTYPES.get(dtype) if dtype != "auto" else _own_dtype(config, where)
     if kind is None:
         raise FailedPrecondition(f"unknown dtype {dtype!r}: use auto, {', '.join(DTYPES)}")
@@ -185,7 +185,7 @@ def _network(directory: Path, dtype: torch.dtype, config: Any, ranks: Ranks) -> 
 
 def on_cpu(device: str) -> bool:
     """Whether a device name, including auto, means the CPU. Raises as `load` does."""
-    return _device(device).type == "cpu"
+    return device_of(device).type == "cpu"
 
 
 def rank_device(device: str, rank: int) -> torch.device:
@@ -194,7 +194,7 @@ def rank_device(device: str, rank: int) -> torch.device:
         raise FailedPrecondition(
             "transformers would place tensor-parallel ranks on GPUs: hide the GPUs by CUDA_VISIBLE_DEVICES="
         )
-    return _device("cpu" if on_cpu(device) else f"cuda:{rank}")
+    return device_of("cpu" if on_cpu(device) else f"cuda:{rank}")
 
 
 def _own_dtype(config: Any, device: torch.device) -> torch.dtype:
@@ -203,7 +203,8 @@ def _own_dtype(config: Any, device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" and not computes(kind) else kind
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """The device of a name: auto, cpu or cuda[:N]. Raises as `load` does."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

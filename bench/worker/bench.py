@@ -1,8 +1,8 @@
 """TTFT by prompt length: recipes against full attention in the same run, and the ideal by operations.
 
-A real model answers over real passages; `--model shape` uses random weights of the shape of Qwen2.5-0.5B and random
-tokens instead. Chunks come from a real cache service over a unix socket, and the pool is emptied before every timed
-request, so each figure includes fetching.
+A real model answers over real passages; `--model shape` and `--model shape-7b` use random weights of the shapes of
+Qwen2.5-0.5B and Qwen2.5-7B, and random tokens, instead. Chunks come from a real cache service over a unix socket, and
+the pool is emptied before every timed request, so each figure includes fetching.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from rich.progress import Progress
 
 from fusionkv.bench import command
 from fusionkv.bench.gpu.model import build
-from fusionkv.bench.gpu.setup import ModelShape
+from fusionkv.bench.gpu.setup import FULL, ModelShape
 from fusionkv.bench.services.process import running
 from fusionkv.bench.worker.passages import Passages
 from fusionkv.fusion_worker import models
@@ -40,8 +40,7 @@ from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.protos.answer.v1.answer_pb2 import Explanation
 
 CHUNK = 512
-SHAPE = "shape"
-HALF_BILLION = ModelShape("qwen2.5-0.5b-shape", 24, 896, 4864, 14, 2, 151936, tied=True)
+SHAPES = {"shape": ModelShape("qwen2.5-0.5b-shape", 24, 896, 4864, 14, 2, 151936, tied=True), "shape-7b": FULL.model}
 COLUMNS = ("name", "context", "r", "baseline_s", "value_s", "ratio", "mean_position", "ideal")
 # Number of prompts from which a recipe with corrections learns.
 _LESSONS = 4
@@ -208,16 +207,41 @@ def _lines(rows: list[dict[str, object]]) -> Iterator[list[object]]:
         yield [*(row[column] for column in COLUMNS), f"{share:.0%}", *(f"{v:.3f}" for v in stages.values())]
 
 
-def show(title: str, rows: list[dict[str, object]], path: Path | None) -> None:
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Adds --model, which may be one of `SHAPES`, and --device."""
+    command.add_model(parser, f", or {', '.join(SHAPES)}: random weights")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda[:N] (default: %(default)s)")
+
+
+def load(name: str, device: str, dtype: str = "auto") -> models.Model:
+    """Loads a model, or makes one with random weights of one of `SHAPES`, which compute in bfloat16 by default."""
+    if name not in SHAPES:
+        return models.load(resolve(name), device, dtype)
+    kind = torch.bfloat16 if dtype == "auto" else models.DTYPES[dtype]
+    return build(SHAPES[name], kind, models.device_of(device))
+
+
+async def passages_of(model: models.Model, name: str, files: Sequence[Path], count: int) -> Passages:
+    """`count` passages for a model that `load` returned: random tokens for one of `SHAPES`."""
+    return Passages.random(count, CHUNK) if name in SHAPES else await Passages.of(model, files, count)
+
+
+def processor(device: str) -> str:
+    """The GPU that computes on a device, or the number of CPU threads."""
+    found = models.device_of(device)
+    return torch.cuda.get_device_name(found) if found.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+
+
+def show(title: str, rows: list[dict[str, object]], path: Path | None, device: str = "cpu") -> None:
     """Prints a bench's rows as a table, and writes them to `path`."""
-    title = f"{title}; {torch.get_num_threads()} CPU threads"
+    title = f"{title}; {processor(device)}"
     command.show(command.table(title, [*rows[0]], (list(row.values()) for row in rows)))
     command.write(rows, path)
 
 
 def main() -> None:
     parser = command.parser_of("worker.bench", __doc__)
-    command.add_model(parser, ", or `shape`")
+    add_model(parser)
     command.add_data(parser)
     parser.add_argument("--contexts", default="1024,2048,4096", help="tokens of passages (%(default)s)")
     about = "runs per recipe; the median ratio's is reported (%(default)s)"
@@ -227,21 +251,17 @@ def main() -> None:
     started = time.perf_counter()
     rows = asyncio.run(_run(args))
     seconds = time.perf_counter() - started
-    title = f"TTFT, {args.model}, {torch.get_num_threads()} CPU threads ({seconds:.0f} s)"
     columns = (*COLUMNS, "of ideal", "lookup", "load", "select", "prefill")
+    title = f"TTFT, {args.model}, {processor(args.device)} ({seconds:.0f} s)"
     command.show(command.table(title, columns, _lines(rows)))
     command.write(rows, args.json)
 
 
 async def _run(args: argparse.Namespace) -> list[dict[str, object]]:
     contexts = [int(part) for part in args.contexts.split(",")]
-    if args.model == SHAPE:
-        dtype = torch.bfloat16 if args.dtype == "auto" else models.DTYPES[args.dtype]
-        model = build(HALF_BILLION, dtype, torch.device("cpu"))
-        passages = Passages.random(max(contexts) // CHUNK, CHUNK)
-    else:
-        model = models.load(resolve(args.model), "cpu", args.dtype)
-        passages = await Passages.of(model, args.data, max(contexts) // 100)
+    model = load(args.model, args.device, args.dtype)
+    each = CHUNK if args.model in SHAPES else 100
+    passages = await passages_of(model, args.model, args.data, max(contexts) // each)
     return await bench(model, passages, contexts, args.repeats, Console(stderr=True))
 
 

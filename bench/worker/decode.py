@@ -12,23 +12,22 @@ import time
 import torch
 
 from fusionkv.bench import command
-from fusionkv.bench.worker.bench import show
+from fusionkv.bench.worker.bench import add_model, load, show
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.compute.attention import forward, install
 from fusionkv.fusion_worker.compute.batch import Batch
-from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.kernels.gpu.segment_table import Spans
 from fusionkv.kernels.segments import KVSegment, QuerySpan
 
 CHUNKS, REQUESTS, RATIO = (1, 8, 20), (1, 8), 0.15
 
 
-def _segments(request: int, chunks: int, tokens: int, ratio: float) -> tuple[KVSegment, ...]:
+def _segments(request: int, chunks: int, tokens: int, ratio: float, device: torch.device) -> tuple[KVSegment, ...]:
     """Segments of a request: shared chunks that were rotated for other positions, and its own tokens after them."""
     each, own = tokens // chunks, tokens + request * (tokens + 1)
     if chunks == 1 and not ratio:
         return KVSegment(0, tokens, 0), KVSegment(own, 1, tokens)
-    recomputed = torch.rand(chunks * each, generator=torch.Generator().manual_seed(request)) < ratio
+    recomputed = (torch.rand(chunks * each, generator=torch.Generator().manual_seed(request)) < ratio).to(device)
     positions = recomputed.nonzero()[:, 0]
     stale = [
         KVSegment(at, each, at, shift=at + 1, hidden=recomputed[at : at + each] if ratio else None)
@@ -36,19 +35,25 @@ def _segments(request: int, chunks: int, tokens: int, ratio: float) -> tuple[KVS
     ]
     if not ratio:
         return *stale, KVSegment(own, 1, tokens)
-    return *stale, KVSegment(own, len(positions) + 1, 0, positions=torch.cat([positions, torch.tensor([tokens])]))
+    return *stale, KVSegment(
+        own, len(positions) + 1, 0, positions=torch.cat([positions, positions.new_tensor([tokens])])
+    )
 
 
 def _step(model: models.Model, pool: torch.Tensor, chunks: int, requests: int, tokens: int, ratio: float) -> float:
     """Seconds of a step that decodes a token of each request."""
-    position, rows = torch.tensor([tokens]), range(requests)
-    seen = [_segments(row, chunks, tokens // chunks * chunks, ratio) for row in rows]
+    position, rows = torch.tensor([tokens], device=pool.device), range(requests)
+    seen = [_segments(row, chunks, tokens // chunks * chunks, ratio, pool.device) for row in rows]
     spans = Spans([QuerySpan(row, row + 1, position, segments) for row, segments in zip(rows, seen, strict=True)])
-    slots = torch.tensor([segments[-1].stop - 1 for segments in seen])
-    ids = torch.ones(requests, dtype=torch.int64)
+    slots = torch.tensor([segments[-1].stop - 1 for segments in seen], device=pool.device)
+    ids = torch.ones(requests, dtype=torch.int64, device=pool.device)
     batch = Batch(ids, position.expand(requests), slots, spans, pool, model.rotations, wanted=[1] * requests)
+    if pool.is_cuda:
+        torch.cuda.synchronize()
     started = time.perf_counter()
     forward(model, batch)
+    if pool.is_cuda:
+        torch.cuda.synchronize()
     return time.perf_counter() - started
 
 
@@ -57,7 +62,8 @@ def measure(model: models.Model, tokens: int, repeats: int) -> list[dict[str, ob
     install(model)
     shape = model.kv
     slots = tokens + max(REQUESTS) * (tokens + 1)
-    pool = torch.randn(shape.layers, 2, slots, shape.kv_heads, shape.head_dim).to(shape.dtype)
+    size = (shape.layers, 2, slots, shape.kv_heads, shape.head_dim)
+    pool = torch.randn(size, device=model.device, dtype=shape.dtype)
     rows: list[dict[str, object]] = []
     for requests in REQUESTS:
         cases = [(chunks, ratio) for chunks in CHUNKS for ratio in (0.0, RATIO) if chunks > 1 or not ratio]
@@ -86,12 +92,12 @@ def measure(model: models.Model, tokens: int, repeats: int) -> list[dict[str, ob
 
 def main() -> None:
     parser = command.parser_of("worker.decode", __doc__)
-    command.add_model(parser)
+    add_model(parser)
     parser.add_argument("--tokens", type=int, default=2560, help="tokens of context (%(default)s)")
     parser.add_argument("--repeats", type=int, default=15, help="runs, of which the median is reported (%(default)s)")
     args = parser.parse_args()
-    rows = measure(models.load(resolve(args.model), "cpu"), args.tokens, args.repeats)
-    show(f"A decoding step, {args.model}", rows, args.json)
+    rows = measure(load(args.model, args.device), args.tokens, args.repeats)
+    show(f"A decoding step, {args.model}", rows, args.json, args.device)
 
 
 if __name__ == "__main__":

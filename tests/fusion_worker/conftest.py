@@ -26,6 +26,7 @@ from fusionkv.protos.answer.v1.answer_pb2 import Summary
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from tests.fusion_worker.compressed import with_special_tokens
 from tests.fusion_worker.oracle import CLOSE, FAMILIES, KV, Ids, byte_tokenizer, error, network, prompt, random_ids
+from tests.kernels.inputs import DEVICE
 from tests.services import listening
 from tests.waiting import until
 
@@ -190,7 +191,7 @@ async def start(monkeypatch: pytest.MonkeyPatch, corrections: Path, tenant: str)
 
         def draw(self, logits: torch.Tensor) -> int:
             if self._seed is not None:
-                drawn.setdefault(self._seed, []).append(logits.clone())
+                drawn.setdefault(self._seed, []).append(logits.to("cpu", copy=True))
                 if self._seed in gates:
                     gates[self._seed].reached.set()
                     assert gates[self._seed].opened.wait(60)
@@ -203,7 +204,7 @@ async def start(monkeypatch: pytest.MonkeyPatch, corrections: Path, tenant: str)
     async def make(
         family: str, dtype: torch.dtype = torch.float32, max_tokens: int = 2048, replace: Any = None, **more: Any
     ) -> Rig:
-        ours = copy.deepcopy(network(family, dtype))
+        ours = copy.deepcopy(network(family, dtype)).to(DEVICE)
         made = worker_models.wrap(family, ours, byte_tokenizer(), family.encode().ljust(32), max_tokens)
         made = replace(made) if replace else made
         others = {name: more.pop(name, None) for name in ("auxiliary", "tp")}
