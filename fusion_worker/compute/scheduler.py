@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from fusionkv.fusion_worker.compute.forward_job import ForwardJob
 
-# Seconds that a step with prefills waits for answers whose last token has just been sent. That is short compared with
-# a step of `max_mixed_tokens` rows, for which a row that misses this step would wait. A slow reader's answer keeps
-# steps short while it lasts, and makes each of them wait this long.
+# Seconds that a step waits for the next row of an answer whose last token has just been sent. That is short compared
+# with a step, for which a row that misses this one would wait. A slow reader's answer keeps steps short while it
+# lasts, and makes each of them wait this long.
 _GRACE_SECONDS = 0.002
 
 
@@ -80,8 +80,7 @@ class Scheduler:
         with self._lock:
             while not (self._decodes or self._prefills or self._background or self._closed):
                 self._lock.wait()
-            if self._prefills or self._background:
-                self._lock.wait_for(lambda: len(self._decodes) >= self._streams or self._closed, _GRACE_SECONDS)
+            self._gather()
             if self._closed:
                 return None
             parts = [ScheduledSlice(w, 0, 1) for w in self._decodes if self._starts(w)]
@@ -94,6 +93,13 @@ class Scheduler:
                     parts += slices
                     left -= sum(part.stop - part.start for part in slices)
             return parts
+
+    def _gather(self) -> None:
+        """Waits for the next rows of all running answers, as long as each arrives in time."""
+        known = -1
+        while known < len(self._decodes) < self._streams and not self._closed:
+            known = len(self._decodes)
+            self._lock.wait_for(lambda: len(self._decodes) > known or self._closed, _GRACE_SECONDS)
 
     def _share(self, queue: list[ForwardJob], rows: int, whole: bool) -> list[ScheduledSlice]:
         """Takes about `rows` rows from a queue of prefills, and removes finished and cancelled jobs.

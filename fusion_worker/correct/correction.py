@@ -9,7 +9,7 @@ number, a hundredth of a prefill.
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from safetensors.torch import load_file, save_file
 
+from fusionkv.kernels.correction import correct
 from fusionkv.kernels.cpu.compute_dtype import compute_dtype
 from fusionkv.kernels.rope import Rotation
 
@@ -33,8 +34,8 @@ _STEPS = 8
 # the others' places.
 _FIRST, _DECAYS = 4, (4.0, 16.0, 64.0)
 PLACES = 1 + _FIRST + len(_DECAYS)
-# Tokens times layers that are corrected at a time: a long chunk of a large model would take gigabytes at once.
-_AT_ONCE = 10_000
+# Tables of places and of rotations are made for chunks of up to a multiple of so many tokens, and kept.
+_TABLE_TOKENS = 512
 # How a correction is made, in its file's name: one made otherwise is not read, but learned again.
 MADE = repr((RIDGE, STRENGTH, _HALF, _FIRST, _DECAYS)).encode()
 
@@ -75,18 +76,11 @@ class Correction:
             rotations: of each layer.
             share: how much of the change that the map predicts is applied.
         """
-        _, _, tokens, heads, dim = kv.shape
+        tokens = kv.shape[2]
         weights = self._weights_as(kv.dtype if kv.is_cuda else compute_dtype(kv.dtype), kv.device)
-        place = places(tokens, kv.device)
-        for layers, rotation, cos, sin in _blocks(rotations, base, tokens, max(1, _AT_ONCE // tokens), kv.device):
-            keys, values = kv[layers, 0], kv[layers, 1]
-            x = weights.new_empty(len(keys), heads, tokens, weights.shape[2])
-            rotation.apply(keys, cos, -sin, out=x[..., :dim].transpose(1, 2))
-            x[..., dim : 2 * dim] = values.transpose(1, 2)
-            x[..., 2 * dim :] = place
-            change = (x @ weights[layers]).transpose(1, 2)
-            torch.add(keys, rotation.apply(change[..., :dim], cos, sin), alpha=share, out=out[layers, 0])
-            torch.add(values, change[..., dim:], alpha=share, out=out[layers, 1])
+        place = places(tokens, kv.device).to(weights.dtype)
+        for layers, rotation, cos, sin in _blocks(rotations, base, tokens, kv.device):
+            correct(kv[layers], out[layers], weights[layers], place, rotation, cos, sin, share)
 
     def _weights_as(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The map in the dtype that it is applied in, made once."""
@@ -199,6 +193,11 @@ class Fit:
 
 def places(tokens: int, device: torch.device) -> torch.Tensor:
     """float32 [tokens, PLACES]: where each token of a chunk stands, as inputs of the map."""
+    return _all_places(-(-tokens // _TABLE_TOKENS) * _TABLE_TOKENS, device)[:tokens]
+
+
+@lru_cache(maxsize=64)
+def _all_places(tokens: int, device: torch.device) -> torch.Tensor:
     at = torch.arange(tokens, device=device)[:, None]
     first = (at == torch.arange(_FIRST, device=device)).float()
     decays = torch.exp(-at / torch.tensor(_DECAYS, device=device))
@@ -206,7 +205,7 @@ def places(tokens: int, device: torch.device) -> torch.Tensor:
 
 
 class _Block(NamedTuple):
-    """Layers that share a rotation. cos, sin: its factors, float32 [tokens, 1, rotary_dim / 2]."""
+    """Layers that share a rotation. cos, sin: its factors, float32 [tokens, rotary_dim / 2]."""
 
     layers: slice
     rotation: Rotation
@@ -214,26 +213,26 @@ class _Block(NamedTuple):
     sin: torch.Tensor
 
 
-def _blocks(
-    rotations: Sequence[Rotation], base: int, tokens: int, size: int, device: torch.device
-) -> Iterator["_Block"]:
-    """The layers by the rotation that they share, at most `size` at a time."""
-    positions = torch.arange(base, base + tokens)
-    factors = {
-        rotation: tuple(part.to(device)[:, None] for part in rotation.factors(positions))
-        for rotation in dict.fromkeys(rotations)
-    }
-    start = 0
+def _blocks(rotations: Sequence[Rotation], base: int, tokens: int, device: torch.device) -> Iterator["_Block"]:
+    """The layers by the rotation that they share."""
+    table, start = -(-tokens // _TABLE_TOKENS) * _TABLE_TOKENS, 0
     for stop in range(1, len(rotations) + 1):
-        if stop == len(rotations) or stop - start == size or rotations[stop] is not rotations[start]:
-            yield _Block(slice(start, stop), rotations[start], *factors[rotations[start]])
+        if stop == len(rotations) or rotations[stop] is not rotations[start]:
+            cos, sin = _factors(rotations[start], base, table, device)
+            yield _Block(slice(start, stop), rotations[start], cos[:tokens], sin[:tokens])
             start = stop
+
+
+@lru_cache(maxsize=64)
+def _factors(rotation: Rotation, base: int, tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    cos, sin = rotation.factors(torch.arange(base, base + tokens))
+    return cos.to(device), sin.to(device)
 
 
 def _pairs(kv: torch.Tensor, base: int, rotations: Sequence[Rotation]) -> torch.Tensor:
     """float32 [layers, kv_heads, tokens, 2 * head_dim]: a token's key, turned back to position 0, and its value."""
     pairs = torch.cat([kv[:, 0].transpose(1, 2).float(), kv[:, 1].transpose(1, 2).float()], -1)
-    for layers, rotation, cos, sin in _blocks(rotations, base, kv.shape[2], len(rotations), kv.device):
+    for layers, rotation, cos, sin in _blocks(rotations, base, kv.shape[2], kv.device):
         keys = pairs[layers, ..., : kv.shape[-1]].transpose(1, 2)
-        keys[:] = rotation.apply(keys, cos, -sin)
+        keys[:] = rotation.apply(keys, cos[:, None], -sin[:, None])
     return pairs

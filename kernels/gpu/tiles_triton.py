@@ -16,6 +16,20 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 @triton.jit
+def rotary(d, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of channels d: the channel that each is rotated with, its frequency, and the sign of its partner's share."""
+    if INTERLEAVED:
+        partner = d ^ 1
+        sign = tl.where(d % 2 == 0, -1.0, 1.0)
+        frequency = d // 2
+    else:
+        partner = tl.where(d < ROTARY_DIM // 2, d + ROTARY_DIM // 2, d - ROTARY_DIM // 2)
+        sign = tl.where(d < ROTARY_DIM // 2, -1.0, 1.0)
+        frequency = d % (ROTARY_DIM // 2)
+    return partner, frequency, sign
+
+
+@triton.jit
 def load_turned(  # type: ignore[no-untyped-def]
     q_rows,  # pointers [ROWS] to the first channel of each row
     valid,  # [ROWS]
@@ -31,20 +45,13 @@ def load_turned(  # type: ignore[no-untyped-def]
     registers.
     """
     d = tl.arange(0, DIM)
-    rotary = d < ROTARY_DIM
-    if INTERLEAVED:
-        partner = d ^ 1
-        sign = tl.where(d % 2 == 0, -1.0, 1.0)
-        frequency = d // 2
-    else:
-        partner = tl.where(d < ROTARY_DIM // 2, d + ROTARY_DIM // 2, d - ROTARY_DIM // 2)
-        sign = tl.where(d < ROTARY_DIM // 2, -1.0, 1.0)
-        frequency = d % (ROTARY_DIM // 2)
+    turning = d < ROTARY_DIM
+    partner, frequency, sign = rotary(d, ROTARY_DIM, INTERLEAVED)
     inside = valid[:, None] & (d < HEAD_DIM)[None, :]
-    paired = valid[:, None] & rotary[None, :]
+    paired = valid[:, None] & turning[None, :]
     at = turn_ptr + frequency[None, :]
-    cos = tl.load(at, mask=rotary[None, :], other=1.0)
-    sin = tl.load(at + ROTARY_DIM // 2, mask=rotary[None, :], other=0.0) * sign[None, :]
+    cos = tl.load(at, mask=turning[None, :], other=1.0)
+    sin = tl.load(at + ROTARY_DIM // 2, mask=turning[None, :], other=0.0) * sign[None, :]
     q = tl.load(q_rows[:, None] + d[None, :], mask=inside, other=0.0)
     other = tl.load(q_rows[:, None] + partner[None, :], mask=paired, other=0.0)
     return (q.to(tl.float32) * cos + other.to(tl.float32) * sin).to(q.dtype)

@@ -119,7 +119,7 @@ def test_kept_in_a_file(tmp_path: Path) -> None:
 
 def corrected(plain: Any, system: Any, chunks: Any, weights: torch.Tensor) -> Any:
     """What the worker reuses, in plain transformers: the first chunk as it is, the others changed by the map."""
-    kv, position = plain.reused(system, chunks), len(system) + len(chunks[0])
+    kv, position, weights = plain.reused(system, chunks), len(system) + len(chunks[0]), weights.cpu()
     out = [(k.clone(), v.clone()) for k, v in kv]
     for chunk in chunks[1:]:
         where = places(len(chunk), weights.device)

@@ -160,7 +160,8 @@ async def test_cancelled_between_two_of_its_steps(start: Any) -> None:
     held = rig.pool.reserve(1500)
 
     async def cancel_midway() -> int:
-        long = ForwardJob(torch.zeros(1500, dtype=torch.int64), torch.arange(1500), held)
+        ids = torch.zeros(1500, dtype=torch.int64, device=rig.model.device)
+        long = ForwardJob(ids, torch.arange(1500, device=rig.model.device), held)
         running = asyncio.create_task(rig.servicer.engine.run(long))
         await rig.until(lambda: long.done > 0)
         await cancelled(running)
@@ -203,7 +204,10 @@ async def test_cancelled_while_it_waits_for_room(start: Any, parts: Any) -> None
 
 
 async def test_a_failing_work_fails_alone(start: Any, parts: Any) -> None:
-    """A token that the model has no embedding for, in one step with two requests."""
+    """A token that the model has no embedding for, in one step with two requests.
+
+    On a GPU its ids are on the wrong device as well: there, such a token would end the process's use of the GPU.
+    """
     rig = await start("llama")
     expected = await rig.ask(*parts, max_tokens=3)
     gate, running = await rig.block(*parts, recipe="full_attention")
@@ -213,7 +217,7 @@ async def test_a_failing_work_fails_alone(start: Any, parts: Any) -> None:
     good = ask_many(rig, parts, 2, max_tokens=3)
     await rig.until(lambda: queued(rig) == 3)
     gate.opened.set()
-    with pytest.raises(IndexError):
+    with pytest.raises((IndexError, RuntimeError)):
         await failing
     for task in good:
         assert (await task).ids == expected.ids

@@ -15,6 +15,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from fusionkv.kernels.gpu import (  # noqa: E402
     attention_scores_triton,
     checksum_triton,
+    correction_triton,
     shared_decode_triton,
     sparse_attention_triton,
     tile_shapes,
@@ -29,10 +30,10 @@ DTYPES = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
 
 def compile_for(kernel: Any, capability: int, dtype: torch.dtype, tile: tile_shapes.Tile, **constants: Any) -> Any:
     """A kernel's binary; pointers are told apart by their names, as the kernels' comments give their dtypes."""
-    floats = {"lse_ptr", "turns_ptr", "partial_ptr", "bias_ptr"}
+    floats = {"lse_ptr", "turns_ptr", "partial_ptr", "bias_ptr", "cos_ptr", "sin_ptr"}
     if constants.get("PARTIAL"):
         floats.add("out_ptr")
-    model = {"q_ptr", "k_ptr", "v_ptr", "out_ptr"}
+    model = {"q_ptr", "k_ptr", "v_ptr", "out_ptr", "out_k_ptr", "out_v_ptr", "weights_ptr", "places_ptr"}
 
     def kind(name: str) -> str:
         if name in constants:
@@ -43,7 +44,7 @@ def compile_for(kernel: Any, capability: int, dtype: torch.dtype, tile: tile_sha
             return "*" + DTYPES[dtype]
         if name == "rows_ptr":
             return "*i64"
-        return "*i32" if name.endswith("_ptr") else "fp32" if name == "scale" else "i32"
+        return "*i32" if name.endswith("_ptr") else "fp32" if name in ("scale", "share") else "i32"
 
     names = kernel.arg_names
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n.endswith(("_ptr", "_stride"))}
@@ -130,3 +131,14 @@ def test_scores_and_merge(capability: int) -> None:
         compile_for(kernel, capability, torch.bfloat16, tile, **shape(128, 7, 64, 64))
     constants = {"PARTS_CEIL": 16, "HEAD_DIM": 128, "DIM": 128}
     compile_for(sparse_attention_triton._merge, capability, torch.bfloat16, tile, **constants)
+
+
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, BF16), (128, FP16), (256, BF16), (256, FP32)], ids=str)
+def test_correction(capability: int, head_dim: int, dtype: torch.dtype) -> None:
+    tile = correction_triton.tile_for(head_dim, dtype)
+    known = shape(head_dim, 1, tile.rows, tile.keys)
+    constants = {name: known[name] for name in ("HEAD_DIM", "DIM", "ROTARY_DIM", "INTERLEAVED", "ROWS", "WIDEN")}
+    constants |= {"HEADS": 4, "PLACES": 8, "INPUTS": tile.keys}
+    built = compile_for(correction_triton._correct, capability, dtype, tile, **constants)
+    assert built.metadata.shared <= tile_shapes.ROOM
