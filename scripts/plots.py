@@ -87,10 +87,10 @@ def throughput(rows: list[dict[str, Any]]) -> None:
 
 def quality(page: str) -> None:
     """What recipes recover over the share of recomputed tokens: mean, lowest and highest of the question sets."""
-    found = re.findall(r"^\| (KL|likelihood of the gold answer): `?(.+?)`?, ([\d.]+) \| (.+) \|$", page, re.MULTILINE)
+    found = re.findall(r"^\| (KL|gold answer): `?(.+?)`?, ([\d.]+) \| (.+) \|$", page, re.MULTILINE)
     figure, panels = plt.subplots(2, 1, figsize=(WIDTH, 2.4 * PANEL), layout="constrained", sharex=True)
     names = dict.fromkeys(name for _, name, _, _ in found)
-    for panel, metric in zip(panels, ("KL", "likelihood of the gold answer"), strict=True):
+    for panel, metric in zip(panels, ("KL", "gold answer"), strict=True):
         for at, (name, colour) in enumerate(zip(names, (THIRD, OURS, OTHER), strict=True)):
             mine = [(float(ratio), cells) for what, of, ratio, cells in found if (what, of) == (metric, name)]
             sets = [[float(cell.split()[0]) for cell in cells.split(" | ")] for _, cells in mine]

@@ -96,10 +96,11 @@ class Scheduler:
 
     def _gather(self) -> None:
         """Waits for the next rows of all running answers, as long as each arrives in time."""
-        known = -1
-        while known < len(self._decodes) < self._streams and not self._closed:
-            known = len(self._decodes)
-            self._lock.wait_for(lambda: len(self._decodes) > known or self._closed, _GRACE_SECONDS)
+        for _ in range(self._streams - len(self._decodes)):
+            # Each wait ends with whatever arrives next.
+            there = len(self._decodes) >= self._streams or self._closed
+            if there or not self._lock.wait(_GRACE_SECONDS):
+                break
 
     def _share(self, queue: list[ForwardJob], rows: int, whole: bool) -> list[ScheduledSlice]:
         """Takes about `rows` rows from a queue of prefills, and removes finished and cancelled jobs.

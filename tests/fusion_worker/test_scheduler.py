@@ -71,6 +71,20 @@ def test_a_step_waits_for_a_stream_that_is_on_its_way(monkeypatch: pytest.Monkey
         assert scheduler.take() is None
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_answers_that_are_decoded_together_share_steps(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first to return waits for the others, but not for one whose caller reads slowly."""
+    monkeypatch.setattr("fusionkv.fusion_worker.compute.scheduler._GRACE_SECONDS", 0.2 if late else 60.0)
+    first, second, third, scheduler = work(1), work(1), work(1), Scheduler(100, 30)
+    with scheduler.streaming(), scheduler.streaming(), scheduler.streaming():
+        scheduler.add(first)
+        rest = [second] if late else [second, third]
+        timers = [threading.Timer(0.05 * n, scheduler.add, [one]) for n, one in enumerate(rest, 1)]
+        for timer in timers:
+            timer.start()
+        assert list(step(scheduler)) == [first, *rest]
+
+
 def test_short_ones_wait_for_no_long_one() -> None:
     short = work(40)
     assert step(Scheduler(100, 100), *(work(10_000) for _ in range(3)), short)[short] == 40
