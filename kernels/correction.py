@@ -36,26 +36,14 @@ def correct(
 
         correction_triton.correct(kv, out, weights, places, rotation, cos, sin, share)
         return
-    size = max(1, _AT_ONCE // kv.shape[2])
-    for each in zip(kv.split(size), out.split(size), weights.split(size), strict=True):
-        _correct(*each, places, rotation, cos[:, None], sin[:, None], share)
-
-
-def _correct(
-    kv: torch.Tensor,
-    out: torch.Tensor,
-    weights: torch.Tensor,
-    places: torch.Tensor,
-    rotation: Rotation,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    share: float,
-) -> None:
-    keys, values, dim = kv[:, 0], kv[:, 1], kv.shape[-1]
-    x = weights.new_empty(len(keys), keys.shape[2], keys.shape[1], weights.shape[2])
-    rotation.apply(keys, cos, -sin, out=x[..., :dim].transpose(1, 2))
-    x[..., dim : 2 * dim] = values.transpose(1, 2)
-    x[..., 2 * dim :] = places
-    change = (x @ weights).transpose(1, 2)
-    torch.add(keys, rotation.apply(change[..., :dim], cos, sin), alpha=share, out=out[:, 0])
-    torch.add(values, change[..., dim:], alpha=share, out=out[:, 1])
+    _, _, tokens, heads, dim = kv.shape
+    size, cos, sin = max(1, _AT_ONCE // tokens), cos[:, None], sin[:, None]
+    for part, to, maps in zip(kv.split(size), out.split(size), weights.split(size), strict=True):
+        keys, values = part.unbind(1)
+        x = maps.new_empty(len(part), heads, tokens, maps.shape[2])
+        rotation.apply(keys, cos, -sin, out=x[..., :dim].transpose(1, 2))
+        x[..., dim : 2 * dim] = values.transpose(1, 2)
+        x[..., 2 * dim :] = places
+        change = (x @ maps).transpose(1, 2)
+        torch.add(keys, rotation.apply(change[..., :dim], cos, sin), alpha=share, out=to[:, 0])
+        torch.add(values, change[..., dim:], alpha=share, out=to[:, 1])

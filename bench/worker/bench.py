@@ -221,11 +221,6 @@ def load(name: str, device: str, dtype: str = "auto") -> models.Model:
     return build(SHAPES[name], kind, models.device_of(device))
 
 
-async def passages_of(model: models.Model, name: str, files: Sequence[Path], count: int) -> Passages:
-    """`count` passages for a model that `load` returned: random tokens for one of `SHAPES`."""
-    return Passages.random(count, CHUNK) if name in SHAPES else await Passages.of(model, files, count)
-
-
 def processor(device: str) -> str:
     """The GPU that computes on a device, or the number of CPU threads."""
     found = models.device_of(device)
@@ -260,8 +255,10 @@ def main() -> None:
 async def _run(args: argparse.Namespace) -> list[dict[str, object]]:
     contexts = [int(part) for part in args.contexts.split(",")]
     model = load(args.model, args.device, args.dtype)
-    each = CHUNK if args.model in SHAPES else 100
-    passages = await passages_of(model, args.model, args.data, max(contexts) // each)
+    if args.model in SHAPES:
+        passages = Passages.random(max(contexts) // CHUNK, CHUNK)
+    else:
+        passages = await Passages.of(model, args.data, max(contexts) // 100)
     return await bench(model, passages, contexts, args.repeats, Console(stderr=True))
 
 

@@ -4,25 +4,17 @@ Four chunks at a time are encoded and stored in a cache service. `computed_again
 question computes again.
 """
 
-import argparse
 import asyncio
 import sys
 import tempfile
 import time
 
 from fusionkv.bench import command
-from fusionkv.bench.worker.bench import (
-    PATIENT,
-    add_model,
-    cache_service,
-    first_token,
-    load,
-    passages_of,
-    show,
-)
+from fusionkv.bench.worker.bench import PATIENT, cache_service, first_token, show
 from fusionkv.bench.worker.passages import Passages
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.fusion_worker.prompt import Chunk
 from fusionkv.fusion_worker.servicer import FusionServicer
 
@@ -42,9 +34,9 @@ async def _encode(servicer: FusionServicer, passages: Passages) -> float:
     return time.perf_counter() - started
 
 
-async def measure(model: models.Model, passages: Passages, prompt_chunks: int) -> list[dict[str, object]]:
-    """Prefills prompts of `prompt_chunks` chunks in full, then encodes all passages; returns one row."""
-    count = len(passages.chunks)
+async def measure(model: models.Model, count: int, prompt_chunks: int) -> list[dict[str, object]]:
+    """Prefills prompts of `prompt_chunks` chunks in full, then encodes `count` chunks; returns one row."""
+    passages = await Passages.of(model, [], count)
     with tempfile.TemporaryDirectory() as directory:
         stored = 2 * passages.tokens * model.kv.token_bytes
         with cache_service(directory, stored) as ((address,), _):
@@ -74,16 +66,12 @@ async def measure(model: models.Model, passages: Passages, prompt_chunks: int) -
 
 def main() -> None:
     parser = command.parser_of("worker.encode", __doc__)
-    add_model(parser)
+    command.add_model(parser)
     parser.add_argument("--chunks", type=int, default=24, help="chunks to encode (%(default)s)")
     parser.add_argument("--prompt-chunks", type=int, default=8, help="chunks of a prefilled prompt (%(default)s)")
     args = parser.parse_args()
-    show(f"Encoding ahead, {args.model}", asyncio.run(_run(args)), args.json, args.device)
-
-
-async def _run(args: argparse.Namespace) -> list[dict[str, object]]:
-    model = load(args.model, args.device)
-    return await measure(model, await passages_of(model, args.model, [], args.chunks), args.prompt_chunks)
+    rows = asyncio.run(measure(models.load(resolve(args.model), "cpu"), args.chunks, args.prompt_chunks))
+    show(f"Encoding ahead, {args.model}", rows, args.json)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from rich.progress import Progress
 
 from fusionkv.bench import command
 from fusionkv.bench.services import vllm
-from fusionkv.bench.worker.bench import PATIENT, SHAPES, add_model, cache_service, load, passages_of, show
+from fusionkv.bench.worker.bench import PATIENT, cache_service, show
 from fusionkv.bench.worker.passages import Passages
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.client import DEFAULT_RECIPE
@@ -312,7 +312,7 @@ def _capacities(rows: Sequence[dict[str, object]]) -> Iterator[tuple[str, ...]]:
 
 def main() -> None:
     parser = command.parser_of("worker.throughput", __doc__)
-    add_model(parser)
+    command.add_model(parser)
     command.add_data(parser)
     parser.add_argument("--requests", type=int, default=40, help="minimum requests at each rate (%(default)s)")
     parser.add_argument("--base", type=int, default=64, help="passages of the knowledge base (%(default)s)")
@@ -325,18 +325,18 @@ def main() -> None:
     if not 1 <= args.chunks <= args.base:
         parser.error("--chunks must be between 1 and --base")
     if args.against is None:
-        args.against = [name for name in names if name != VLLM or (vllm.VLLM.exists() and args.model not in SHAPES)]
+        args.against = [name for name in names if name != VLLM or vllm.VLLM.exists()]
     systems = [SYSTEMS[0], *(system for system in SYSTEMS if system[0] in args.against)]
     rows = asyncio.run(_run(args, systems))
-    show(f"TTFT and tokens a second under load, {args.model}", rows, args.json, args.device)
+    show(f"TTFT and tokens a second under load, {args.model}", rows, args.json)
     title = f"questions a second with p99 TTFT within {rows[0]['bound_s']} s"
     command.show(command.table(title, ("name", "capacity", "to full attention"), _capacities(rows)))
 
 
 async def _run(args: argparse.Namespace, systems: Systems) -> list[dict[str, object]]:
-    model = load(args.model, args.device)
-    traffic = Traffic(await passages_of(model, args.model, args.data, args.base), args.chunks)
-    directory = Path() if args.model in SHAPES else resolve(args.model)
+    directory = resolve(args.model)
+    model = models.load(directory, "cpu")
+    traffic = Traffic(await Passages.of(model, args.data, args.base), args.chunks)
     return await bench(model, directory, traffic, systems, args.requests, Console(stderr=True))
 
 

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from fusionkv.fusion_worker.compute.forward_job import ForwardJob
 
@@ -96,11 +97,13 @@ class Scheduler:
 
     def _gather(self) -> None:
         """Waits for the next rows of all running answers, as long as each arrives in time."""
-        for _ in range(self._streams - len(self._decodes)):
-            # Each wait ends with whatever arrives next.
-            there = len(self._decodes) >= self._streams or self._closed
-            if there or not self._lock.wait(_GRACE_SECONDS):
+        while (missing := self._streams - len(self._decodes)) > 0 and not self._closed:
+            if not self._lock.wait_for(partial(self._arrived, missing), _GRACE_SECONDS):
                 break
+
+    def _arrived(self, missing: int) -> bool:
+        """Whether fewer rows than `missing` of running answers are missing now."""
+        return self._closed or self._streams - len(self._decodes) < missing
 
     def _share(self, queue: list[ForwardJob], rows: int, whole: bool) -> list[ScheduledSlice]:
         """Takes about `rows` rows from a queue of prefills, and removes finished and cancelled jobs.

@@ -36,6 +36,8 @@ _FIRST, _DECAYS = 4, (4.0, 16.0, 64.0)
 PLACES = 1 + _FIRST + len(_DECAYS)
 # Tables of places and of rotations are made for chunks of up to a multiple of so many tokens, and kept.
 _TABLE_TOKENS = 512
+# Few are in use: one for each RoPE of a model and length of a system prompt. A chunk of 32k tokens has one of 16 MB.
+_TABLES = 8
 # How a correction is made, in its file's name: one made otherwise is not read, but learned again.
 MADE = repr((RIDGE, STRENGTH, _HALF, _FIRST, _DECAYS)).encode()
 
@@ -196,7 +198,7 @@ def places(tokens: int, device: torch.device) -> torch.Tensor:
     return _all_places(-(-tokens // _TABLE_TOKENS) * _TABLE_TOKENS, device)[:tokens]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=_TABLES)
 def _all_places(tokens: int, device: torch.device) -> torch.Tensor:
     at = torch.arange(tokens, device=device)[:, None]
     first = (at == torch.arange(_FIRST, device=device)).float()
@@ -223,7 +225,7 @@ def _blocks(rotations: Sequence[Rotation], base: int, tokens: int, device: torch
             start = stop
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=_TABLES)
 def _factors(rotation: Rotation, base: int, tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     cos, sin = rotation.factors(torch.arange(base, base + tokens))
     return cos.to(device), sin.to(device)

@@ -217,7 +217,7 @@ async def test_a_failing_work_fails_alone(start: Any, parts: Any) -> None:
     good = ask_many(rig, parts, 2, max_tokens=3)
     await rig.until(lambda: queued(rig) == 3)
     gate.opened.set()
-    with pytest.raises((IndexError, RuntimeError)):
+    with pytest.raises(IndexError if rig.model.device.type == "cpu" else RuntimeError):
         await failing
     for task in good:
         assert (await task).ids == expected.ids

@@ -74,7 +74,7 @@ def test_a_step_waits_for_a_stream_that_is_on_its_way(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("late", [False, True])
 def test_answers_that_are_decoded_together_share_steps(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first to return waits for the others, but not for one whose caller reads slowly."""
-    monkeypatch.setattr("fusionkv.fusion_worker.compute.scheduler._GRACE_SECONDS", 0.2 if late else 60.0)
+    monkeypatch.setattr("fusionkv.fusion_worker.compute.scheduler._GRACE_SECONDS", 1.0 if late else 60.0)
     first, second, third, scheduler = work(1), work(1), work(1), Scheduler(100, 30)
     with scheduler.streaming(), scheduler.streaming(), scheduler.streaming():
         scheduler.add(first)

@@ -8,7 +8,7 @@ import torch
 from fusionkv.kernels import correction
 from tests.kernels.inputs import DEVICE, HAS_KERNEL, interpreted, rotary, rotation_matrix
 
-CORRECT = {"torch": correction._correct}
+CORRECT = {"torch": correction.correct}
 if HAS_KERNEL:
     from fusionkv.kernels.gpu import correction_triton
 
@@ -53,11 +53,9 @@ def test_the_definition(
     there = pool.to(DEVICE) if implementation == "triton" else pool.clone()
     part = there[:, :, 3 : 3 + tokens]
     out = part if in_place else torch.full_like(part, float("nan"))
-    cos, sin = rotation.factors(torch.arange(BASE, BASE + tokens))
-    if implementation == "torch":
-        cos, sin = cos[:, None], sin[:, None]
-    tables = [x.to(there.device) for x in (weights, places)]
-    CORRECT[implementation](part, out, *tables, rotation, cos.to(there.device), sin.to(there.device), SHARE)
+    factors = rotation.factors(torch.arange(BASE, BASE + tokens))
+    weights, places, cos, sin = (x.to(there.device) for x in (weights, places, *factors))
+    CORRECT[implementation](part, out, weights, places, rotation, cos, sin, SHARE)
     assert float((out.cpu().double() - right).abs().max() / right.abs().max()) < CLOSE[dtype]
     for rest in (slice(3), slice(3 + tokens, None)):
         assert torch.equal(there[:, :, rest].cpu(), pool[:, :, rest])
