@@ -12,7 +12,7 @@ import grpc
 from opentelemetry import propagate, trace
 
 from fusionkv.kvcache_service.index.record import HitKind
-from fusionkv.kvcache_service.local import LocalTiers, read_into
+from fusionkv.kvcache_service.local import LocalTiers, copy, read_into
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.kvcache.v1.kvcache_pb2_grpc import KVCacheServiceStub
 from fusionkv.protos.runtime import cancellation, errors, frames, process, rpc
@@ -131,12 +131,7 @@ class CacheClient:
         if entry.shared is not None:
             if await self._local.copied(entry.shared, entry.lease, into):
                 return
-        elif (
-            (risen := await self._risen(entry, deadline - time.monotonic())) is not None
-            and await self._local.copied(risen, entry.lease, into)
-            # The lease does not cover an entry that was stored anew under this key.
-            and await _checksum(into) == entry.checksum
-        ):
+        elif await self._promoted(entry, into, deadline - time.monotonic()):
             return
         left = deadline - time.monotonic()
         call = self._begin("Fetch", pb.FetchRequest(key=entry.key, checksum=entry.checksum), left)
@@ -178,7 +173,7 @@ class CacheClient:
         Returns:
             Whether the bytes were read and have their checksum.
         """
-        if entry.extent is None or not self._local.opened(entry.lease):
+        if entry.extent is None or not self._local.mapped or not self.held(entry):
             return False
         try:
             async with asyncio.timeout(timeout):
@@ -192,16 +187,18 @@ class CacheClient:
         self._rise.soon(entry.key)
         return True
 
-    async def _risen(self, entry: Entry, timeout: float) -> memoryview | None:
-        """Has a leased entry promoted; returns its view in shared memory, None if it is not there."""
-        if not self._local.opened(entry.lease):
-            return None
+    async def _promoted(self, entry: Entry, into: memoryview, timeout: float) -> bool:
+        """Has an entry promoted, or copied from the remote tier, and copies it from shared memory, if it is there."""
+        if not self._local.mapped:
+            return False
         try:
             response = await self._prefetch([entry.key], timeout)
         except errors.ServiceError:
-            return None  # the stream, which is tried next, raises the error
+            return False  # the stream, which is tried next, raises the error
         arena = await self._local.open(response.arena)
-        return None if arena is None else _shared(response.entries[0], arena, entry.size)
+        shared = None if arena is None else _shared(response.entries[0], arena, entry.size)
+        # No lease covers these bytes: the entry may be in the remote tier, or be stored anew under this key.
+        return shared is not None and await asyncio.to_thread(copy, shared, into) == entry.checksum
 
     async def _prefetch(self, keys: Sequence[bytes], timeout: float = _RISE_SECONDS) -> pb.PrefetchResponse:
         """Has entries promoted to memory, if hot enough; the response has their offsets."""

@@ -161,9 +161,10 @@ class LocalTiers:
                 self._name, self._bytes = received, view
         return self._bytes if self._name == name else None
 
-    def opened(self, lease: int) -> bool:
-        """Whether a memory tier is mapped, and a lease is held."""
-        return self._bytes is not None and self.held(lease)
+    @property
+    def mapped(self) -> bool:
+        """Whether a memory tier is mapped."""
+        return self._bytes is not None
 
     async def copied(self, data: memoryview, lease: int, into: memoryview) -> bool:
         """Copies bytes of the memory tier; False if the lease was not held until the end of the copy."""
@@ -252,6 +253,16 @@ def _receive(path: Path, request: bytes, head_bytes: int) -> tuple[bytes, int]:
 def _close_received(receiving: "asyncio.Future[tuple[bytes, int]]") -> None:
     if receiving.exception() is None:
         os.close(receiving.result()[1])
+
+
+def copy(data: memoryview, into: memoryview) -> bytes:
+    """Copies bytes that may change meanwhile; returns the checksum of the copy."""
+    hasher, source, target = Checksum(), np.frombuffer(data, np.uint8), np.frombuffer(into, np.uint8)
+    for at in range(0, len(into), _PIECE_BYTES):
+        piece = slice(at, at + _PIECE_BYTES)
+        np.copyto(target[piece], source[piece])  # without the GIL, unlike memoryview's assignment
+        hasher.update(into[piece])
+    return hasher.digest()
 
 
 def _within(file: FileIO, reader: Callable[[int, int], bytes], offset: int) -> bytes:

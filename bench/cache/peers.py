@@ -85,7 +85,7 @@ class FusionKV:
         # Not through the service for gets, which might fetch the entry ahead of time. A lookup takes about 1 ms of a
         # core: without a pause, they would slow the put down.
         while len(self._clients) > 1 and await self._find(self._clients[-1], number) is None:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0.002)
 
     async def get(self, number: int, into: memoryview) -> None:
         client = self._clients[len(self._clients) // 2]

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,9 +29,8 @@ def running(
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU seconds of all threads of a process so far, from the scheduler's statistics."""
-    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
-    return sum(int(file.read_text().split()[0]) for file in threads) / 1e9
+    """CPU seconds of a process so far, with those of threads that have ended. Raises OSError if there is none."""
+    return time.clock_gettime(~pid << 3 | 2)  # the clock of clock_getcpuclockid(3)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,14 @@
 import contextlib
 import ctypes
 import importlib.util
+import mmap
 import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -19,6 +21,8 @@ from fusionkv.protos.runtime import process
 
 # Transfer buffer: twice a batch of 8 MiB for each of eight threads.
 _BUFFER_BYTES = 128 << 20
+# What `Writer.fill` reads at once.
+_STAGING_BYTES = 4 << 20
 _ANSWER_SECONDS = 2.0
 # A master that answers lets a client join in 0.15 s.
 _JOIN_SECONDS = 5.0
@@ -52,6 +56,7 @@ class MooncakeEngine(Engine):
         self._segment_bytes = segment_bytes
         self._store: Any = None
         self._connecting = threading.Lock()
+        self._staging = threading.local()
         self._next_join = 0.0
         # Closing the client during a call ends the process with SIGSEGV (0.3.13).
         self._calls, self._closed, self._ended = 0, False, threading.Condition()
@@ -65,6 +70,30 @@ class MooncakeEngine(Engine):
             # An empty response may also mean that there was none.
             self.probe()
         return values
+
+    def get_into(self, names: Sequence[str], into: Sequence[memoryview]) -> bool:
+        """By a registered buffer of this thread, which takes half of the time of `get`.
+
+        Not into the given buffers: a transfer that failed might still write there when others use them.
+        """
+        sizes = list(map(len, into))
+        if sum(sizes) > _STAGING_BYTES:
+            return super().get_into(names, into)
+        with self._client() as store:
+            if not hasattr(self._staging, "memory"):
+                memory = mmap.mmap(-1, _STAGING_BYTES)
+                start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+                _done(store.register_buffer(start, _STAGING_BYTES))
+                self._staging.memory, self._staging.start = memoryview(memory), start
+            offsets = [0, *accumulate(sizes)][:-1]
+            answers = store.batch_get_into(list(names), [self._staging.start + at for at in offsets], sizes)
+        if any(answer < 0 for answer in answers):
+            self.probe()  # a negative answer may also mean that there was none
+        if answers != sizes:
+            return False
+        for at, view in zip(offsets, into, strict=True):
+            view[:] = self._staging.memory[at : at + len(view)]
+        return True
 
     def put(self, values: Sequence[tuple[str, bytes]]) -> None:
         with self._client() as store:

@@ -50,6 +50,21 @@ class RedisEngine(Engine):
             values: list[bytes | None] = client.mget_nonatomic(names) if self._cluster else client.mget(names)
             return values
 
+    def get_into(self, names: Sequence[str], into: Sequence[memoryview]) -> bool:
+        """Receives values in their buffers: redis-py's parser copies them three times, at half of the speed.
+
+        Any response but these values is left to redis-py, which may have to reconnect or to follow a redirection.
+        """
+        with self._client() as client:
+            pools: dict[Any, list[int]] = {}
+            for i, name in enumerate(names):
+                at = client.get_redis_connection(client.get_node_from_key(name)) if self._cluster else client
+                pools.setdefault(at.connection_pool, []).append(i)
+            received = all(
+                _receive(pool, [names[i] for i in some], [into[i] for i in some]) for pool, some in pools.items()
+            )
+        return received or super().get_into(names, into)
+
     def put(self, values: Sequence[tuple[str, bytes]]) -> None:
         with self._client() as client, client.pipeline(transaction=False) as pipe:
             for name, value in values:
@@ -92,6 +107,44 @@ class RedisEngine(Engine):
             raise Unreachable(f"Redis is unreachable: {_message(error)}") from error
         except RedisError as error:
             raise OSError(f"Redis returned an error: {_message(error)}") from error
+
+
+def _receive(pool: redis.ConnectionPool, names: Sequence[str], into: Sequence[memoryview]) -> bool:
+    """Fills buffers with values of one server; False if it responds with anything else."""
+    connection, received = pool.get_connection(), False
+    try:
+        connection.send_packed_command(connection.pack_commands([("GET", name) for name in names]))
+        source: Any = connection._sock
+        end = b""
+        for view in into:
+            if not _expect(source, end + b"$%d\r\n" % len(view)):
+                return False
+            while len(view):
+                count = source.recv_into(view)
+                if not count:
+                    return False
+                view = view[count:]
+            end = b"\r\n"
+        received = _expect(source, end)
+    except TimeoutError as error:
+        raise RedisTimeoutError("no response") from error
+    except OSError:
+        return False
+    finally:
+        if not received:
+            connection.disconnect()
+        pool.release(connection)
+    return received
+
+
+def _expect(source: Any, expected: bytes) -> bool:
+    """Whether a socket's next bytes are these."""
+    while expected:
+        part = source.recv(len(expected))
+        if not part or not expected.startswith(part):
+            return False
+        expected = expected[len(part) :]
+    return True
 
 
 def _message(error: Exception) -> str:

@@ -35,6 +35,15 @@ class Engine(ABC):
     def get(self, names: Sequence[str]) -> list[bytes | None]:
         """Values by name, None if missing, in one round trip."""
 
+    def get_into(self, names: Sequence[str], into: Sequence[memoryview]) -> bool:
+        """Fills buffers with the values of these names; returns whether all exist, with the buffers' sizes."""
+        values = self.get(names)
+        for value, view in zip(values, into, strict=True):
+            if value is None or len(value) != len(view):
+                return False
+            view[:] = value
+        return True
+
     @abstractmethod
     def put(self, values: Sequence[tuple[str, bytes]]) -> None:
         """Stores (name, value) pairs. Existing values are replaced, or kept if equal."""
@@ -84,13 +93,19 @@ class RemoteTier:
         values = iter(self.engine.get([name for names in requested for name in names]))
         return [_decoded(islice(values, len(names))) for names in requested]
 
-    def read(self, record: Record, first: int, count: int) -> list[bytes]:
-        """Reads up to `count` blocks of an entry, starting at block `first`.
+    def read(self, record: Record, first: int, into: memoryview) -> None:
+        """Fills a buffer with consecutive blocks of an entry, starting at block `first`.
 
-        Raises FileNotFoundError if a block has expired, or cannot be decrypted.
+        Raises FileNotFoundError if a block has expired, has another size, or cannot be decrypted.
         """
-        names = _blocks(record)[first : first + count]
-        return [self._opened(name, value) for name, value in zip(names, self.engine.get(names), strict=True)]
+        views = [into[at : at + BLOCK_BYTES] for at in range(0, len(into), BLOCK_BYTES)]
+        names = _blocks(record)[first : first + len(views)]
+        if self._keys is None:
+            if not self.engine.get_into(names, views):
+                raise FileNotFoundError(f"a block of {names[0]} and {len(names) - 1} more has expired or is damaged")
+            return
+        for name, view, value in zip(names, views, self.engine.get(names), strict=True):
+            view[:] = self._opened(self._keys, name, value, len(view))
 
     def write(self, record: Record, first: int, blocks: Sequence[bytes]) -> None:
         """Writes consecutive blocks of an entry, all of BLOCK_BYTES but the last."""
@@ -120,12 +135,12 @@ class RemoteTier:
     def _sealed(self, name: str, block: bytes) -> bytes:
         return block if self._keys is None else b"".join(self._keys.seal(block, name.encode()))
 
-    def _opened(self, name: str, value: bytes | None) -> bytes:
-        if value is None:
-            raise FileNotFoundError(f"{name} has expired")
-        if self._keys is None:
-            return value
-        return self._keys.open(value[:HEAD_BYTES], value[HEAD_BYTES:], name.encode(), name)
+    @staticmethod
+    def _opened(keys: DiskKeys, name: str, value: bytes | None, size: int) -> bytes:
+        block = b"" if value is None else keys.open(value[:HEAD_BYTES], value[HEAD_BYTES:], name.encode(), name)
+        if len(block) != size:
+            raise FileNotFoundError(f"{name} has expired or is damaged")
+        return block
 
 
 def blocks_of(record: Record) -> int:

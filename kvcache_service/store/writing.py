@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 
 from fusionkv.kvcache_service.index.index import group_key
 from fusionkv.kvcache_service.index.record import Record
@@ -145,6 +146,34 @@ class Writer:
                 await self._finished()
                 self._pending = self._store.in_thread(self._take_batch(self._places))
 
+    async def fill(self, read: Callable[[int, memoryview], None], threads: Executor) -> None:
+        """Writes all bytes of the entry, in a thread.
+
+        Args:
+            read: Fills a buffer with the bytes from an offset, which is a multiple of 4 MiB. Its errors are raised.
+        """
+        size, places = self._entry.record.size, self._places
+        memory = next((tier for tier, place in places.items() if tier.space(place, 0, 0) is not None), None)
+        others = [(tier, place) for tier, place in places.items() if tier is not memory]
+
+        def write() -> None:
+            buffer = memoryview(bytearray(0 if memory else min(size, _BATCH_BYTES)))
+            for at in range(0, size, _BATCH_BYTES):
+                length = min(_BATCH_BYTES, size - at)
+                space = (memory and memory.space(places[memory], at, length)) or buffer[:length]
+                read(at, space)
+                self._hasher.update(space)
+                try:
+                    for tier, place in others:
+                        tier.write(place, at, [space])
+                except OSError as error:
+                    raise _unwritable(error) from error
+
+        await self._finished()
+        self._pending = asyncio.get_running_loop().run_in_executor(threads, write)
+        await asyncio.shield(self._pending)
+        self._received = self._written = size
+
     async def commit(self) -> bool:
         """Verifies and publishes the entry; returns False if it, or a better one, was stored meanwhile.
 
@@ -167,7 +196,7 @@ class Writer:
         places, self._places = self._places, {}
 
         def free(pending: asyncio.Future[None] | None) -> None:
-            if pending is not None:
+            if pending is not None and not pending.cancelled():
                 pending.exception()  # marks it as retrieved
             for tier, place in places.items():
                 self._store.residents.cancel(tier, place)
@@ -197,7 +226,10 @@ class Writer:
             if stored:
                 # Lookups that found the replaced entries will find this one.
                 self._entry.heat = max([self._entry.heat, *(other.heat for other in _replaced_by(store, record))])
-                await store.in_thread(finish, places[home])
+                if home.blocking:
+                    await store.in_thread(finish, places[home])
+                else:
+                    finish(places[home])
                 for tier in list(places):
                     residents.settle(self._entry, tier, places.pop(tier))
                 replaced = [*_replaced_by(store, record), *_crowded_out(store, record)]

@@ -45,6 +45,10 @@ class Tier(Extents, ABC):
     def read(self, place: Place, at: int, size: int) -> memoryview:
         """`size` bytes from byte `at` of the place; valid until the place is freed."""
 
+    def space(self, place: Place, at: int, size: int) -> memoryview | None:
+        """Memory in which `size` bytes from byte `at` of the place are stored; None for other tiers."""
+        return None
+
     def copy(self, place: Place, copies: "Mapping[Tier, Place]") -> bytes:
         """Copies a place to other tiers; returns the checksum of its bytes."""
         hasher = Checksum()

@@ -16,7 +16,7 @@ from fusionkv.kvcache_service.index.index import HitRanker
 from fusionkv.kvcache_service.index.record import Record
 from fusionkv.kvcache_service.keys import VERSIONS, path_keys
 from fusionkv.kvcache_service.remote.redis_engine import RedisEngine
-from fusionkv.kvcache_service.remote.tier import BLOCK_BYTES, SLOTS, Engine, RemoteTier, _blocks, blocks_of
+from fusionkv.kvcache_service.remote.tier import BLOCK_BYTES, SLOTS, Engine, RemoteTier, _blocks
 from fusionkv.kvcache_service.tiers.base import Unreachable
 from tests.chaos.network import Relay
 from tests.commands import run_python
@@ -64,10 +64,10 @@ class Counted:
         self._engine, self.calls, self.asked = engine, 0, list[str]()
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        def counted(given: Any) -> Any:
+        def counted(given: Any, *more: Any) -> Any:
             self.calls += 1
             self.asked += given if method == "get" else ()
-            return getattr(self._engine, method)(given)
+            return getattr(self._engine, method)(given, *more)
 
         return counted
 
@@ -101,7 +101,13 @@ def find(tier: RemoteTier, names: str, *variants: bytes, namespace: bytes = NAME
 
 
 def content(tier: RemoteTier, found: Record) -> bytes:
-    return b"".join(tier.read(found, 0, blocks_of(found)))
+    return read(tier, found, 0, found.size)
+
+
+def read(tier: RemoteTier, found: Record, first: int, size: int) -> bytes:
+    into = bytearray(size)
+    tier.read(found, first, memoryview(into))
+    return bytes(into)
 
 
 def test_bytes_come_back(tier: RemoteTier) -> None:
@@ -110,7 +116,7 @@ def test_bytes_come_back(tier: RemoteTier) -> None:
         made = store(tier, "SA", data)
         assert find(tier, "SA") == made
         assert content(tier, made) == data
-        assert b"".join(tier.read(made, 1, 8)) == data[BLOCK_BYTES:]
+        assert size <= BLOCK_BYTES or read(tier, made, 1, size - BLOCK_BYTES) == data[BLOCK_BYTES:]
 
 
 def test_an_entry_is_found_once_all_of_it_is_written(tier: RemoteTier) -> None:
@@ -179,7 +185,33 @@ def test_what_is_deleted_or_lost_is_not_there(tier: RemoteTier, engine: Engine) 
     for gone in (deleted, lost):
         with pytest.raises(FileNotFoundError):
             content(tier, gone)
-    assert tier.read(lost, 0, 1) == [large[:BLOCK_BYTES]]
+    assert read(tier, lost, 0, BLOCK_BYTES) == large[:BLOCK_BYTES]
+
+
+def test_values_fill_buffers_of_their_size(engine: Engine, remote: Remote) -> None:
+    """A connection that met another response, or was closed by the server, harms no later call."""
+    values = {
+        f"fusionkv:buffer:{n}": os.urandom(size) for n, size in enumerate((BLOCK_BYTES, 5, BLOCK_BYTES, 1 << 19))
+    }
+    engine.put(list(values.items()))
+
+    def filled(names: Sequence[str], more: int = 0) -> bool:
+        buffers = [bytearray(len(values.get(name, b"?")) + more) for name in names]
+        complete = engine.get_into(names, list(map(memoryview, buffers)))
+        assert not complete or buffers == [values[name] for name in names]
+        return complete
+
+    for _ in range(2):
+        assert filled(list(values))
+        assert not any(filled(list(values), more) for more in (-1, 1))
+        assert not filled(["fusionkv:buffer:none"])
+        assert not filled([*values, "fusionkv:buffer:none"])
+    if isinstance(engine, RedisEngine):
+        nodes = engine._cluster.get_primaries() if engine._cluster else [None]
+        for node in nodes:
+            client = engine._node if node is None else engine._cluster.get_redis_connection(node)
+            client.client_kill_filter(_type="normal", skipme=True)
+    assert filled(list(values))
 
 
 def test_a_namespace_is_deleted_as_a_whole(tier: RemoteTier) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -13,9 +14,10 @@ import pytest
 
 from fusionkv.kvcache_service.client import HitKind
 from fusionkv.kvcache_service.remote.tier import Engine
+from fusionkv.kvcache_service.store.writing import reserve
 from fusionkv.kvcache_service.tiers.base import Unreachable
 from fusionkv.protos.runtime.errors import NotFound, ResourceExhausted, Unavailable
-from tests.kvcache_service.tools import MIB, payload, serving
+from tests.kvcache_service.tools import MIB, nearby, payload, record, serving
 from tests.waiting import until
 
 
@@ -143,6 +145,46 @@ async def test_it_is_copied_by_being_looked_up(serve: Any) -> None:
     stats = await b.client.stats()
     assert (stats.remote.read, stats.remote.written, stats.remote.waiting) == (1, 0, 0)
     assert (await a.client.stats()).remote.written == 1
+
+
+@pytest.mark.parametrize("disk", [0, 64 * MIB])
+async def test_a_local_caller_copies_it_from_memory(serve: Any, tmp_path: Path, disk: int) -> None:
+    a, b = await serve(memory=16 * MIB), await serve(memory=16 * MIB, disk=disk)
+    data = payload("x", 9 * MIB + 5)
+    await share(a, "S", data)
+    async with nearby(b, tmp_path / "s") as near:
+        entry = await near.entry("S")
+        assert entry.tier == "remote"
+        assert await near.fetched(entry) == (data, 0)
+    assert await b.get("S") == data
+
+
+@pytest.mark.parametrize("memory", [4 * MIB, 4096])
+async def test_a_place_stays_taken_while_a_thread_fills_it(serve: Any, memory: int) -> None:
+    service = await serve(memory=memory)
+    tier, started, ended = (
+        service.store.residents.tiers[0 if memory > MIB else -1],
+        threading.Event(),
+        threading.Event(),
+    )
+    new = record("S", payload("x", MIB))
+    writer = reserve(service.store, new, copied=True)
+    assert writer is not None
+
+    def read(at: int, into: memoryview) -> None:
+        started.set()
+        ended.wait(20)
+
+    with ThreadPoolExecutor(1) as threads:
+        filling = asyncio.create_task(writer.fill(read, threads))
+        await until(started.is_set)
+        filling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await filling
+        writer.abort()
+        assert tier.used_bytes == MIB
+        ended.set()
+        await until(lambda: tier.used_bytes == 0)
 
 
 async def test_many_fetch_what_is_copied_once(serve: Any) -> None:

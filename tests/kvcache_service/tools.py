@@ -184,7 +184,7 @@ def record(
 async def nearby(service: Service, socket: Path, *, hand_over: bool = True) -> AsyncIterator[Caller]:
     """Serves an open service on a unix socket too, with its memory handed over beside it; a caller there."""
     address, memory = f"unix:{socket}", service.store.residents.tiers[0]
-    async with listening(handler(KVCacheServicer(service.store, service.config)), address):
+    async with listening(handler(KVCacheServicer(service.store, service.config, service.sharing)), address):
         place = path_of(address)
         doorway = share_memory(place, memory.arena, memory.capacity_bytes, memory.file) if hand_over else None
         client = CacheClient(address)
