@@ -101,6 +101,15 @@ class QuerySpan:
         return at[kept], slots[kept], shifts[kept]
 
 
+class Spans(tuple[QuerySpan, ...]):
+    """The spans of a batch."""
+
+    @cached_property
+    def views(self) -> dict[Any, Any]:
+        """As of `QuerySpan`, for the whole batch."""
+        return {}
+
+
 class Order(NamedTuple):
     """The slot and the rotation of the key of each position.
 

@@ -1,8 +1,8 @@
 """Position-indexed sparse attention over the KV pool: few rows at any positions, most keys reused (FusionRAG 4.3).
 
 *Rotate the query, not the cache.* A cached chunk's keys stay as prefill wrote them; the rows are rotated back by the
-chunk's shift instead, once per segment. With more rows than `decode_attention_cpu.MOST_ROWS`, a CPU gathers and
-rotates the request's keys once in prompt order, and computes the rows in blocks, each over its own prefix.
+chunk's shift instead, once per segment. For more than a few rows, a CPU gathers and rotates the request's keys once,
+in prompt order.
 """
 
 from collections.abc import Mapping
@@ -12,11 +12,10 @@ import torch
 
 from fusionkv.kernels import reference
 from fusionkv.kernels.attention_scores import attention_scores
-from fusionkv.kernels.cpu import decode_attention_cpu, sparse_attention_cpu
+from fusionkv.kernels.cpu import sparse_attention_cpu
 from fusionkv.kernels.gpu import has_triton
-from fusionkv.kernels.gpu.segment_table import Spans
 from fusionkv.kernels.rope import Rotation
-from fusionkv.kernels.segments import QuerySpan
+from fusionkv.kernels.segments import QuerySpan, Spans
 
 _NONE: Mapping[QuerySpan, torch.Tensor] = MappingProxyType({})
 
@@ -47,12 +46,4 @@ def sparse_attention(
         from fusionkv.kernels.gpu import sparse_attention_triton
 
         return sparse_attention_triton.sparse_attention(q, k_pool, v_pool, spans, rotation, scale, window)
-    out = torch.empty_like(q)
-    few = [span for span in spans if span.rows <= decode_attention_cpu.MOST_ROWS and span not in scores]
-    if few:
-        decode_attention_cpu.attention(q, k_pool, v_pool, spans, few, rotation, scale, window, out)
-    for span in spans:
-        if span not in few:
-            rows, rest = slice(span.start, span.stop), (span, rotation, scale, window, scores.get(span))
-            out[rows] = sparse_attention_cpu.attention(q[rows], k_pool, v_pool, *rest)
-    return out
+    return sparse_attention_cpu.sparse_attention(q, k_pool, v_pool, spans, rotation, scale, window, scores)

@@ -15,8 +15,7 @@ from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.compute import attention
 from fusionkv.fusion_worker.compute.batch import Batch, Probe
 from fusionkv.fusion_worker.select.base import budget, top_k
-from fusionkv.kernels.gpu.segment_table import Spans
-from fusionkv.kernels.segments import KVSegment, QuerySpan
+from fusionkv.kernels.segments import KVSegment, QuerySpan, Spans
 
 
 class HostCache:

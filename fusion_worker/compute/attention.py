@@ -11,8 +11,7 @@ from fusionkv.fusion_worker.compute.batch import Batch, States
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.tensor_parallel.group import Ranks
 from fusionkv.kernels.attention_scores import attention_scores
-from fusionkv.kernels.gpu.segment_table import Spans
-from fusionkv.kernels.segments import KVSegment, QuerySpan
+from fusionkv.kernels.segments import KVSegment, QuerySpan, Spans
 from fusionkv.kernels.sparse_attention import sparse_attention
 from fusionkv.kernels.tempered_attention import tempered_attention
 from fusionkv.protos.runtime.errors import FailedPrecondition

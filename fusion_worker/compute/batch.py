@@ -7,9 +7,8 @@ from typing import TypeVar
 
 import torch
 
-from fusionkv.kernels.gpu.segment_table import Spans
 from fusionkv.kernels.rope import Rotation
-from fusionkv.kernels.segments import QuerySpan
+from fusionkv.kernels.segments import QuerySpan, Spans
 from fusionkv.kernels.tempered_attention import Temper
 
 

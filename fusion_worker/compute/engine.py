@@ -17,8 +17,7 @@ from fusionkv.fusion_worker.compute.scheduler import ScheduledSlice, Scheduler
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.tensor_parallel.group import TPGroup
-from fusionkv.kernels.gpu.segment_table import Spans
-from fusionkv.kernels.segments import QuerySpan
+from fusionkv.kernels.segments import QuerySpan, Spans
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime.cancellation import to_the_end
 

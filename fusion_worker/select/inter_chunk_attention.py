@@ -6,7 +6,7 @@ import torch
 
 from fusionkv.fusion_worker.select.base import FreshLayer, Selector
 from fusionkv.fusion_worker.select.fresh_states import FreshStates
-from fusionkv.kernels.gpu.segment_table import Spans
+from fusionkv.kernels.segments import Spans
 from fusionkv.kernels.sparse_attention import sparse_attention
 
 
