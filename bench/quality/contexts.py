@@ -9,7 +9,7 @@ import torch
 from fusionkv.bench.quality.data.neighbours import Neighbours
 from fusionkv.bench.quality.data.samples import Library
 from fusionkv.bench.quality.report.cells import Cell
-from fusionkv.fusion_worker.compute.forward_job import slots_of
+from fusionkv.fusion_worker.compute.kv_pool import slots_of
 from fusionkv.fusion_worker.correct.correction import Correction
 from fusionkv.fusion_worker.load.anchors import AnchoredChunk
 from fusionkv.fusion_worker.load.loader import Loader

@@ -9,11 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from fusionkv.fusion_worker.compute.attention import forward, install, logits
-from fusionkv.fusion_worker.compute.batch import Batch, LeavingRows, Probe, Votes
-from fusionkv.fusion_worker.compute.forward_job import ForwardJob, Result, ShallowProbe
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
-from fusionkv.fusion_worker.compute.scheduler import ScheduledSlice, Scheduler
+from fusionkv.fusion_worker.compute.model_runner import Batch, LeavingRows, Probe, Votes, forward, install, logits
+from fusionkv.fusion_worker.compute.scheduler import ForwardJob, Result, ScheduledSlice, Scheduler, ShallowProbe
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.tensor_parallel.group import TPGroup

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from fusionkv.fusion_worker.auxiliary.auxiliary import Auxiliary
-from fusionkv.fusion_worker.compute.attention import LayerState, Shallow
-from fusionkv.fusion_worker.compute.batch import ReusedKV
 from fusionkv.fusion_worker.compute.engine import Engine
-from fusionkv.fusion_worker.compute.forward_job import ForwardJob, Result, ShallowProbe
+from fusionkv.fusion_worker.compute.model_runner import LayerState, ReusedKV, Shallow
 from fusionkv.fusion_worker.compute.prefill_plan import AdaptiveRatio, PrefillPlan
+from fusionkv.fusion_worker.compute.scheduler import ForwardJob, Result, ShallowProbe
 from fusionkv.fusion_worker.load.placement import Links, PromptLayout, masked
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Prompt

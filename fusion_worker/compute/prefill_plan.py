@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fusionkv.fusion_worker.compute.attention import LayerState
-from fusionkv.fusion_worker.compute.batch import ReusedKV
 from fusionkv.fusion_worker.compute.engine import Engine
-from fusionkv.fusion_worker.compute.forward_job import ForwardJob, Result, behind, lay_out
+from fusionkv.fusion_worker.compute.kv_pool import behind, lay_out
+from fusionkv.fusion_worker.compute.model_runner import LayerState, ReusedKV
+from fusionkv.fusion_worker.compute.scheduler import ForwardJob, Result
 from fusionkv.fusion_worker.decode.sampling import Sampler
 from fusionkv.fusion_worker.load.placement import PromptLayout
 from fusionkv.kernels.segments import KVSegment

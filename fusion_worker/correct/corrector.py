@@ -13,8 +13,8 @@ import torch
 from safetensors import SafetensorError
 
 from fusionkv.fusion_worker.compute.engine import Engine
-from fusionkv.fusion_worker.compute.forward_job import ForwardJob, behind, lay_out
-from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk, SlotRange
+from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk, SlotRange, behind, lay_out
+from fusionkv.fusion_worker.compute.scheduler import ForwardJob
 from fusionkv.fusion_worker.correct.correction import MADE, Correction, Fit, shape
 from fusionkv.fusion_worker.library import cache
 from fusionkv.fusion_worker.load.loader import Loader

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from fusionkv.fusion_worker.compute.kv_pool import PooledChunk, SlotRange
+from fusionkv.fusion_worker.compute.kv_pool import PooledChunk, SlotRange, stretches
 from fusionkv.fusion_worker.correct.correction import Average, PlacedCorrection
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.kernels.segments import KVSegment
@@ -70,24 +70,6 @@ class LoadedChunk:
         """Its keys at their positions in the prompt. hidden: bool [tokens], tokens that are recomputed elsewhere."""
         position, shift = self.wanted.position, self.wanted.position - self.resident.base
         return stretches(self.resident.runs, len(self.wanted.chunk), position, shift, hidden)
-
-
-def stretches(
-    runs: Sequence[SlotRange], count: int, first: int, shift: int, hidden: torch.Tensor | None = None
-) -> tuple[KVSegment, ...]:
-    """Segments of the first `count` slots of `runs`, for consecutive tokens from position `first`.
-
-    shift: how far keys are moved from the positions where they were rotated. hidden: bool [count], or None.
-    """
-    at, found = 0, list[KVSegment]()
-    for run in runs:
-        length = min(run.length, count - at)
-        if length <= 0:
-            break
-        unseen = None if hidden is None else hidden[at : at + length]
-        found.append(KVSegment(run.start, length, first + at, shift, hidden=unseen))
-        at += length
-    return tuple(found)
 
 
 def masked(
