@@ -15,8 +15,7 @@ from fusionkv.fusion_worker.admission import Admission
 from fusionkv.fusion_worker.auxiliary.auxiliary import Auxiliary
 from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
-from fusionkv.fusion_worker.compute.planner import Planner, Scored
-from fusionkv.fusion_worker.compute.prefill_plan import PrefillPlan, step
+from fusionkv.fusion_worker.compute.planner import Planner, PrefillPlan, Scored, step
 from fusionkv.fusion_worker.compute.scheduler import Result
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.correct.corrector import Corrector

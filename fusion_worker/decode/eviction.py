@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from fusionkv.fusion_worker.compute.kv_pool import KVPool, behind, slots_of, stretches
-from fusionkv.fusion_worker.compute.prefill_plan import PrefillPlan
+from fusionkv.fusion_worker.compute.planner import PrefillPlan
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.recipes.recipes import SnapKV
 from fusionkv.fusion_worker.tensor_parallel.group import TPGroup
