@@ -24,10 +24,9 @@ from fusionkv.fusion_worker.decode.sampling import Sampler, SamplingParams
 from fusionkv.fusion_worker.decode.text import TextStream
 from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.load.lookup import CacheFault
-from fusionkv.fusion_worker.load.placement import PromptLayout, Stages
-from fusionkv.fusion_worker.meters import Summary
+from fusionkv.fusion_worker.meters import Stages, Summary
 from fusionkv.fusion_worker.models import Model
-from fusionkv.fusion_worker.prompt import Prompt
+from fusionkv.fusion_worker.prompt import Prompt, PromptLayout
 from fusionkv.fusion_worker.quality.explain import explain
 from fusionkv.fusion_worker.quality.shadow import Allowed, Fallback, Sample, Shadow
 from fusionkv.fusion_worker.recipes.recipes import Recipe

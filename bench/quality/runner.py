@@ -34,9 +34,8 @@ from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.correct.correction import Correction
 from fusionkv.fusion_worker.correct.corrector import Corrector
 from fusionkv.fusion_worker.load.loader import Loader
-from fusionkv.fusion_worker.load.placement import PromptLayout
 from fusionkv.fusion_worker.models import Model
-from fusionkv.fusion_worker.prompt import Prompt
+from fusionkv.fusion_worker.prompt import Prompt, PromptLayout
 from fusionkv.fusion_worker.quality import explain
 from fusionkv.fusion_worker.recipes.recipes import RECIPES, Anchored, Isolated, Recipe, SimilarityGuided, SnapKV
 from fusionkv.fusion_worker.select.base import Selector, budget

@@ -13,9 +13,8 @@ from fusionkv.fusion_worker.compute.kv_pool import behind, lay_out
 from fusionkv.fusion_worker.compute.model_runner import LayerState, ReusedKV, Shallow
 from fusionkv.fusion_worker.compute.scheduler import ForwardJob, Result, ShallowProbe
 from fusionkv.fusion_worker.decode.sampling import Sampler
-from fusionkv.fusion_worker.load.placement import Links, PromptLayout, masked
 from fusionkv.fusion_worker.models import Model
-from fusionkv.fusion_worker.prompt import Prompt
+from fusionkv.fusion_worker.prompt import Links, Prompt, PromptLayout, masked
 from fusionkv.fusion_worker.recipes.recipes import Recipe
 from fusionkv.fusion_worker.select.base import (
     CachedAttention,
