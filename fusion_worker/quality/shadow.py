@@ -115,8 +115,16 @@ class Shadow:
     """Samples a share of the answers, and repeats them one by one while the worker is idle."""
 
     def __init__(
-        self, share: float, guard: Fallback, pool: KVPool, engine: Engine, loader: Loader, fuser: Planner
+        self,
+        share: float,
+        guard: Fallback,
+        pool: KVPool,
+        engine: Engine,
+        loader: Loader,
+        fuser: Planner,
+        idle: asyncio.Event,
     ) -> None:
+        """idle: set while no request runs or waits."""
         self._share = share
         self._guard = guard
         self._pool = pool
@@ -125,8 +133,7 @@ class Shadow:
         self._fuser = fuser
         self._random = random.Random()
         self._waiting: asyncio.Queue[Sample] = asyncio.Queue()
-        self.idle = asyncio.Event()
-        self.idle.set()
+        self.idle = idle
         self._task = asyncio.create_task(self._loop()) if share else None
 
     def wants(self) -> bool:
