@@ -19,7 +19,7 @@ from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.meters import Summary
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
-from fusionkv.fusion_worker.quality.verdict import Verdict
+from fusionkv.fusion_worker.quality.fallback import Verdict
 from fusionkv.fusion_worker.recipes import modifiers, recipes
 from fusionkv.fusion_worker.request import Answerer, Request
 from fusionkv.fusion_worker.tensor_parallel.group import TPGroup

@@ -31,7 +31,7 @@ from fusionkv.fusion_worker.client import DEFAULT_RECIPE
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.fusion_worker.models import Model
-from fusionkv.fusion_worker.quality.verdict import FILE, SAFE, UNSAFE, Judged, Verdict
+from fusionkv.fusion_worker.quality.fallback import FILE, SAFE, UNSAFE, Judged, Verdict
 from fusionkv.fusion_worker.recipes import modifiers
 from fusionkv.fusion_worker.recipes.recipes import RECIPES, Recipe
 from fusionkv.fusion_worker.select.base import SecondModel

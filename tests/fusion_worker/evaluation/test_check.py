@@ -20,8 +20,7 @@ from fusionkv.bench.quality.report.cells import Cell, Measured
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.client import DEFAULT_RECIPE
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.quality import verdict
-from fusionkv.fusion_worker.quality.verdict import FILE, SAFE, UNDECIDED, UNSAFE, Judged
+from fusionkv.fusion_worker.quality.fallback import FILE, SAFE, UNDECIDED, UNSAFE, Judged, Verdict
 from fusionkv.fusion_worker.recipes.modifiers import find
 from tests.fusion_worker.oracle import saved
 
@@ -131,7 +130,7 @@ async def test_a_check_of_own_questions(
     monkeypatch.setenv("FUSIONKV_MODELS", str(tmp_path / "corrections"))
     assert await check._check(parsed(model, "--data", data), Console(stderr=True)) == 0
     said = json.loads(capsys.readouterr().out)
-    assert verdict.read(model, bytes.fromhex(said["fingerprint"])).recipes.keys() == said["recipes"].keys()
+    assert Verdict.read(model, bytes.fromhex(said["fingerprint"])).recipes.keys() == said["recipes"].keys()
     assert {DEFAULT_RECIPE, "prophetkv", "midlayer", "prefix_cache"} <= said["recipes"].keys()
     assert not {"cacheclip", "kvlink"} & said["recipes"].keys()
     assert said["recipes"]["prefix_cache"]["verdict"] == "safe"
