@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 import torch
 from transformers import AttentionInterface
 
-from fusionkv.fusion_worker.models import Model
-from fusionkv.fusion_worker.tensor_parallel.group import Ranks
+from fusionkv.fusion_worker.models import Model, Ranks
 from fusionkv.kernels.attention_scores import attention_scores
 from fusionkv.kernels.rope import Rotation
 from fusionkv.kernels.segments import KVSegment, QuerySpan, Spans
@@ -279,7 +278,8 @@ def forward(model: Model, batch: Batch, ahead: LayerState | None = None) -> torc
         if len(kept):
             rows = {"inputs_embeds": early[None, kept]}
             hidden[kept] = _run(_layers(decoder, slice(cut, None)), rows, remaining)
-    _reduce_over_ranks(batch, model.ranks)
+    if model.ranks.count > 1:
+        _reduce_over_ranks(batch, model.ranks)
     return hidden
 
 

@@ -5,11 +5,11 @@ from functools import partial
 
 import torch
 
+from fusionkv.fusion_worker.compute.engine import TPGroup
 from fusionkv.fusion_worker.compute.kv_pool import KVPool, behind, slots_of, stretches
 from fusionkv.fusion_worker.compute.planner import PrefillPlan
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.recipes.recipes import SnapKV
-from fusionkv.fusion_worker.tensor_parallel.group import TPGroup
 from fusionkv.kernels.segments import QuerySpan
 from fusionkv.protos.runtime.cancellation import to_the_end
 

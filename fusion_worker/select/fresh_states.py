@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from fusionkv.fusion_worker.compute.model_runner import States
-from fusionkv.fusion_worker.tensor_parallel.group import ALONE, Ranks
+from fusionkv.fusion_worker.models import ALONE, Ranks
 from fusionkv.kernels.attention_scores import attention_scores
 from fusionkv.kernels.rope import Rotation
 from fusionkv.kernels.segments import KVSegment, QuerySpan
