@@ -6,10 +6,9 @@ from typing import Any
 import torch
 
 from fusionkv.fusion_worker.select.attended_deviation import AttendedDeviation
-from fusionkv.fusion_worker.select.base import CachedAttention, Need, SecondModel, Selector, Window
+from fusionkv.fusion_worker.select.base import CachedAttention, Need, QuestionAttention, SecondModel, Selector, Window
 from fusionkv.fusion_worker.select.distance_to_start import DistanceToStart
 from fusionkv.fusion_worker.select.inter_chunk_attention import InterChunkAttention
-from fusionkv.fusion_worker.select.question_attention import QuestionAttention
 from fusionkv.fusion_worker.select.shallow_question_attention import ShallowQuestionAttention
 from fusionkv.fusion_worker.select.value_deviation import ValueDeviation
 from fusionkv.protos.runtime.errors import InvalidArgument

@@ -1,4 +1,4 @@
-"""The interface of a selector, which scores stale tokens; and the choice of those to recompute by their scores."""
+"""The interface of selectors, which score stale tokens; the simplest selector; and the choice of tokens by score."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -30,9 +30,6 @@ class CachedAttention:
         """Indices of these layers in a model of `count` layers."""
         stop = max(1, round(self.stop * count))
         return frozenset(range(min(round(self.first * count), stop - 1), stop))
-
-
-ALL_LAYERS = CachedAttention()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +85,21 @@ class Selector(ABC, Generic[Inputs]):
 
         Scores of tokens that are not stale are ignored. inputs: what the class of `needs` describes.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionAttention(Selector[torch.Tensor]):
+    """Attention of the question's rows into each token, summed over rows and heads.
+
+    Attributes:
+        needs: Layers of the model, over reused KV: all, the sum of which orders tokens like the mean (ProphetKV 4.3,
+            eq. 7), the last one (FusionRAG 3.2), or others. Or a small auxiliary model (CacheClip 3.3).
+    """
+
+    needs: CachedAttention | SecondModel = CachedAttention()
+
+    def scores(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs
 
 
 def budget(ratio: float, context_tokens: int, stale_tokens: int) -> int:

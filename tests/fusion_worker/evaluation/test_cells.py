@@ -22,8 +22,7 @@ from fusionkv.bench.quality.jobs import BLOCK, cells_of, missing
 from fusionkv.bench.quality.report.cells import NO_CONTEXT, Cell, Measured, Store, Subject, key, locked, table
 from fusionkv.fusion_worker.config import STORES, WorkerConfig
 from fusionkv.fusion_worker.recipes import modifiers
-from fusionkv.fusion_worker.select.base import CachedAttention
-from fusionkv.fusion_worker.select.question_attention import QuestionAttention
+from fusionkv.fusion_worker.select.base import CachedAttention, QuestionAttention
 from fusionkv.models.shipped import shipped
 from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted
 from tests.processes import descendants, ended
