@@ -5,14 +5,17 @@ the whole prompt, so its query, key and value at layer 1 are fresh and can be co
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from fusionkv.fusion_worker.compute.model_runner import States
-from fusionkv.fusion_worker.models import ALONE, Ranks
 from fusionkv.kernels.attention_scores import attention_scores
 from fusionkv.kernels.rope import Rotation
 from fusionkv.kernels.segments import KVSegment, QuerySpan
+
+if TYPE_CHECKING:  # they load transformers, which a table of recipes does not need
+    from fusionkv.fusion_worker.compute.model_runner import States
+    from fusionkv.fusion_worker.models import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +34,12 @@ class FreshStates:
         ranks: The tensor-parallel ranks.
     """
 
-    states: States
+    states: "States"
     kv: torch.Tensor
     span: QuerySpan
     rotation: Rotation
     starts: torch.Tensor
-    ranks: Ranks = ALONE
+    ranks: "Ranks"
 
     @property
     def stale(self) -> int:
