@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 from fusionkv.fusion_worker.compute.packed_linear import computes, pack
 from fusionkv.fusion_worker.library.cache import fingerprint, name_of
 from fusionkv.fusion_worker.template import PromptTemplate
-from fusionkv.kernels.rope import Rotation
+from fusionkv.kernels.segments import Rotation
 from fusionkv.protos.runtime.errors import FailedPrecondition, first_line
 
 # model_type -> whether RoPE pairs neighbouring channels (GLM) instead of the two halves (Llama).

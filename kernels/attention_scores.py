@@ -5,8 +5,7 @@ import torch
 from fusionkv.kernels import reference
 from fusionkv.kernels.cpu import sparse_attention_cpu
 from fusionkv.kernels.gpu import has_triton
-from fusionkv.kernels.rope import Rotation
-from fusionkv.kernels.segments import QuerySpan
+from fusionkv.kernels.segments import QuerySpan, Rotation
 
 
 def attention_scores(

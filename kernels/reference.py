@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fusionkv.kernels.rope import Rotation
-from fusionkv.kernels.segments import QuerySpan
+from fusionkv.kernels.segments import QuerySpan, Rotation
 
 
 def sparse_attention(

@@ -14,8 +14,7 @@ from fusionkv.kernels import reference
 from fusionkv.kernels.attention_scores import attention_scores
 from fusionkv.kernels.cpu import sparse_attention_cpu
 from fusionkv.kernels.gpu import has_triton
-from fusionkv.kernels.rope import Rotation
-from fusionkv.kernels.segments import QuerySpan, Spans
+from fusionkv.kernels.segments import QuerySpan, Rotation, Spans
 
 _NONE: Mapping[QuerySpan, torch.Tensor] = MappingProxyType({})
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fusionkv.kernels.rope import Rotation
-from fusionkv.kernels.segments import QuerySpan
+from fusionkv.kernels.segments import QuerySpan, Rotation
 
 
 @dataclass(frozen=True, slots=True)

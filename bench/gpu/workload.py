@@ -8,8 +8,7 @@ import torch
 from fusionkv.kernels.attention_scores import attention_scores
 from fusionkv.kernels.gpu import has_triton
 from fusionkv.kernels.gpu.tile_shapes import tile_for
-from fusionkv.kernels.rope import Rotation
-from fusionkv.kernels.segments import KVSegment, QuerySpan, Spans
+from fusionkv.kernels.segments import KVSegment, QuerySpan, Rotation, Spans
 from fusionkv.kernels.sparse_attention import sparse_attention
 
 SYSTEM, QUESTION = 32, 32  # tokens

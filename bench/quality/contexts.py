@@ -16,7 +16,7 @@ from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.load.lookup import RESTORED, corrected
 from fusionkv.fusion_worker.prompt import Chunk, ChunkSource, LoadedChunk, Prompt, PromptLayout
 from fusionkv.fusion_worker.recipes.recipes import Anchored, Isolated, Recipe, SimilarityGuided
-from fusionkv.kernels.rope import Rotation
+from fusionkv.kernels.segments import Rotation
 from fusionkv.kvcache_service import keys
 
 # Encodings that an evaluation compares: those of `recipes.Encode` that do not depend on earlier chunks.

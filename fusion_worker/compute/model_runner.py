@@ -10,8 +10,7 @@ from transformers import AttentionInterface
 
 from fusionkv.fusion_worker.models import Model, Ranks
 from fusionkv.kernels.attention_scores import attention_scores
-from fusionkv.kernels.rope import Rotation
-from fusionkv.kernels.segments import KVSegment, QuerySpan, Spans
+from fusionkv.kernels.segments import KVSegment, QuerySpan, Rotation, Spans
 from fusionkv.kernels.sparse_attention import sparse_attention
 from fusionkv.kernels.tempered_attention import Temper, tempered_attention
 from fusionkv.protos.runtime.errors import FailedPrecondition

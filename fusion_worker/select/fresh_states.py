@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fusionkv.kernels.attention_scores import attention_scores
-from fusionkv.kernels.rope import Rotation
-from fusionkv.kernels.segments import KVSegment, QuerySpan
+from fusionkv.kernels.segments import KVSegment, QuerySpan, Rotation
 
 if TYPE_CHECKING:  # they load transformers, which a table of recipes does not need
     from fusionkv.fusion_worker.compute.model_runner import States

@@ -17,8 +17,7 @@ import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from fusionkv.kernels.cpu.compute_dtype import compute_dtype
-from fusionkv.kernels.rope import Rotation
-from fusionkv.kernels.segments import KVSegment, QuerySpan, Spans
+from fusionkv.kernels.segments import KVSegment, QuerySpan, Rotation, Spans
 
 # With more rows of a request, gathering its keys in prompt order is faster (`bench/kernels/cpu.py`).
 MOST_ROWS = 8

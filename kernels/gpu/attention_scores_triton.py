@@ -23,8 +23,7 @@ from fusionkv.kernels.gpu.tiles_triton import (
     product,
     visible,
 )
-from fusionkv.kernels.rope import Rotation
-from fusionkv.kernels.segments import QuerySpan
+from fusionkv.kernels.segments import QuerySpan, Rotation
 
 _ROWS, _KEYS = 64, 32 if INTERPRETED else 64
 

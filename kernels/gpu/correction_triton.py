@@ -9,7 +9,7 @@ import triton.language as tl
 
 from fusionkv.kernels.gpu.tile_shapes import Tile
 from fusionkv.kernels.gpu.tiles_triton import INTERPRETED, product, rotary
-from fusionkv.kernels.rope import Rotation
+from fusionkv.kernels.segments import Rotation
 
 
 def tile_for(head_dim: int, dtype: torch.dtype) -> Tile:

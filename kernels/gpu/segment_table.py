@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from fusionkv.kernels.rope import Rotation
-from fusionkv.kernels.segments import KVSegment, QuerySpan, Spans
+from fusionkv.kernels.segments import KVSegment, QuerySpan, Rotation, Spans
 
 # A hidden slot's position, above every row's: one comparison is both the causal mask and the mask of hidden slots.
 NEVER = 2**31 - 1

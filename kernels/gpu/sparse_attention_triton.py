@@ -23,8 +23,7 @@ from fusionkv.kernels.gpu.tiles_triton import (
     update,
     visible,
 )
-from fusionkv.kernels.rope import Rotation
-from fusionkv.kernels.segments import Spans
+from fusionkv.kernels.segments import Rotation, Spans
 
 
 @triton.jit

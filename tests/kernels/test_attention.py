@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from fusionkv.kernels import attention_scores, reference, sparse_attention
 from fusionkv.kernels.cpu import sparse_attention_cpu
 from fusionkv.kernels.cpu.sparse_attention_cpu import MOST_ROWS
-from fusionkv.kernels.rope import Rotation
-from fusionkv.kernels.segments import KVSegment, QuerySpan, Spans
+from fusionkv.kernels.segments import KVSegment, QuerySpan, Rotation, Spans
 from tests.examples import examples
 from tests.kernels.inputs import HAS_KERNEL, interpreted, rotary, rotation_matrix, there
 
