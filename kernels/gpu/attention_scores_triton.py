@@ -188,41 +188,14 @@ def attention_scores(
     table, blocks, positions, end = _plan(span, rotation, grid, q.device)
     (launch,) = table.launches
     shape = constants(q, k_pool, rotation, launch.tile, _KEYS, window)
+    tables = (table.segments, table.positions, table.row_positions, table.turns, scale * LOG2E)
+    strides = q.stride()[:2]
     lse = torch.full((launch.parts, span.rows, heads), float("-inf"), device=q.device)
-    _denominators[len(launch.items), kv_heads](
-        q,
-        k_pool,
-        lse,
-        launch.items,
-        table.segments,
-        table.positions,
-        table.row_positions,
-        table.turns,
-        scale * LOG2E,
-        span.rows,
-        q.stride(0),
-        q.stride(1),
-        **shape,
-    )
+    _denominators[len(launch.items), kv_heads](*(q, k_pool, lse, launch.items), *tables, span.rows, *strides, **shape)
     lse = torch.logsumexp(lse / LOG2E, 0) * LOG2E
     columns = torch.empty(kv_heads, len(positions), device=q.device)
     _columns[len(blocks), kv_heads](
-        q,
-        k_pool,
-        lse,
-        columns,
-        blocks,
-        table.segments,
-        table.positions,
-        table.row_positions,
-        table.turns,
-        scale * LOG2E,
-        span.start,
-        span.rows,
-        len(positions),
-        q.stride(0),
-        q.stride(1),
-        **shape,
+        *(q, k_pool, lse, columns, blocks), *tables, *(span.start, span.rows, len(positions)), *strides, **shape
     )
     scores = torch.zeros(end + 1, device=q.device)
     return scores.index_add_(0, positions, columns.sum(0))[:-1]

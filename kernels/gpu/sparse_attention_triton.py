@@ -222,26 +222,18 @@ def _launch(
         # -inf: parts that a short span does not have get no weight.
         lse = torch.full((launch.parts, partial_rows, heads), float("-inf"), device=q.device)
         partial = torch.empty((launch.parts, partial_rows, heads, dim), device=q.device)
+    out_strides, q_strides = out.stride()[:2], q.stride()[:2]
+    pointers = (q, k_pool, v_pool, partial, lse)
     shape = constants(q, k_pool, rotation, launch.tile, tile.keys, window)
     few = shape["ROWS"] < tile.rows
     _attend[len(launch.items), kv_heads](
-        q,
-        k_pool,
-        v_pool,
-        partial,
-        lse,
+        *pointers,
         launch.items,
-        table.segments,
-        table.positions,
-        table.bias,
-        table.row_positions,
-        table.turns,
+        *(table.segments, table.positions, table.bias, table.row_positions, table.turns),
         scale * LOG2E,
         partial_rows,
-        q.stride(0),
-        q.stride(1),
-        out.stride(0),
-        out.stride(1),
+        *q_strides,
+        *out_strides,
         **shape,
         PARTIAL=launch.parts > 1,
         num_warps=4 if few else tile.warps,
@@ -249,36 +241,19 @@ def _launch(
     )
     if launch.shared is not None:
         assert shared is not None
-        shape = constants(q, k_pool, rotation, launch.shared.tile, shared.keys, window)
         attend_shared[len(launch.shared.items), kv_heads](
-            q,
-            k_pool,
-            v_pool,
-            partial,
-            lse,
-            launch.shared.items,
-            launch.shared.members,
-            table.segments,
-            table.positions,
-            table.row_positions,
-            table.turns,
+            *pointers,
+            *(launch.shared.items, launch.shared.members),
+            *(table.segments, table.positions, table.row_positions, table.turns),
             scale * LOG2E,
-            q.stride(0),
-            q.stride(1),
-            **shape,
+            *q_strides,
+            **constants(q, k_pool, rotation, launch.shared.tile, shared.keys, window),
             num_warps=shared.warps,
             num_stages=shared.stages,
         )
     if launch.parts > 1:
         _merge[partial_rows, heads](
-            partial,
-            lse,
-            launch.rows,
-            out,
-            partial_rows,
-            out.stride(0),
-            out.stride(1),
-            launch.parts,
+            *(partial, lse, launch.rows, out, partial_rows, *out_strides, launch.parts),
             PARTS_CEIL=triton.next_power_of_2(launch.parts),
             HEAD_DIM=dim,
             DIM=triton.next_power_of_2(dim),
