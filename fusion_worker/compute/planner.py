@@ -26,7 +26,7 @@ from fusionkv.fusion_worker.select.base import (
     budget,
     top_k,
 )
-from fusionkv.fusion_worker.select.fresh_states import FreshStates
+from fusionkv.fusion_worker.select.fresh_layer import FreshStates
 from fusionkv.kernels.segments import KVSegment
 from fusionkv.kernels.tempered_attention import Temper
 from fusionkv.protos.runtime.errors import FailedPrecondition

@@ -14,7 +14,7 @@ from fusionkv.fusion_worker.compute.model_runner import Batch, LayerState, Leavi
 from fusionkv.fusion_worker.decode.sampling import Sampler
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.select.base import Selector
-from fusionkv.fusion_worker.select.fresh_states import FreshStates
+from fusionkv.fusion_worker.select.fresh_layer import FreshStates
 from fusionkv.kernels.segments import KVSegment
 from fusionkv.kernels.tempered_attention import Temper
 

@@ -5,12 +5,14 @@ from typing import Any
 
 import torch
 
-from fusionkv.fusion_worker.select.attended_deviation import AttendedDeviation
 from fusionkv.fusion_worker.select.base import CachedAttention, Need, QuestionAttention, SecondModel, Selector, Window
 from fusionkv.fusion_worker.select.distance_to_start import DistanceToStart
-from fusionkv.fusion_worker.select.inter_chunk_attention import InterChunkAttention
-from fusionkv.fusion_worker.select.shallow_question_attention import ShallowQuestionAttention
-from fusionkv.fusion_worker.select.value_deviation import ValueDeviation
+from fusionkv.fusion_worker.select.fresh_layer import (
+    AttendedDeviation,
+    InterChunkAttention,
+    ShallowQuestionAttention,
+    ValueDeviation,
+)
 from fusionkv.protos.runtime.errors import InvalidArgument
 
 # SnapKV's votes are averaged over neighbouring tokens, so that a fact is kept with the words around it (SnapKV 4.1).

@@ -36,7 +36,7 @@ class CachedAttention:
 class FreshLayer:
     """A pass of all stale tokens and the question through layer 0, up to the queries, keys and values of layer 1.
 
-    The selector receives `fresh_states.FreshStates` and returns a score for every position that they cover, on the
+    The selector receives `fresh_layer.FreshStates` and returns a score for every position that they cover, on the
     model's device. The chosen tokens can continue from this pass (`Recipe.from_layer_1`).
     """
 
@@ -68,7 +68,7 @@ Inputs = TypeVar("Inputs")
 class Selector(ABC, Generic[Inputs]):
     """Scores stale tokens by how much recomputing them is worth. Implementations are frozen dataclasses.
 
-    A new selector is a file of this package and a row of `recipes/recipes.py`: the worker computes what `needs` says
+    A new selector is a class in this package and a row of `recipes/recipes.py`: the worker computes what `needs` says
     and knows nothing else about it.
     """
 

@@ -1,4 +1,4 @@
-"""The states of stale tokens at layer 1 under full attention, for comparison with cached ones.
+"""Selectors by the states of stale tokens at layer 1 under full attention (CacheBlend, KVShare, Cache-Craft, A3).
 
 Keys and values of layer 0 depend only on the token, so cached ones are correct there. After layer 0 a token has seen
 the whole prompt, so its query, key and value at layer 1 are fresh and can be compared with the cached ones.
@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fusionkv.fusion_worker.select.base import FreshLayer, Selector
 from fusionkv.kernels.attention_scores import attention_scores
-from fusionkv.kernels.segments import KVSegment, QuerySpan, Rotation
+from fusionkv.kernels.segments import KVSegment, QuerySpan, Rotation, Spans
+from fusionkv.kernels.sparse_attention import sparse_attention
 
 if TYPE_CHECKING:  # they load transformers, which a table of recipes does not need
     from fusionkv.fusion_worker.compute.model_runner import States
@@ -81,3 +83,73 @@ class FreshStates:
         out = torch.zeros(int(positions[-1]) + 1, device=positions.device)
         out[positions[: len(each)]] = each
         return self.ranks.total(out)
+
+
+@dataclass(frozen=True, slots=True)
+class ValueDeviation(Selector[FreshStates]):
+    """Squared L2 distance of a token's fresh value to its cached one, at layer 1 (CacheBlend; FusionRAG 2.2.2)."""
+
+    needs = FreshLayer()
+
+    def scores(self, inputs: FreshStates) -> torch.Tensor:
+        """The distance summed over heads and channels."""
+        return inputs.placed(inputs.values_away().square().sum((1, 2)))
+
+
+@dataclass(frozen=True, slots=True)
+class AttendedDeviation(Selector[FreshStates]):
+    """L1 distance of fresh to cached values, times all attention into the token (KVShare; ProphetKV app. C)."""
+
+    needs = FreshLayer()
+
+    def scores(self, inputs: FreshStates) -> torch.Tensor:
+        """Distance summed over heads and channels, times attention summed over all rows and heads."""
+        return inputs.placed(inputs.values_away().abs().sum((1, 2))) * inputs.attention()
+
+
+@dataclass(frozen=True, slots=True)
+class ShallowQuestionAttention(Selector[FreshStates]):
+    """Attention of the question's rows into each token, from fresh states at layer 1 (A3, eq. 3)."""
+
+    needs = FreshLayer()
+
+    def scores(self, inputs: FreshStates) -> torch.Tensor:
+        """The attention summed over the question's rows and heads."""
+        return inputs.attention(first_row=inputs.stale)
+
+
+@dataclass(frozen=True, slots=True)
+class InterChunkAttention(Selector[FreshStates]):
+    """A token's attention to the chunks before its own, from fresh states at layer 1 (Cache-Craft).
+
+    The papers give the criterion but no layer; layer 1 is the only one with fresh states of every token.
+    """
+
+    needs = FreshLayer()
+
+    def scores(self, inputs: FreshStates) -> torch.Tensor:
+        """The attention summed over heads: 0 to q_heads."""
+        return inputs.placed(_to_other_chunks(inputs)[: inputs.stale])
+
+
+def _to_other_chunks(inputs: FreshStates) -> torch.Tensor:
+    """float32 [rows]: attention to chunks other than the row's own, summed over this rank's heads.
+
+    The values of an attention pass are one-hot vectors of a key's chunk, so the output is the attention by chunk.
+    """
+    states, starts, keys = inputs.states, inputs.starts, inputs.keys()
+    over = Spans([inputs.over(keys)])
+    # 0 is the system prompt, followed by one number for each chunk.
+    chunk = torch.bucketize(torch.arange(len(keys), device=keys.device), starts, right=True)
+    own = chunk[inputs.span.positions]
+    found = torch.zeros(inputs.span.rows, device=keys.device)
+    channels = keys.shape[2]
+    for first in range(1, len(starts), channels):
+        member = chunk[:, None] == torch.arange(first, first + channels, device=keys.device)
+        values = member.to(keys.dtype)[:, None].expand(-1, keys.shape[1], -1).contiguous()
+        out = sparse_attention(states.q, keys, values, over, inputs.rotation, states.scale, states.window)
+        mass = out.float().sum(1)
+        inside = (own >= first) & (own < first + channels)
+        mass[inside, own[inside] - first] = 0.0
+        found += mass[:, : max(0, len(starts) - first)].sum(1)
+    return found
