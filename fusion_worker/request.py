@@ -11,7 +11,6 @@ from typing import NamedTuple
 from opentelemetry import trace
 
 from fusionkv.fusion_worker import meters
-from fusionkv.fusion_worker.auxiliary.auxiliary import Auxiliary
 from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.compute.planner import Planner, PrefillPlan, Scored, step
@@ -29,6 +28,7 @@ from fusionkv.fusion_worker.prompt import Prompt, PromptLayout
 from fusionkv.fusion_worker.quality.explain import explain
 from fusionkv.fusion_worker.quality.fallback import Allowed, Fallback, Sample, Shadow
 from fusionkv.fusion_worker.recipes.recipes import Recipe
+from fusionkv.fusion_worker.select.auxiliary import Auxiliary
 from fusionkv.fusion_worker.select.base import budget
 from fusionkv.fusion_worker.transfer.handover import Handover
 from fusionkv.protos.answer.v1.answer_pb2 import Explanation, Token

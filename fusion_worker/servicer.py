@@ -8,7 +8,6 @@ from typing import Any
 
 import grpc
 
-from fusionkv.fusion_worker.auxiliary.auxiliary import Auxiliary
 from fusionkv.fusion_worker.client import CHECKSUM
 from fusionkv.fusion_worker.compute.engine import Engine, TPGroup
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
@@ -22,6 +21,7 @@ from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.fusion_worker.quality.fallback import Verdict
 from fusionkv.fusion_worker.recipes import modifiers, recipes
 from fusionkv.fusion_worker.request import Answerer, Request
+from fusionkv.fusion_worker.select.auxiliary import Auxiliary
 from fusionkv.fusion_worker.transfer.handover import HANDLE_BYTES
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.kvcache_service.keys import DIGEST_BYTES

@@ -26,7 +26,6 @@ from fusionkv.bench.quality.data.samples import Block, Sample, Task
 from fusionkv.bench.quality.examiner import Answer, Asked, Examiner, Given, clock, together
 from fusionkv.bench.quality.report.cells import NO_CONTEXT, Cell, Measured
 from fusionkv.bench.worker.integrity import check_pool
-from fusionkv.fusion_worker.auxiliary.auxiliary import Auxiliary
 from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.kv_pool import KVPool, slots_of
 from fusionkv.fusion_worker.compute.planner import Planner, Scored
@@ -38,6 +37,7 @@ from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Prompt, PromptLayout
 from fusionkv.fusion_worker.quality import explain
 from fusionkv.fusion_worker.recipes.recipes import RECIPES, Anchored, Isolated, Recipe, SimilarityGuided, SnapKV
+from fusionkv.fusion_worker.select.auxiliary import Auxiliary
 from fusionkv.fusion_worker.select.base import Selector, budget
 from fusionkv.protos.runtime.errors import ResourceExhausted
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusionkv.fusion_worker.auxiliary.auxiliary import Auxiliary
 from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.kv_pool import behind, lay_out
 from fusionkv.fusion_worker.compute.model_runner import LayerState, ReusedKV, Shallow
@@ -16,6 +15,7 @@ from fusionkv.fusion_worker.decode.sampling import Sampler
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Links, Prompt, PromptLayout, masked
 from fusionkv.fusion_worker.recipes.recipes import Recipe
+from fusionkv.fusion_worker.select.auxiliary import Auxiliary
 from fusionkv.fusion_worker.select.base import (
     CachedAttention,
     ChunkPlaces,
