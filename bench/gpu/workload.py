@@ -5,11 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from fusionkv.kernels.attention_scores import attention_scores
+from fusionkv.kernels.attention import attention_scores, sparse_attention
 from fusionkv.kernels.gpu import has_triton
 from fusionkv.kernels.gpu.tile_shapes import tile_for
 from fusionkv.kernels.segments import KVSegment, QuerySpan, Rotation, Spans
-from fusionkv.kernels.sparse_attention import sparse_attention
 
 SYSTEM, QUESTION = 32, 32  # tokens
 DECODE_CHUNKS = 64

@@ -9,10 +9,8 @@ import torch
 from transformers import AttentionInterface
 
 from fusionkv.fusion_worker.models import Model, Ranks
-from fusionkv.kernels.attention_scores import attention_scores
+from fusionkv.kernels.attention import Temper, attention_scores, sparse_attention, tempered_attention
 from fusionkv.kernels.segments import KVSegment, QuerySpan, Rotation, Spans
-from fusionkv.kernels.sparse_attention import sparse_attention
-from fusionkv.kernels.tempered_attention import Temper, tempered_attention
 from fusionkv.protos.runtime.errors import FailedPrecondition
 
 NAME = "fusionkv"

@@ -27,8 +27,8 @@ from fusionkv.fusion_worker.select.base import (
     top_k,
 )
 from fusionkv.fusion_worker.select.fresh_layer import FreshStates
+from fusionkv.kernels.attention import Temper
 from fusionkv.kernels.segments import KVSegment
-from fusionkv.kernels.tempered_attention import Temper
 from fusionkv.protos.runtime.errors import FailedPrecondition
 
 

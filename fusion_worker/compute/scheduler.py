@@ -15,8 +15,8 @@ from fusionkv.fusion_worker.decode.sampling import Sampler
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.select.base import Selector
 from fusionkv.fusion_worker.select.fresh_layer import FreshStates
+from fusionkv.kernels.attention import Temper
 from fusionkv.kernels.segments import KVSegment
-from fusionkv.kernels.tempered_attention import Temper
 
 # Seconds that a step waits for the next row of an answer whose last token has just been sent. That is short compared
 # with a step, for which a row that misses this one would wait. A slow reader's answer keeps steps short while it

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from fusionkv.fusion_worker.select.base import FreshLayer, Selector
-from fusionkv.kernels.attention_scores import attention_scores
+from fusionkv.kernels.attention import attention_scores, sparse_attention
 from fusionkv.kernels.segments import KVSegment, QuerySpan, Rotation, Spans
-from fusionkv.kernels.sparse_attention import sparse_attention
 
 if TYPE_CHECKING:  # they load transformers, which a table of recipes does not need
     from fusionkv.fusion_worker.compute.model_runner import States

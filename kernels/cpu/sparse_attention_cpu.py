@@ -43,7 +43,7 @@ def sparse_attention(
     window: int | None,
     scores: Mapping[QuerySpan, torch.Tensor],
 ) -> torch.Tensor:
-    """The same as `sparse_attention.sparse_attention`."""
+    """The same as `attention.sparse_attention`."""
     out = torch.empty_like(q)
     few = [span for span in spans if span.rows <= MOST_ROWS and span not in scores]
     if few:
@@ -113,7 +113,7 @@ def prefill_attention(
 def attention_scores(
     q: torch.Tensor, k_pool: torch.Tensor, span: QuerySpan, rotation: Rotation, scale: float, window: int | None
 ) -> torch.Tensor:
-    """`attention_scores.attention_scores` of one span; q holds only the span's rows."""
+    """`attention.attention_scores` of one span; q holds only the span's rows."""
     k = span.in_order(rotation).keys(k_pool, torch.float32)
     scores = torch.zeros(len(k))
     _explicit(q, k, None, span, scale, window, scores)

@@ -181,7 +181,7 @@ def _plan(span: QuerySpan, rotation: Rotation, grid: Grid, device: torch.device)
 def attention_scores(
     q: torch.Tensor, k_pool: torch.Tensor, span: QuerySpan, rotation: Rotation, scale: float, window: int | None
 ) -> torch.Tensor:
-    """The same as `attention_scores.attention_scores`."""
+    """The same as `attention.attention_scores`."""
     heads, kv_heads = q.shape[1], k_pool.shape[1]
     assert q.stride(2) == k_pool.stride(2) == 1
     grid = Grid.of(heads, kv_heads, _ROWS, processors(q.device))

@@ -253,7 +253,7 @@ def sparse_attention(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """The same as `sparse_attention.sparse_attention`.
+    """The same as `attention.sparse_attention`.
 
     Extra memory: the tables, and parts x rows x q_heads x head_dim floats if keys are split into parts.
     """
