@@ -13,7 +13,7 @@ from opentelemetry.metrics import CallbackOptions, Observation
 
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.prompt import ChunkSource, Prompt
-from fusionkv.fusion_worker.recipes.recipes import Recipe
+from fusionkv.fusion_worker.recipes import Recipe
 from fusionkv.protos.observe import telemetry
 
 _meter = metrics.get_meter(__name__)

@@ -27,7 +27,7 @@ from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Prompt, PromptLayout
 from fusionkv.fusion_worker.quality.explain import explain
 from fusionkv.fusion_worker.quality.fallback import Allowed, Fallback, Sample, Shadow
-from fusionkv.fusion_worker.recipes.recipes import Recipe
+from fusionkv.fusion_worker.recipes import Recipe
 from fusionkv.fusion_worker.select.auxiliary import Auxiliary
 from fusionkv.fusion_worker.select.base import budget
 from fusionkv.fusion_worker.transfer.handover import Handover

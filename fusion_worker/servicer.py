@@ -19,7 +19,7 @@ from fusionkv.fusion_worker.meters import Summary
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.fusion_worker.quality.fallback import Verdict
-from fusionkv.fusion_worker.recipes import modifiers, recipes
+from fusionkv.fusion_worker.recipes import MODIFIERS, RECIPES, find_recipe
 from fusionkv.fusion_worker.request import Answerer, Request
 from fusionkv.fusion_worker.select.auxiliary import Auxiliary
 from fusionkv.fusion_worker.transfer.handover import HANDLE_BYTES
@@ -107,11 +107,11 @@ class FusionServicer:
                     takes_modifiers=not r.lossless,
                     unusable=self.answerer.unusable(r),
                 )
-                for r in recipes.RECIPES.values()
+                for r in RECIPES.values()
             ],
             modifiers=[
                 pb.Modifier(name=m.name, description=m.description, neighbours=m.neighbours)
-                for m in modifiers.MODIFIERS.values()
+                for m in MODIFIERS.values()
             ],
             device=str(model.device),
             dtype=str(model.kv.dtype).removeprefix("torch."),
@@ -168,10 +168,10 @@ class FusionServicer:
         """Validates a request. Also returns why another recipe than the requested one is used, or an empty text."""
         if len(request.recipe) > _MAX_RECIPE:
             raise InvalidArgument(f"the recipe's name is longer than {_MAX_RECIPE} characters")
-        recipe = modifiers.find(request.recipe)
+        recipe = find_recipe(request.recipe)
         ratio = recipe.ratio_for(request.ratio if request.HasField("ratio") else None)
         if replaced := self._verdict.unsafe(recipe, ratio):
-            recipe, ratio = recipes.RECIPES["prefix_cache"], 0.0
+            recipe, ratio = RECIPES["prefix_cache"], 0.0
         self._check_model(request.model_fingerprint)
         chunks = tuple(self._chunk(c.ids, f"chunk {i}", c.variants) for i, c in enumerate(request.chunks))
         if not request.question.ids:

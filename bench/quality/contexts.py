@@ -15,7 +15,7 @@ from fusionkv.fusion_worker.load.anchors import AnchoredChunk
 from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.load.lookup import RESTORED, corrected
 from fusionkv.fusion_worker.prompt import Chunk, ChunkSource, LoadedChunk, Prompt, PromptLayout
-from fusionkv.fusion_worker.recipes.recipes import Anchored, Isolated, Recipe, SimilarityGuided
+from fusionkv.fusion_worker.recipes import Anchored, Isolated, Recipe, SimilarityGuided
 from fusionkv.kernels.segments import Rotation
 from fusionkv.kvcache_service import keys
 

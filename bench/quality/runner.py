@@ -36,9 +36,9 @@ from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Prompt, PromptLayout
 from fusionkv.fusion_worker.quality import explain
-from fusionkv.fusion_worker.recipes.recipes import RECIPES, Anchored, Isolated, Recipe, SimilarityGuided, SnapKV
+from fusionkv.fusion_worker.recipes import RECIPES, Anchored, Isolated, Recipe, SimilarityGuided
 from fusionkv.fusion_worker.select.auxiliary import Auxiliary
-from fusionkv.fusion_worker.select.base import Selector, budget
+from fusionkv.fusion_worker.select.base import Selector, SnapKV, budget
 from fusionkv.protos.runtime.errors import ResourceExhausted
 
 _Answered = tuple[Answer, dict[Cell, dict[str, float]]]

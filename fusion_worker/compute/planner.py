@@ -14,7 +14,7 @@ from fusionkv.fusion_worker.compute.scheduler import ForwardJob, Result, Shallow
 from fusionkv.fusion_worker.decode.sampling import Sampler
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Links, Prompt, PromptLayout, masked
-from fusionkv.fusion_worker.recipes.recipes import Recipe
+from fusionkv.fusion_worker.recipes import Recipe
 from fusionkv.fusion_worker.select.auxiliary import Auxiliary
 from fusionkv.fusion_worker.select.base import (
     CachedAttention,

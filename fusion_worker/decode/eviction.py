@@ -9,7 +9,7 @@ from fusionkv.fusion_worker.compute.engine import TPGroup
 from fusionkv.fusion_worker.compute.kv_pool import KVPool, behind, slots_of, stretches
 from fusionkv.fusion_worker.compute.planner import PrefillPlan
 from fusionkv.fusion_worker.models import Model
-from fusionkv.fusion_worker.recipes.recipes import SnapKV
+from fusionkv.fusion_worker.select.base import SnapKV
 from fusionkv.kernels.segments import QuerySpan
 from fusionkv.protos.runtime.cancellation import to_the_end
 

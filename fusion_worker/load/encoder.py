@@ -6,7 +6,7 @@ from fusionkv.fusion_worker.correct.correction import Correction
 from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.load.lookup import CacheFault, corrected
 from fusionkv.fusion_worker.prompt import ChunkSource, Prompt
-from fusionkv.fusion_worker.recipes.recipes import InPlace
+from fusionkv.fusion_worker.recipes import InPlace
 from fusionkv.kvcache_service import keys
 from fusionkv.protos.runtime.errors import Unavailable
 

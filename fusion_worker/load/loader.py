@@ -25,7 +25,7 @@ from fusionkv.fusion_worker.load.write_back import WriteBack
 from fusionkv.fusion_worker.meters import Stages
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import ChunkSource, LoadedChunk, Prompt, PromptLayout
-from fusionkv.fusion_worker.recipes.recipes import ISOLATED, Anchored, Encode
+from fusionkv.fusion_worker.recipes import ISOLATED, Anchored, Encode
 from fusionkv.fusion_worker.transfer.gpudirect import DirectReader
 from fusionkv.fusion_worker.transfer.signatures import Signer
 from fusionkv.fusion_worker.transfer.storage import Storage

@@ -21,7 +21,7 @@ from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.compute.planner import Planner
 from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.prompt import Prompt
-from fusionkv.fusion_worker.recipes.recipes import RECIPES, Recipe
+from fusionkv.fusion_worker.recipes import RECIPES, Recipe
 from fusionkv.fusion_worker.select.base import SecondModel
 from fusionkv.protos.observe import telemetry
 from fusionkv.protos.runtime.errors import FailedPrecondition

@@ -6,6 +6,9 @@ from typing import Generic, TypeVar
 
 import torch
 
+# SnapKV's votes are averaged over neighbouring tokens, so that a fact is kept with the words around it (SnapKV 4.1).
+_POOL = 5
+
 
 @dataclass(frozen=True, slots=True)
 class Nothing:
@@ -68,8 +71,8 @@ Inputs = TypeVar("Inputs")
 class Selector(ABC, Generic[Inputs]):
     """Scores stale tokens by how much recomputing them is worth. Implementations are frozen dataclasses.
 
-    A new selector is a class in this package and a row of `recipes/recipes.py`: the worker computes what `needs` says
-    and knows nothing else about it.
+    A new selector is a class in this package and a row of `RECIPES`: the worker computes what `needs` says and knows
+    nothing else about it.
     """
 
     __slots__ = ()
@@ -132,3 +135,18 @@ class Window:
         chosen = top_k(scores, stale, count)
         window = (chosen - stale.nonzero()[0]) // self.size
         return chosen[window.bincount()[window] >= self.least]
+
+
+@dataclass(frozen=True, slots=True)
+class SnapKV:
+    """Keeps the `tokens` context tokens that the question attends to most, by layer and head (SnapKV; A3)."""
+
+    tokens: int
+
+    def choose(self, votes: torch.Tensor) -> torch.Tensor:
+        """int64 [layers, kv_heads, tokens]: indices of the context tokens to keep, ascending.
+
+        votes: float32 [layers, kv_heads, context tokens], attention of the question's rows, summed.
+        """
+        smooth = torch.nn.functional.avg_pool1d(votes, _POOL, stride=1, padding=_POOL // 2)
+        return smooth.topk(self.tokens, -1).indices.sort(-1).values

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fusionkv.fusion_worker import select
-from fusionkv.fusion_worker.recipes.recipes import RECIPES
+from fusionkv.fusion_worker.recipes import RECIPES
 from fusionkv.fusion_worker.select.base import CachedAttention, Need, Selector
 from tests.fusion_worker.oracle import CLOSE, error, oracle, random_ids, whole
 
