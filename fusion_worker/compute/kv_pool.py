@@ -99,7 +99,7 @@ class KVPool:
     @property
     def idle(self) -> int:
         """Number of slots of chunks without pins, which can be evicted."""
-        return sum(self.slots_for(r.tokens) for r in self._residents.values() if r.pins == 0 and r.ready.done())
+        return sum(self.slots_for(chunk.tokens) for chunk in self._evictable())
 
     @property
     def free(self) -> int:
@@ -167,7 +167,7 @@ class KVPool:
 
     def clear(self) -> None:
         """Evicts every chunk without pins."""
-        for resident in [r for r in self._residents.values() if r.pins == 0 and r.ready.done()]:
+        for resident in self._evictable():
             self._drop(resident)
 
     def reserve(self, tokens: int) -> tuple[SlotRange, ...]:
@@ -180,6 +180,10 @@ class KVPool:
         self._fresh -= sum(run.length for run in runs)
         self._give(runs)
 
+    def _evictable(self) -> list[PooledChunk]:
+        """Chunks without pins, the least recently used first."""
+        return [r for r in self._residents.values() if r.pins == 0 and r.ready.done()]
+
     def _drop(self, resident: PooledChunk) -> None:
         if self._residents.get(resident.key) is resident:
             del self._residents[resident.key]
@@ -188,8 +192,7 @@ class KVPool:
 
     def _take(self, tokens: int) -> tuple[SlotRange, ...]:
         need = self.slots_for(tokens)
-        # Evicts the least recently used chunks first.
-        idle = [] if self.free >= need else [r for r in self._residents.values() if r.pins == 0 and r.ready.done()]
+        idle = [] if self.free >= need else self._evictable()
         while self.free < need:
             if not idle:
                 raise ResourceExhausted(f"the KV pool has no room for {tokens} tokens")
