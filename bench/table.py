@@ -26,11 +26,11 @@ from fusionkv.bench.worker.passages import Passages
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.client import DEFAULT_RECIPE
 from fusionkv.fusion_worker.library.resolve import resolve
-from fusionkv.fusion_worker.recipes import modifiers
+from fusionkv.fusion_worker.recipes import find_recipe
 from fusionkv.protos.runtime.process import cores
 
 _ROOT = Path(__file__).parents[1]
-_DEFAULT = modifiers.find(DEFAULT_RECIPE)
+_DEFAULT = find_recipe(DEFAULT_RECIPE)
 # The columns: recipes and their ratios.
 RECIPES = (("full_attention", 1.0), ("full_reuse", 0.0), (DEFAULT_RECIPE, _DEFAULT.ratio))
 # Shares of full reuse's loss that `fusionkv eval` reports, with their titles.

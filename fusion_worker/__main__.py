@@ -49,7 +49,7 @@ def main() -> int:
 async def _serve(config: WorkerConfig) -> None:
     with lean.uncompiled(ranks=config.tensor_parallel):
         from fusionkv.fusion_worker import meters, models
-        from fusionkv.fusion_worker.quality import verdict
+        from fusionkv.fusion_worker.quality.fallback import Verdict
         from fusionkv.fusion_worker.servicer import SERVICE, FusionServicer, handler
         from fusionkv.fusion_worker.tensor_parallel import start
 
@@ -61,7 +61,7 @@ async def _serve(config: WorkerConfig) -> None:
             # On the CPU, which is idle while a GPU computes.
             auxiliary = models.load(Path(config.auxiliary), device="cpu") if config.auxiliary else None
         model = replace(model, template=model.template.configured(config.system, config.prompt_template))
-        judged = verdict.read(config.model, model.fingerprint, auxiliary.fingerprint if auxiliary else b"")
+        judged = Verdict.read(config.model, model.fingerprint, auxiliary.fingerprint if auxiliary else b"")
         for line in judged.lines():
             log.info("fusionkv check: %s", line)
         servicer = FusionServicer(config, model, auxiliary, judged, tp)

@@ -1,6 +1,9 @@
 """The figures of a request, and the worker's OpenTelemetry metrics of requests and of the KV pool."""
 
-from collections.abc import Callable
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -9,9 +12,8 @@ from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
-from fusionkv.fusion_worker.load.placement import Stages
-from fusionkv.fusion_worker.prompt import Prompt
-from fusionkv.fusion_worker.recipes.recipes import Recipe
+from fusionkv.fusion_worker.prompt import ChunkSource, Prompt
+from fusionkv.fusion_worker.recipes import Recipe
 from fusionkv.protos.observe import telemetry
 
 _meter = metrics.get_meter(__name__)
@@ -33,6 +35,62 @@ _recomputed = _meter.create_histogram(
     "Share of a prompt's context tokens that was recomputed",
     explicit_bucket_boundaries_advisory=telemetry.SHARES,
 )
+
+
+@dataclass(slots=True)
+class Stages:
+    """Statistics of loading, for the request's summary.
+
+    Attributes:
+        hits, hit_tokens: chunks and tokens by (kind, tier). Compressed chunks count with the tokens of their text.
+        origins: kind and tier of every chunk, by its key.
+        missed: chunks that were neither in the pool nor in the cache service.
+        rejected: entries that no worker had signed.
+        encoded_tokens: tokens of missed chunks.
+        bytes_fetched: bytes fetched from the cache service.
+        seconds: by stage.
+    """
+
+    hits: Counter[tuple[str, str]] = field(default_factory=Counter)
+    hit_tokens: Counter[tuple[str, str]] = field(default_factory=Counter)
+    origins: dict[bytes, tuple[str, str]] = field(default_factory=dict)
+    missed: int = 0
+    rejected: int = 0
+    encoded_tokens: int = 0
+    bytes_fetched: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def count(self, wanted: ChunkSource, present: bool) -> None:
+        """Counts a part. present: whether it is in the pool already."""
+        if wanted.is_system:
+            return
+        tokens = wanted.chunk.covered
+        if wanted.entry is None and not present:
+            self.encoded_tokens += tokens
+            self.missed += 1
+            self.origins.setdefault(wanted.key, ("miss", "none"))
+            return
+        kind = "exact" if wanted.lossless else "alternative"
+        tier = "device" if present or wanted.entry is None else wanted.entry.tier
+        self.origins.setdefault(wanted.key, (kind, tier))
+        self.hits[kind, tier] += 1
+        self.hit_tokens[kind, tier] += tokens
+
+    @contextmanager
+    def clock(self, name: str) -> Iterator[None]:
+        """Adds the seconds spent inside to the stage `name`."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def start_over(self) -> None:
+        """Resets the counts before another lookup; seconds and bytes stay."""
+        self.hits.clear()
+        self.hit_tokens.clear()
+        self.origins.clear()
+        self.missed = self.encoded_tokens = 0
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -15,9 +16,7 @@ from transformers.utils import logging as transformers_logging
 from fusionkv.fusion_worker.compute.packed_linear import computes, pack
 from fusionkv.fusion_worker.library.cache import fingerprint, name_of
 from fusionkv.fusion_worker.template import PromptTemplate
-from fusionkv.fusion_worker.tensor_parallel import group as tp
-from fusionkv.fusion_worker.tensor_parallel.group import ALONE, Ranks
-from fusionkv.kernels.rope import Rotation
+from fusionkv.kernels.segments import Rotation
 from fusionkv.protos.runtime.errors import FailedPrecondition, first_line
 
 # model_type -> whether RoPE pairs neighbouring channels (GLM) instead of the two halves (Llama).
@@ -27,6 +26,32 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Layout and version of an entry's bytes; bump the version when the layout changes.
 LAYOUT = "layer,kv,token,kv_head,head_dim:1"
+# Embedding and head are replicated, because rank 0 samples tokens alone.
+_WHOLE = {"model.embed_tokens": "replicate", "lm_head": "replicate"}
+# GLM-4's own plan makes every rank gather the gate and up projections of all ranks; split like this, a rank needs
+# only its own channels.
+_GLM4 = {"model.layers.*.mlp.gate_up_proj": "packed_colwise", "model.layers.*.mlp.down_proj": "rowwise"}
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Process `rank` of `count`. Each has an equal share of the model's heads.
+
+    All ranks must call `total` in the same order. It raises RuntimeError when another rank ended, or did not answer
+    within the timeout of torch.distributed's default group, which transformers' split layers use as well.
+    """
+
+    rank: int = 0
+    count: int = 1
+
+    def total(self, partial: torch.Tensor) -> torch.Tensor:
+        """All-reduces a tensor in place: the sum over all ranks."""
+        if self.count > 1:
+            dist.all_reduce(partial)
+        return partial
+
+
+ALONE = Ranks()
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,18 +194,37 @@ def configuration(directory: Path) -> Any:
 
 def _network(directory: Path, dtype: torch.dtype, config: Any, ranks: Ranks) -> Any:
     """The rank's network. Raises as transformers does, and FailedPrecondition when weights are missing."""
-    part = {} if ranks.count == 1 else {"distributed_config": tp.part_of(config, ranks.count)}
+    part = {}
+    if ranks.count > 1:
+        from transformers.distributed import DistributedConfig
+
+        # transformers splits the weights by the family's `tp_plan`, including the plan's all-reduces.
+        plan = _WHOLE | (_GLM4 if config.model_type == "glm4" else {})
+        part = {"distributed_config": DistributedConfig(tp_size=ranks.count, tp_plan=plan)}
     # Only safetensors: the older .bin files are pickles, which can run code.
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         directory, dtype=dtype, output_loading_info=True, use_safetensors=True, **part
     )
     network, report = loaded
     if ranks.count > 1:
-        tp.settle(network)
+        _settle(network)
     if missing := sorted(report["missing_keys"]):
         # transformers initialises missing tensors randomly and only warns.
         raise FailedPrecondition(f"the weights in {directory} lack {len(missing)} tensors: {missing[0]}, ...")
     return network
+
+
+def _settle(network: Any) -> None:
+    """Replaces DTensors by plain tensors. Layers split by columns keep transformers' forward, which all-reduces."""
+    # Imported late: it loads SymPy, among others.
+    from torch.distributed.tensor import DTensor
+
+    for module in network.modules():
+        for name, value in list(module.named_parameters(recurse=False)):
+            if isinstance(value, DTensor):
+                setattr(module, name, torch.nn.Parameter(value.to_local(), requires_grad=False))
+                if name == "weight" and not value.placements[0].is_shard(1):
+                    del module.forward  # Split by rows, its forward does extra work only for training.
 
 
 def on_cpu(device: str) -> bool:

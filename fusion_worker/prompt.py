@@ -1,11 +1,16 @@
-"""A tokenised prompt in parts: system prompt, chunks and question, each part with its digest."""
+"""A prompt: its parts as tokens, the source of each part's KV, and their places in the prompt and in the pool."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
+from fusionkv.fusion_worker.compute.kv_pool import PooledChunk, SlotRange, stretches
+from fusionkv.fusion_worker.correct.correction import Average, PlacedCorrection
+from fusionkv.kernels.segments import KVSegment
 from fusionkv.kvcache_service import keys
+from fusionkv.kvcache_service.client import Entry
 
 
 @dataclass(frozen=True)
@@ -77,3 +82,129 @@ class Prompt:
     def ids(self) -> torch.Tensor:
         """int64 [tokens]: the whole prompt. The tensor is shared: don't write to it."""
         return torch.tensor([i for part in self.parts for i in part.ids] + list(self.question))
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSource:
+    """The source of a prompt's part: a cache entry to fetch, or an encoding by this worker.
+
+    Attributes:
+        position: position of its first token in this prompt.
+        base: position of its first token where its keys were, or will be, rotated.
+        path, variant, key: its name in the cache service (kvcache_service.keys).
+        entry: the entry to fetch; None encodes the part here.
+        alone: whether to encode it after the system prompt only, or after all parts before it.
+        lossless: whether its KV equals that of full attention over this prompt.
+        correction: correction to apply in the pool; None for none.
+    """
+
+    chunk: Chunk
+    position: int
+    base: int
+    path: tuple[bytes, ...]
+    key: bytes
+    variant: bytes = b""
+    entry: Entry | None = None
+    alone: bool = True
+    lossless: bool = False
+    correction: PlacedCorrection | Average | None = None
+
+    def corrected(self, correction: PlacedCorrection) -> "ChunkSource":
+        """The same part with a correction, and with a key of its own in the pool."""
+        return replace(self, key=self.key + correction.name, correction=correction)
+
+    @property
+    def uncorrected(self) -> bytes:
+        """The pool's key of the same chunk without its correction."""
+        return self.key if self.correction is None else self.key.removesuffix(self.correction.name)
+
+    @property
+    def scratch(self) -> int:
+        """Temporary slots that loading it needs besides those that hold its KV."""
+        return self.chunk.scratch if self.entry is None else 0
+
+    @property
+    def is_system(self) -> bool:
+        return len(self.path) == 1
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedChunk:
+    """A part of a prompt in the pool."""
+
+    wanted: ChunkSource
+    resident: PooledChunk
+
+    def segments(self, hidden: torch.Tensor | None = None) -> tuple[KVSegment, ...]:
+        """Its keys at their positions in the prompt. hidden: bool [tokens], tokens that are recomputed elsewhere."""
+        position, shift = self.wanted.position, self.wanted.position - self.resident.base
+        return stretches(self.resident.runs, len(self.wanted.chunk), position, shift, hidden)
+
+
+def masked(
+    parts: Sequence[LoadedChunk], computed: torch.Tensor, device: torch.device
+) -> Iterator[tuple[LoadedChunk, torch.Tensor | None]]:
+    """Yields each part with a mask of its recomputed tokens: bool [tokens] on the device, None if there are none.
+
+    computed: bool [positions] on the CPU; reading it from a GPU would synchronise once for each part.
+    """
+    there = computed.to(device)
+    for part in parts:
+        place = slice(part.wanted.position, part.wanted.position + len(part.wanted.chunk))
+        yield part, there[place] if computed[place].any() else None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLayout:
+    """A prompt's parts in the pool, and fresh slots for tokens to compute.
+
+    let_go: unpins all chunks but the system prompt, for a request that has copied what it needs of them.
+    """
+
+    parts: tuple[LoadedChunk, ...]
+    fresh: tuple[SlotRange, ...]
+    let_go: Callable[[], None]
+
+    @property
+    def segments(self) -> tuple[KVSegment, ...]:
+        """All keys of its parts, including those of stale tokens."""
+        return tuple(segment for part in self.parts for segment in part.segments())
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """`each` link tokens after every chunk of a prompt (KVLink 2.3). What follows a chunk shifts by `each` positions.
+
+    Attributes:
+        ends: int64 [chunks], the position after each chunk's last token, without links.
+        ids: int64 [chunks * each].
+    """
+
+    ends: torch.Tensor
+    ids: torch.Tensor
+    each: int
+
+    @classmethod
+    def behind(cls, prompt: Prompt, tokens: Sequence[Sequence[int]], each: int) -> "Links":
+        """Puts the first `each` of a model's link tokens, given by chunk, after the prompt's chunks; 0 puts none."""
+        starts = zip(prompt.starts[1:], prompt.chunks, strict=True)
+        ends = torch.tensor([start + len(chunk) for start, chunk in starts], dtype=torch.int64)
+        used = tokens[: len(prompt.chunks)] if each else ()
+        return cls(ends, torch.tensor([i for chunk in used for i in chunk[:each]], dtype=torch.int64), each)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 [chunks * each]: positions of the link tokens."""
+        chunk = torch.arange(len(self.ends))
+        return ((self.ends + self.each * chunk)[:, None] + torch.arange(self.each)).flatten()
+
+    def moved(self, positions: torch.Tensor) -> torch.Tensor:
+        """int64: the positions, with links, of tokens at `positions` without links."""
+        return positions + self.each * torch.searchsorted(self.ends, positions, right=True)
+
+    def placed(self, part: LoadedChunk) -> LoadedChunk:
+        """The part at its position with links."""
+        if not self.each:
+            return part
+        position = int(self.moved(torch.tensor(part.wanted.position)))
+        return replace(part, wanted=replace(part.wanted, position=position))

@@ -3,21 +3,18 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from opentelemetry import trace
 
 from fusionkv.fusion_worker import meters
-from fusionkv.fusion_worker.admission import Admission
-from fusionkv.fusion_worker.auxiliary.auxiliary import Auxiliary
 from fusionkv.fusion_worker.compute.engine import Engine
-from fusionkv.fusion_worker.compute.forward_job import Result
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
-from fusionkv.fusion_worker.compute.planner import Planner, Scored
-from fusionkv.fusion_worker.compute.prefill_plan import PrefillPlan, step
+from fusionkv.fusion_worker.compute.planner import Planner, PrefillPlan, Scored, step
+from fusionkv.fusion_worker.compute.scheduler import Result
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.correct.corrector import Corrector
 from fusionkv.fusion_worker.decode.eviction import evict
@@ -25,22 +22,25 @@ from fusionkv.fusion_worker.decode.sampling import Sampler, SamplingParams
 from fusionkv.fusion_worker.decode.text import TextStream
 from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.load.lookup import CacheFault
-from fusionkv.fusion_worker.load.placement import PromptLayout, Stages
-from fusionkv.fusion_worker.meters import Summary
+from fusionkv.fusion_worker.meters import Stages, Summary
 from fusionkv.fusion_worker.models import Model
-from fusionkv.fusion_worker.prompt import Prompt
+from fusionkv.fusion_worker.prompt import Prompt, PromptLayout
 from fusionkv.fusion_worker.quality.explain import explain
-from fusionkv.fusion_worker.quality.shadow import Allowed, Fallback, Sample, Shadow
-from fusionkv.fusion_worker.recipes.recipes import Recipe
+from fusionkv.fusion_worker.quality.fallback import Allowed, Fallback, Sample, Shadow
+from fusionkv.fusion_worker.recipes import Recipe
+from fusionkv.fusion_worker.select.auxiliary import Auxiliary
 from fusionkv.fusion_worker.select.base import budget
 from fusionkv.fusion_worker.transfer.handover import Handover
 from fusionkv.protos.answer.v1.answer_pb2 import Explanation, Token
 from fusionkv.protos.fusion.v1.fusion_pb2 import FirstToken, PrefilledKV
 from fusionkv.protos.observe import logs
-from fusionkv.protos.runtime.errors import FailedPrecondition
+from fusionkv.protos.runtime.errors import FailedPrecondition, ResourceExhausted
 
 _faults = logs.RateLimitedLog(logging.getLogger(__name__))
 tracer = trace.get_tracer(__name__)
+# Weight of the latest measurement in a moving average.
+_SMOOTHING = 0.2
+_MIN_RETRY_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,79 @@ class Request:
     params: SamplingParams
     corpus: str = ""
     explained: bool = False
+
+
+class Admission:
+    """Limits how many requests run and wait at once.
+
+    Moving averages of the time that a request runs, and of its time to first token, predict the wait of the next one.
+    """
+
+    def __init__(self, places: int, queue: int) -> None:
+        """places: maximum number of running requests. queue: maximum number of waiting requests."""
+        self._places = places
+        self._queue = queue
+        self._free = asyncio.Semaphore(places)
+        self._held: float | None = None
+        self._first: float | None = None
+        self.waiting = 0
+        self.running = 0
+        self.idle = asyncio.Event()
+        """Set while no request runs or waits: work in the background may go on."""
+        self.idle.set()
+
+    @asynccontextmanager
+    async def place(self, seconds_left: float | None) -> AsyncIterator[None]:
+        """Waits for a free place in order of arrival, and holds it while the context is open.
+
+        seconds_left: seconds until the caller's deadline; None without one.
+
+        Raises:
+            ResourceExhausted: the queue is full, or the first token is not expected within `seconds_left`. Never
+                raised while a place is free: a prediction that is too high is then corrected by running requests.
+        """
+        if self._free.locked():
+            self._check(seconds_left)
+        self.waiting += 1
+        self.idle.clear()
+        try:
+            try:
+                await self._free.acquire()
+            finally:
+                self.waiting -= 1
+            self.running += 1
+            began = time.perf_counter()
+            try:
+                yield
+            finally:
+                self._held = _averaged(self._held, time.perf_counter() - began)
+                self.running -= 1
+                self._free.release()
+        finally:
+            if self.waiting + self.running == 0:
+                self.idle.set()
+
+    def first_token(self, seconds: float) -> None:
+        """Records the time from admission to the first token."""
+        self._first = _averaged(self._first, seconds)
+
+    def _check(self, seconds_left: float | None) -> None:
+        # Mean seconds until the next place becomes free.
+        each = (self._held or 0.0) / self._places
+        if self.waiting >= self._queue:
+            meters.refused("queue")
+            after = max(_MIN_RETRY_SECONDS, each)
+            raise ResourceExhausted(
+                f"{self.waiting} requests are already waiting: try again later", retry_after=after
+            )
+        expected = (self.waiting + 1) * each + (self._first or 0.0)
+        if seconds_left is not None and expected > seconds_left:
+            meters.refused("deadline")
+            raise ResourceExhausted(
+                f"{self.waiting} requests are already waiting: the first token is expected in {expected:.1f} s, "
+                f"and the deadline is in {seconds_left:.1f} s",
+                retry_after=max(_MIN_RETRY_SECONDS, expected - seconds_left),
+            )
 
 
 class _Prefilled(NamedTuple):
@@ -90,12 +163,13 @@ class Answerer:
         self._engine = engine
         self._loader = loader
         self._planner = Planner(model, engine, auxiliary)
-        self.corrector = Corrector(model, pool, engine, loader)
-        self._guard = Fallback(config.shadow_floor)
-        self.shadow = Shadow(config.shadow_share, self._guard, pool, engine, loader, self._planner)
-        self._active = 0
-        self.handover = Handover(pool, model, engine.tp, config.prefill_bytes, config.prefill_seconds)
         self.admission = Admission(config.max_requests, config.max_queue)
+        self.corrector = Corrector(model, pool, engine, loader, self.admission.idle)
+        self._guard = Fallback(config.shadow_floor)
+        self.shadow = Shadow(
+            config.shadow_share, self._guard, pool, engine, loader, self._planner, self.admission.idle
+        )
+        self.handover = Handover(pool, model, engine.tp, config.prefill_bytes, config.prefill_seconds)
 
     def unusable(self, recipe: Recipe) -> str:
         """Why the model can't follow a recipe; empty if it can."""
@@ -182,7 +256,6 @@ class Answerer:
         stages, sampler = summary.stages, Sampler(params)
         async with AsyncExitStack() as stack:
             with tracer.start_as_current_span("fusionkv.queue"), stages.clock("queue"):
-                stack.enter_context(self._busy())
                 await stack.enter_async_context(self.admission.place(seconds_left))
             plan = await self._prepare(stack, summary, params, request.corpus)
             stages = summary.stages  # replaced if the cache failed
@@ -203,20 +276,6 @@ class Answerer:
         """Whether to repeat the answer with full attention: only a greedy answer that may differ from it."""
         may_differ = not summary.recipe.lossless and summary.ratio < 1.0 and not summary.degraded
         return may_differ and params.temperature == 0.0 and self.shadow.wants()
-
-    @contextmanager
-    def _busy(self) -> Iterator[None]:
-        """Defers work in the background while any request runs or waits."""
-        self._active += 1
-        self.shadow.idle.clear()
-        self.corrector.idle.clear()
-        try:
-            yield
-        finally:
-            self._active -= 1
-            if self._active == 0:
-                self.shadow.idle.set()
-                self.corrector.idle.set()
 
     async def _prepare(
         self, stack: AsyncExitStack, summary: Summary, params: SamplingParams, corpus: str
@@ -317,3 +376,8 @@ class Answerer:
             summary.finish = "max_tokens"
             piece += text.flush()
         return Token(id=token, text=piece)
+
+
+def _averaged(before: float | None, value: float) -> float:
+    """An exponential moving average with another measurement; None before the first one."""
+    return value if before is None else before + _SMOOTHING * (value - before)

@@ -8,9 +8,8 @@ from typing import Any
 
 import grpc
 
-from fusionkv.fusion_worker.auxiliary.auxiliary import Auxiliary
 from fusionkv.fusion_worker.client import CHECKSUM
-from fusionkv.fusion_worker.compute.engine import Engine
+from fusionkv.fusion_worker.compute.engine import Engine, TPGroup
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.decode.sampling import SamplingParams
@@ -19,10 +18,10 @@ from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.meters import Summary
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
-from fusionkv.fusion_worker.quality.verdict import Verdict
-from fusionkv.fusion_worker.recipes import modifiers, recipes
+from fusionkv.fusion_worker.quality.fallback import Verdict
+from fusionkv.fusion_worker.recipes import MODIFIERS, RECIPES, find_recipe
 from fusionkv.fusion_worker.request import Answerer, Request
-from fusionkv.fusion_worker.tensor_parallel.group import TPGroup
+from fusionkv.fusion_worker.select.auxiliary import Auxiliary
 from fusionkv.fusion_worker.transfer.handover import HANDLE_BYTES
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.kvcache_service.keys import DIGEST_BYTES
@@ -108,11 +107,11 @@ class FusionServicer:
                     takes_modifiers=not r.lossless,
                     unusable=self.answerer.unusable(r),
                 )
-                for r in recipes.RECIPES.values()
+                for r in RECIPES.values()
             ],
             modifiers=[
                 pb.Modifier(name=m.name, description=m.description, neighbours=m.neighbours)
-                for m in modifiers.MODIFIERS.values()
+                for m in MODIFIERS.values()
             ],
             device=str(model.device),
             dtype=str(model.kv.dtype).removeprefix("torch."),
@@ -169,10 +168,10 @@ class FusionServicer:
         """Validates a request. Also returns why another recipe than the requested one is used, or an empty text."""
         if len(request.recipe) > _MAX_RECIPE:
             raise InvalidArgument(f"the recipe's name is longer than {_MAX_RECIPE} characters")
-        recipe = modifiers.find(request.recipe)
+        recipe = find_recipe(request.recipe)
         ratio = recipe.ratio_for(request.ratio if request.HasField("ratio") else None)
         if replaced := self._verdict.unsafe(recipe, ratio):
-            recipe, ratio = recipes.RECIPES["prefix_cache"], 0.0
+            recipe, ratio = RECIPES["prefix_cache"], 0.0
         self._check_model(request.model_fingerprint)
         chunks = tuple(self._chunk(c.ids, f"chunk {i}", c.variants) for i, c in enumerate(request.chunks))
         if not request.question.ids:

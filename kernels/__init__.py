@@ -1,1 +1,1 @@
-"""Attention over a paged KV pool, indexed by position: one operation per file, for CPU and GPU."""
+"""Attention over a paged KV pool, indexed by position, and other operations on KV: each for CPU and GPU."""

@@ -3,7 +3,7 @@
 import torch
 
 from fusionkv.kernels.gpu import has_triton
-from fusionkv.kernels.rope import Rotation
+from fusionkv.kernels.segments import Rotation
 
 # Tokens times layers at a time, without a kernel: a long chunk of a large model would take gigabytes at once.
 _AT_ONCE = 10_000

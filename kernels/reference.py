@@ -4,8 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fusionkv.kernels.rope import Rotation
-from fusionkv.kernels.segments import QuerySpan
+from fusionkv.kernels.segments import QuerySpan, Rotation
 
 
 def sparse_attention(
@@ -17,7 +16,7 @@ def sparse_attention(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """The same as `sparse_attention.sparse_attention`, in O(rows x keys) memory, on any device and dtype."""
+    """The same as `attention.sparse_attention`, in O(rows x keys) memory, on any device and dtype."""
     out = torch.empty_like(q)
     for span in spans:
         weights, v = _weights(q[span.start : span.stop], k_pool, v_pool, span, rotation, scale, window)
@@ -33,7 +32,7 @@ def attention_scores(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """The same as `attention_scores.attention_scores`."""
+    """The same as `attention.attention_scores`."""
     weights, _ = _weights(q[span.start : span.stop], k_pool, k_pool, span, rotation, scale, window)
     positions = torch.cat([s.key_positions(q.device) for s in span.segments])
     visible = torch.cat([_visible(s, q.device) for s in span.segments])

@@ -5,8 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fusionkv.fusion_worker.client import DEFAULT_RECIPE
-from fusionkv.fusion_worker.recipes.modifiers import MODIFIERS, Modifier
-from fusionkv.fusion_worker.recipes.recipes import RECIPES, Recipe, SimilarityGuided
+from fusionkv.fusion_worker.recipes import MODIFIERS, RECIPES, Modifier, Recipe, SimilarityGuided
 
 PAGE = Path(__file__).parent.parent / "docs/recipes.md"
 

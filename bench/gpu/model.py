@@ -12,11 +12,10 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from fusionkv.bench.gpu.setup import ModelShape, Setup
 from fusionkv.bench.gpu.workload import QUESTION, SYSTEM, Part, cached, lay_out
 from fusionkv.fusion_worker import models
-from fusionkv.fusion_worker.compute import attention
-from fusionkv.fusion_worker.compute.batch import Batch, Probe
+from fusionkv.fusion_worker.compute import model_runner
+from fusionkv.fusion_worker.compute.model_runner import Batch, Probe
 from fusionkv.fusion_worker.select.base import budget, top_k
-from fusionkv.kernels.gpu.segment_table import Spans
-from fusionkv.kernels.segments import KVSegment, QuerySpan
+from fusionkv.kernels.segments import KVSegment, QuerySpan, Spans
 
 
 class HostCache:
@@ -83,7 +82,7 @@ class Served:
 
     def install(self) -> None:
         """Switches the model permanently to attention over the pool."""
-        attention.install(self._model)
+        model_runner.install(self._model)
 
     def sdpa(self) -> int:
         """First token by transformers' SDPA over the whole prompt, without a cache; only before `install`."""
@@ -99,7 +98,7 @@ class Served:
         network = self._model.network
         network.config._attn_implementation = "sdpa"
         other = self._sdpa_hidden()[-1].float()
-        network.config._attn_implementation = attention.NAME
+        network.config._attn_implementation = model_runner.NAME
         return float((ours - other).norm() / other.norm())
 
     def load(self) -> None:
@@ -113,12 +112,12 @@ class Served:
             return torch.empty(0, dtype=torch.int64)
         span = self._span(torch.empty(0, dtype=torch.int64))
         probe = Probe(span, frozenset({self._shape.layers - 1}))
-        attention.forward(self._model, self._batch(span, [probe]))
+        model_runner.forward(self._model, self._batch(span, [probe]))
         return top_k(probe.scores[: self._start].cpu(), self._stale, count)
 
     def answer(self, chosen: torch.Tensor) -> int:
         """First token, with the chosen tokens and the question as rows."""
-        return self._first(attention.forward(self._model, self._batch(self._span(chosen), [])))
+        return self._first(model_runner.forward(self._model, self._batch(self._span(chosen), [])))
 
     def operations(self, ratio: float) -> int:
         """Floating-point operations of a forward over a share of the context and the question, without scoring."""
@@ -147,7 +146,7 @@ class Served:
         where = torch.arange(self._tokens, device=self._device)
         spans = Spans([QuerySpan(0, self._tokens, where, (KVSegment(0, self._tokens, 0),))])
         batch = Batch(self._ids, where, where, spans, self._pool, self._model.rotations)
-        return attention.forward(self._model, batch)
+        return model_runner.forward(self._model, batch)
 
     @torch.inference_mode()
     def _sdpa_hidden(self) -> torch.Tensor:
@@ -158,7 +157,7 @@ class Served:
         return hidden
 
     def _first(self, hidden: torch.Tensor) -> int:
-        return int(attention.logits(self._model, hidden[-1:]).argmax())
+        return int(model_runner.logits(self._model, hidden[-1:]).argmax())
 
 
 def build(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> models.Model:

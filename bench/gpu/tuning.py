@@ -14,10 +14,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from fusionkv.kernels.gpu.segment_table import Spans
 from fusionkv.kernels.gpu.tile_shapes import Tile, store, tile_for, tile_key
-from fusionkv.kernels.rope import Rotation
-from fusionkv.kernels.segments import KVSegment, QuerySpan
+from fusionkv.kernels.segments import KVSegment, QuerySpan, Rotation, Spans
 
 log = logging.getLogger(__name__)
 

@@ -5,13 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from fusionkv.kernels.attention_scores import attention_scores
+from fusionkv.kernels.attention import attention_scores, sparse_attention
 from fusionkv.kernels.gpu import has_triton
-from fusionkv.kernels.gpu.segment_table import Spans
 from fusionkv.kernels.gpu.tile_shapes import tile_for
-from fusionkv.kernels.rope import Rotation
-from fusionkv.kernels.segments import KVSegment, QuerySpan
-from fusionkv.kernels.sparse_attention import sparse_attention
+from fusionkv.kernels.segments import KVSegment, QuerySpan, Rotation, Spans
 
 SYSTEM, QUESTION = 32, 32  # tokens
 DECODE_CHUNKS = 64

@@ -7,7 +7,7 @@ import torch
 from fusionkv.bench.gpu.setup import Setup
 from fusionkv.bench.gpu.workload import Part, Problem, Shape, choose, lay_out, rotary
 from fusionkv.kernels import reference
-from fusionkv.kernels.gpu.segment_table import Spans
+from fusionkv.kernels.segments import Spans
 
 # Absolute and relative tolerance of an element, as in tests/kernels/test_attention.py, and of the norm.
 TOLERANCES = {

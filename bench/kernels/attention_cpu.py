@@ -11,9 +11,8 @@ from fusionkv.bench.gpu.workload import QUESTION, SYSTEM, Problem, Shape, cached
 from fusionkv.bench.kernels.baselines import Dense
 from fusionkv.bench.kernels.pairs import Pairs, Way
 from fusionkv.kernels import reference
-from fusionkv.kernels.cpu import decode_attention_cpu, sparse_attention_cpu
-from fusionkv.kernels.gpu.segment_table import Spans
-from fusionkv.kernels.segments import KVSegment, QuerySpan
+from fusionkv.kernels.cpu import sparse_attention_cpu
+from fusionkv.kernels.segments import KVSegment, QuerySpan, Spans
 
 _CPU = torch.device("cpu")
 _SPREAD = 3.0  # standard deviation of the logits
@@ -32,7 +31,7 @@ def measure(pairs: Pairs, shape: Shape, context: int, chunk: int) -> None:
     pairs.add(
         f"attention, all {len(whole.q)} rows",
         Way("fused operator, causal", lambda: _rows(_causal(Dense(whole)))),
-        Way("the same, in the faster dtype", lambda: _attend(sparse_attention_cpu.attention, whole)),
+        Way("the same, in the faster dtype", lambda: _attend(sparse_attention_cpu.prefill_attention, whole)),
         lambda found: _error(whole, found),
     )
     scattered = _sharp(prefill(shape, context, chunk, 0.15, _CPU, torch.bfloat16))
@@ -42,7 +41,7 @@ def measure(pairs: Pairs, shape: Shape, context: int, chunk: int) -> None:
     pairs.add(
         f"attention, {len(scattered.q)} rows scattered",
         Way("fused operator, one call", lambda: _rows(_masked(Dense(scattered), mask))),
-        Way("blocks of rows", lambda: _attend(sparse_attention_cpu.attention, scattered)),
+        Way("blocks of rows", lambda: _attend(sparse_attention_cpu.prefill_attention, scattered)),
         lambda found: _error(scattered, found),
     )
     start = SYSTEM + context
@@ -50,7 +49,7 @@ def measure(pairs: Pairs, shape: Shape, context: int, chunk: int) -> None:
     one = _sharp(Problem.random(shape, start + 1, Spans([span]), torch.bfloat16))
     pairs.add(
         f"attention, 1 row, {len(span.segments)} segments",
-        Way("keys put in order", lambda: _attend(sparse_attention_cpu.attention, one)),
+        Way("keys put in order", lambda: _attend(sparse_attention_cpu.prefill_attention, one)),
         Way("tiles of the segments", lambda: _decode(one, [one.spans])),
         lambda found: _error(one, found),
     )
@@ -76,7 +75,7 @@ def _decode(problem: Problem, batches: list[Spans]) -> torch.Tensor:
     """Runs the batches one after another. Their spans keep cached data, as between layers."""
     out, rest = torch.empty_like(problem.q), (problem.rotation, problem.scale, None)
     for spans in batches:
-        decode_attention_cpu.attention(problem.q, problem.k, problem.v, spans, spans, *rest, out)
+        sparse_attention_cpu.decode_attention(problem.q, problem.k, problem.v, spans, spans, *rest, out)
     return out
 
 

@@ -29,8 +29,7 @@ from fusionkv.fusion_worker.config import STORES, WorkerConfig
 from fusionkv.fusion_worker.library.cache import fingerprint, name_of
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.fusion_worker.models import on_cpu
-from fusionkv.fusion_worker.recipes import modifiers
-from fusionkv.fusion_worker.recipes.recipes import RECIPES, Versions
+from fusionkv.fusion_worker.recipes import RECIPES, Versions, find_recipe
 from fusionkv.fusion_worker.select.base import SecondModel
 from fusionkv.models.shipped import shipped
 from fusionkv.models.tasks import CROSS_CHUNK, TASKS
@@ -160,7 +159,7 @@ def _plan(args: argparse.Namespace) -> list[tuple[Task, list[Cell]]]:
     """All tasks, each with its cells."""
     wanted = args.recipes or (_UNTRAINED if args.auxiliary else _BY_ITSELF)
     named = (full_name(name, DEFAULT_RECIPE) for name in wanted)
-    recipes = [modifiers.find(name) for name in dict.fromkeys(["full_attention", "full_reuse", *named])]
+    recipes = [find_recipe(name) for name in dict.fromkeys(["full_attention", "full_reuse", *named])]
     if history := [recipe.name for recipe in recipes if isinstance(recipe.encode, Versions)]:
         raise InvalidArgument(f"{history[0]} reuses KV of earlier questions, and each sample is measured by itself")
     prompts = datasets.read_prompts(args.prompts) if args.prompts else None

@@ -31,9 +31,8 @@ from fusionkv.fusion_worker.client import DEFAULT_RECIPE
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.fusion_worker.models import Model
-from fusionkv.fusion_worker.quality.verdict import FILE, SAFE, UNSAFE, Judged, Verdict
-from fusionkv.fusion_worker.recipes import modifiers
-from fusionkv.fusion_worker.recipes.recipes import RECIPES, Recipe
+from fusionkv.fusion_worker.quality.fallback import FILE, SAFE, UNSAFE, Judged, Verdict
+from fusionkv.fusion_worker.recipes import RECIPES, Recipe, find_recipe
 from fusionkv.fusion_worker.select.base import SecondModel
 from fusionkv.protos.runtime.settings import parse_bytes, positive
 
@@ -115,7 +114,7 @@ def _recipes(model: Model, auxiliary: Model | None) -> list[Recipe]:
     """The recipes that the model can follow, and the gateway's default with and without its modifiers."""
     base = DEFAULT_RECIPE.partition("+")[0]
     named = dict.fromkeys([*RECIPES, DEFAULT_RECIPE, f"{base}+corrected"])
-    found = [recipe for recipe in map(modifiers.find, named) if recipe.links <= max(map(len, model.links), default=0)]
+    found = [recipe for recipe in map(find_recipe, named) if recipe.links <= max(map(len, model.links), default=0)]
     return [recipe for recipe in found if auxiliary is not None or recipe.needs != SecondModel()]
 
 

@@ -9,15 +9,14 @@ import torch
 from fusionkv.bench.quality.data.neighbours import Neighbours
 from fusionkv.bench.quality.data.samples import Library
 from fusionkv.bench.quality.report.cells import Cell
-from fusionkv.fusion_worker.compute.forward_job import slots_of
+from fusionkv.fusion_worker.compute.kv_pool import slots_of
 from fusionkv.fusion_worker.correct.correction import Correction
 from fusionkv.fusion_worker.load.anchors import AnchoredChunk
 from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.load.lookup import RESTORED, corrected
-from fusionkv.fusion_worker.load.placement import ChunkSource, LoadedChunk, PromptLayout
-from fusionkv.fusion_worker.prompt import Chunk, Prompt
-from fusionkv.fusion_worker.recipes.recipes import Anchored, Isolated, Recipe, SimilarityGuided
-from fusionkv.kernels.rope import Rotation
+from fusionkv.fusion_worker.prompt import Chunk, ChunkSource, LoadedChunk, Prompt, PromptLayout
+from fusionkv.fusion_worker.recipes import Anchored, Isolated, Recipe, SimilarityGuided
+from fusionkv.kernels.segments import Rotation
 from fusionkv.kvcache_service import keys
 
 # Encodings that an evaluation compares: those of `recipes.Encode` that do not depend on earlier chunks.

@@ -18,12 +18,12 @@ from fusionkv.bench.quality.data.samples import Sample, Task
 from fusionkv.bench.quality.report.cells import Measured
 from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
-from fusionkv.fusion_worker.compute.prefill_plan import PrefillPlan, step
+from fusionkv.fusion_worker.compute.planner import PrefillPlan, step
 from fusionkv.fusion_worker.decode.eviction import evict
 from fusionkv.fusion_worker.decode.sampling import Sampler, SamplingParams
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Prompt
-from fusionkv.fusion_worker.recipes.recipes import SnapKV
+from fusionkv.fusion_worker.select.base import SnapKV
 
 GREEDY = Sampler(SamplingParams(max_tokens=1))
 
@@ -264,7 +264,7 @@ async def fed(engine: Engine, fused: PrefillPlan, answer: Sequence[int]) -> tupl
     (uncertain,) = fused.doubt.doubts(logits[:count]).nonzero(as_tuple=True)
     if not len(uncertain):
         return fused, logits
-    fused, first = await fused.doubt.more(), int(uncertain[0])
+    fused, first = fused.doubt.more(), int(uncertain[0])
     more = (await engine.run(fused.behind(answer).prefill(logits=len(answer) + 1))).logits
     assert more is not None
     return fused, torch.cat([logits[:first], more[first:]])

@@ -9,8 +9,8 @@ from fusionkv.bench.quality.data.samples import Block, Task
 from fusionkv.bench.quality.report.cells import Cell
 from fusionkv.bench.quality.report.statistics import Estimate, average
 from fusionkv.bench.quality.runner import Runner
-from fusionkv.fusion_worker.quality.verdict import SAFE, UNDECIDED, UNSAFE, Judged
-from fusionkv.fusion_worker.recipes.recipes import RECIPES, Recipe
+from fusionkv.fusion_worker.quality.fallback import SAFE, UNDECIDED, UNSAFE, Judged
+from fusionkv.fusion_worker.recipes import RECIPES, Recipe
 
 # Maximum KL divergence from full attention, in nats: full attention's tokens keep exp(-0.1), 90%, of their
 # probability. docs/quality.md shows what the bound separates.

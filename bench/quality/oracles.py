@@ -12,10 +12,10 @@ from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.compute.planner import Planner
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.load.loader import Loader
-from fusionkv.fusion_worker.load.placement import Stages
+from fusionkv.fusion_worker.meters import Stages
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
-from fusionkv.fusion_worker.recipes.modifiers import find
+from fusionkv.fusion_worker.recipes import find_recipe
 
 _CHUNKS = (40, 1, 57, 23)
 _QUESTION = 12
@@ -70,7 +70,7 @@ async def _by_engine(model: Model, prompt: Prompt, config: WorkerConfig) -> list
     try:
         for ratio in (1.0, 0.0):
             async with loader.prompt(prompt, lambda _: prompt.tokens, Stages()) as placement:
-                fused = await fuser.fuse(placement, prompt, find("epic"), ratio)
+                fused = await fuser.fuse(placement, prompt, find_recipe("epic"), ratio)
                 logits = (await engine.run(fused.prefill(logits=1))).logits
             assert logits is not None
             found.append(logits[0].cpu())

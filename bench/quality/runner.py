@@ -26,21 +26,19 @@ from fusionkv.bench.quality.data.samples import Block, Sample, Task
 from fusionkv.bench.quality.examiner import Answer, Asked, Examiner, Given, clock, together
 from fusionkv.bench.quality.report.cells import NO_CONTEXT, Cell, Measured
 from fusionkv.bench.worker.integrity import check_pool
-from fusionkv.fusion_worker.auxiliary.auxiliary import Auxiliary
 from fusionkv.fusion_worker.compute.engine import Engine
-from fusionkv.fusion_worker.compute.forward_job import slots_of
-from fusionkv.fusion_worker.compute.kv_pool import KVPool
+from fusionkv.fusion_worker.compute.kv_pool import KVPool, slots_of
 from fusionkv.fusion_worker.compute.planner import Planner, Scored
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.correct.correction import Correction
 from fusionkv.fusion_worker.correct.corrector import Corrector
 from fusionkv.fusion_worker.load.loader import Loader
-from fusionkv.fusion_worker.load.placement import PromptLayout
 from fusionkv.fusion_worker.models import Model
-from fusionkv.fusion_worker.prompt import Prompt
+from fusionkv.fusion_worker.prompt import Prompt, PromptLayout
 from fusionkv.fusion_worker.quality import explain
-from fusionkv.fusion_worker.recipes.recipes import RECIPES, Anchored, Isolated, Recipe, SimilarityGuided, SnapKV
-from fusionkv.fusion_worker.select.base import Selector, budget
+from fusionkv.fusion_worker.recipes import RECIPES, Anchored, Isolated, Recipe, SimilarityGuided
+from fusionkv.fusion_worker.select.auxiliary import Auxiliary
+from fusionkv.fusion_worker.select.base import Selector, SnapKV, budget
 from fusionkv.protos.runtime.errors import ResourceExhausted
 
 _Answered = tuple[Answer, dict[Cell, dict[str, float]]]

@@ -33,7 +33,7 @@ from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.decode.sampling import SamplingParams
 from fusionkv.fusion_worker.meters import Summary
 from fusionkv.fusion_worker.prompt import Prompt
-from fusionkv.fusion_worker.recipes import modifiers
+from fusionkv.fusion_worker.recipes import find_recipe
 from fusionkv.fusion_worker.request import Request
 from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.kvcache_service.client import CacheClient
@@ -107,7 +107,7 @@ class Soak:
 async def answer(servicer: FusionServicer, case: Case) -> tuple[tuple[int, ...], Summary]:
     """The answer's token ids and summary."""
     ids: list[int] = []
-    request = Request(case.prompt, modifiers.find(case.recipe), case.ratio, SamplingParams(max_tokens=ANSWER))
+    request = Request(case.prompt, find_recipe(case.recipe), case.ratio, SamplingParams(max_tokens=ANSWER))
     async with aclosing(servicer.answerer.answer(request)) as events:
         async for event in events:
             if isinstance(event, Token):

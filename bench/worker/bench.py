@@ -34,7 +34,7 @@ from fusionkv.fusion_worker.decode.sampling import SamplingParams
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.fusion_worker.meters import Summary
 from fusionkv.fusion_worker.prompt import Prompt
-from fusionkv.fusion_worker.recipes import modifiers
+from fusionkv.fusion_worker.recipes import find_recipe
 from fusionkv.fusion_worker.request import Request
 from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.protos.answer.v1.answer_pb2 import Explanation
@@ -47,7 +47,7 @@ _LESSONS = 4
 # On a busy machine, a slow cache must not count as a failed one.
 PATIENT: dict[str, Any] = {"lookup_timeout": 60.0, "fetch_timeout": 60.0, "cache_seconds": 120.0}
 # Recipe and ratio of each row; full_attention is the baseline of the same run.
-_DEFAULT = (DEFAULT_RECIPE, modifiers.find(DEFAULT_RECIPE).ratio)
+_DEFAULT = (DEFAULT_RECIPE, find_recipe(DEFAULT_RECIPE).ratio)
 ROWS = (("full_reuse", 0.0), ("epic", 0.15), ("cacheblend", 0.15), ("prophetkv", 0.15), _DEFAULT)
 
 
@@ -144,7 +144,7 @@ def _row(
         "baseline_s": round(pair.baseline.stages.seconds["ttft"], 4),
         "value_s": round(seconds["ttft"], 4),
         "ratio": round(pair.ratio, 2),
-        "ideal": round(ideal(model, prompt, chosen, modifiers.find(name).depth), 2),
+        "ideal": round(ideal(model, prompt, chosen, find_recipe(name).depth), 2),
         "mean_position": round(statistics.mean(chosen)) if chosen else None,
         "stages_s": {stage: round(seconds.get(stage, 0.0), 4) for stage in ("lookup", "load", "select", "prefill")},
         "bytes_fetched": summary.stages.bytes_fetched,
@@ -154,7 +154,7 @@ def _row(
 
 async def _chosen(servicer: FusionServicer, prompt: Prompt, name: str, ratio: float) -> list[int]:
     """Positions of the tokens that a recipe recomputes."""
-    request = Request(prompt, modifiers.find(name), ratio, SamplingParams(max_tokens=1), explained=True)
+    request = Request(prompt, find_recipe(name), ratio, SamplingParams(max_tokens=1), explained=True)
     async with aclosing(servicer.answerer.answer(request)) as events:
         async for event in events:
             if isinstance(event, Explanation):
@@ -170,7 +170,7 @@ async def _ttft(servicer: FusionServicer, prompt: Prompt, name: str, ratio: floa
 
 async def first_token(servicer: FusionServicer, prompt: Prompt, name: str, ratio: float) -> Summary:
     """The summary of an answer of one token. Raises RuntimeError if the cache failed."""
-    request = Request(prompt, modifiers.find(name), ratio, SamplingParams(max_tokens=1))
+    request = Request(prompt, find_recipe(name), ratio, SamplingParams(max_tokens=1))
     async with aclosing(servicer.answerer.answer(request)) as events:
         async for event in events:
             if isinstance(event, Summary):

@@ -14,10 +14,8 @@ import torch
 from fusionkv.bench import command
 from fusionkv.bench.worker.bench import add_model, load, show
 from fusionkv.fusion_worker import models
-from fusionkv.fusion_worker.compute.attention import forward, install
-from fusionkv.fusion_worker.compute.batch import Batch
-from fusionkv.kernels.gpu.segment_table import Spans
-from fusionkv.kernels.segments import KVSegment, QuerySpan
+from fusionkv.fusion_worker.compute.model_runner import Batch, forward, install
+from fusionkv.kernels.segments import KVSegment, QuerySpan, Spans
 
 CHUNKS, REQUESTS, RATIO = (1, 8, 20), (1, 8), 0.15
 

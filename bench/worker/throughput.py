@@ -39,7 +39,7 @@ from fusionkv.fusion_worker.decode.sampling import SamplingParams
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.fusion_worker.meters import Summary
 from fusionkv.fusion_worker.prompt import Prompt
-from fusionkv.fusion_worker.recipes import modifiers
+from fusionkv.fusion_worker.recipes import find_recipe
 from fusionkv.fusion_worker.request import Request
 from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.protos.answer.v1.answer_pb2 import Token
@@ -53,7 +53,7 @@ SYSTEMS = (
     ("prefix_cache", 0.0),
     (VLLM, 0.0),
     ("full_reuse", 0.0),
-    (DEFAULT_RECIPE, modifiers.find(DEFAULT_RECIPE).ratio),
+    (DEFAULT_RECIPE, find_recipe(DEFAULT_RECIPE).ratio),
 )
 _BOUND = 4.0
 # With few requests, a queue stays short at any rate: at each rate, requests arrive for five times the bound.
@@ -147,7 +147,7 @@ class WorkerStation(Station):
     """A fusion worker that answers by one recipe."""
 
     def __init__(self, servicer: FusionServicer, recipe: str, ratio: float) -> None:
-        self._servicer, self._recipe, self._ratio = servicer, modifiers.find(recipe), ratio
+        self._servicer, self._recipe, self._ratio = servicer, find_recipe(recipe), ratio
         self.busy = 0.0
         engine = servicer.engine
         step = engine.step

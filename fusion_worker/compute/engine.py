@@ -3,26 +3,48 @@
 import asyncio
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from fusionkv.fusion_worker.compute.attention import forward, install, logits
-from fusionkv.fusion_worker.compute.batch import Batch, LeavingRows, Probe, Votes
-from fusionkv.fusion_worker.compute.forward_job import ForwardJob, Result, ShallowProbe
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
-from fusionkv.fusion_worker.compute.scheduler import ScheduledSlice, Scheduler
+from fusionkv.fusion_worker.compute.model_runner import Batch, LeavingRows, Probe, Votes, forward, install, logits
+from fusionkv.fusion_worker.compute.scheduler import ForwardJob, Result, ScheduledSlice, Scheduler, ShallowProbe
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.models import Model
-from fusionkv.fusion_worker.tensor_parallel.group import TPGroup
-from fusionkv.kernels.gpu.segment_table import Spans
-from fusionkv.kernels.segments import QuerySpan
+from fusionkv.fusion_worker.models import ALONE, Model, Ranks
+from fusionkv.kernels.segments import QuerySpan, Spans
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime.cancellation import to_the_end
 
 log = logging.getLogger(__name__)
+
+
+class TPGroup:
+    """The ranks that run a worker's steps and copies together: here a single one.
+
+    own: objects that every rank has itself; a call that refers to one runs with each rank's own.
+    """
+
+    ranks: Ranks = ALONE
+
+    def __init__(self) -> None:
+        self.own: list[Any] = []
+
+    def step(self, call: Callable[[], Any]) -> Any:
+        """Runs a step of the engine on all ranks and returns rank 0's result. For the engine's thread only."""
+        return call()
+
+    def copy(self, call: Callable[..., Any], parts: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
+        """Runs a copy of KV on all ranks, concurrently with steps; returns all results. Thread-safe.
+
+        Args:
+            call: takes the rank's part, if there are parts, and returns a uint8 tensor of the same size on all ranks,
+                or None.
+            parts: a uint8 tensor for each rank.
+        """
+        return [call(*parts)]
 
 
 class Engine:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from fusionkv.fusion_worker.models import KVShape, Model
+from fusionkv.kernels.segments import KVSegment
 from fusionkv.protos.runtime.errors import ResourceExhausted
 
 
@@ -98,7 +99,7 @@ class KVPool:
     @property
     def idle(self) -> int:
         """Number of slots of chunks without pins, which can be evicted."""
-        return sum(self.slots_for(r.tokens) for r in self._residents.values() if r.pins == 0 and r.ready.done())
+        return sum(self.slots_for(chunk.tokens) for chunk in self._evictable())
 
     @property
     def free(self) -> int:
@@ -166,7 +167,7 @@ class KVPool:
 
     def clear(self) -> None:
         """Evicts every chunk without pins."""
-        for resident in [r for r in self._residents.values() if r.pins == 0 and r.ready.done()]:
+        for resident in self._evictable():
             self._drop(resident)
 
     def reserve(self, tokens: int) -> tuple[SlotRange, ...]:
@@ -179,6 +180,10 @@ class KVPool:
         self._fresh -= sum(run.length for run in runs)
         self._give(runs)
 
+    def _evictable(self) -> list[PooledChunk]:
+        """Chunks without pins, the least recently used first."""
+        return [r for r in self._residents.values() if r.pins == 0 and r.ready.done()]
+
     def _drop(self, resident: PooledChunk) -> None:
         if self._residents.get(resident.key) is resident:
             del self._residents[resident.key]
@@ -187,8 +192,7 @@ class KVPool:
 
     def _take(self, tokens: int) -> tuple[SlotRange, ...]:
         need = self.slots_for(tokens)
-        # Evicts the least recently used chunks first.
-        idle = [] if self.free >= need else [r for r in self._residents.values() if r.pins == 0 and r.ready.done()]
+        idle = [] if self.free >= need else self._evictable()
         while self.free < need:
             if not idle:
                 raise ResourceExhausted(f"the KV pool has no room for {tokens} tokens")
@@ -219,6 +223,55 @@ class KVPool:
                 run, at = SlotRange(before.start, before.length + run.length), at - 1
             self._free.insert(at, run)
         self._changed.set()
+
+
+def slots_of(runs: Sequence[SlotRange]) -> torch.Tensor:
+    """int64: every slot of the runs, in order."""
+    return torch.cat([torch.arange(run.start, run.start + run.length) for run in runs])
+
+
+def behind(runs: Sequence[SlotRange], count: int) -> tuple[SlotRange, ...]:
+    """The runs without their first `count` slots."""
+    left: list[SlotRange] = []
+    for run in runs:
+        skipped = min(count, run.length)
+        count -= skipped
+        if run.length > skipped:
+            left.append(SlotRange(run.start + skipped, run.length - skipped))
+    return tuple(left)
+
+
+def lay_out(positions: torch.Tensor, runs: Sequence[SlotRange]) -> tuple[KVSegment, ...]:
+    """Segments of tokens at ascending `positions` that fill `runs` in order; consecutive positions are implicit."""
+    segments: list[KVSegment] = []
+    at = 0
+    for run in runs:
+        part = positions[at : at + run.length]
+        if len(part) == 0:
+            break
+        first = int(part[0])
+        dense = int(part[-1]) - first + 1 == len(part)
+        segments.append(KVSegment(run.start, len(part), first, positions=None if dense else part))
+        at += len(part)
+    return tuple(segments)
+
+
+def stretches(
+    runs: Sequence[SlotRange], count: int, first: int, shift: int, hidden: torch.Tensor | None = None
+) -> tuple[KVSegment, ...]:
+    """Segments of the first `count` slots of `runs`, for consecutive tokens from position `first`.
+
+    shift: how far keys are moved from the positions where they were rotated. hidden: bool [count], or None.
+    """
+    at, found = 0, list[KVSegment]()
+    for run in runs:
+        length = min(run.length, count - at)
+        if length <= 0:
+            break
+        unseen = None if hidden is None else hidden[at : at + length]
+        found.append(KVSegment(run.start, length, first + at, shift, hidden=unseen))
+        at += length
+    return tuple(found)
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

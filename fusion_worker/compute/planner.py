@@ -1,22 +1,21 @@
 """Plans a prompt's prefill by its recipe: scores stale tokens, chooses those to recompute, lays out the segments."""
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
-from fusionkv.fusion_worker.auxiliary.auxiliary import Auxiliary
-from fusionkv.fusion_worker.compute.attention import LayerState, Shallow
-from fusionkv.fusion_worker.compute.batch import ReusedKV
 from fusionkv.fusion_worker.compute.engine import Engine
-from fusionkv.fusion_worker.compute.forward_job import ForwardJob, Result, ShallowProbe
-from fusionkv.fusion_worker.compute.prefill_plan import AdaptiveRatio, PrefillPlan
-from fusionkv.fusion_worker.load.placement import Links, PromptLayout, masked
+from fusionkv.fusion_worker.compute.kv_pool import behind, lay_out
+from fusionkv.fusion_worker.compute.model_runner import LayerState, ReusedKV, Shallow
+from fusionkv.fusion_worker.compute.scheduler import ForwardJob, Result, ShallowProbe
+from fusionkv.fusion_worker.decode.sampling import Sampler
 from fusionkv.fusion_worker.models import Model
-from fusionkv.fusion_worker.prompt import Prompt
-from fusionkv.fusion_worker.recipes.recipes import Recipe
+from fusionkv.fusion_worker.prompt import Links, Prompt, PromptLayout, masked
+from fusionkv.fusion_worker.recipes import Recipe
+from fusionkv.fusion_worker.select.auxiliary import Auxiliary
 from fusionkv.fusion_worker.select.base import (
     CachedAttention,
     ChunkPlaces,
@@ -27,14 +26,120 @@ from fusionkv.fusion_worker.select.base import (
     budget,
     top_k,
 )
-from fusionkv.fusion_worker.select.fresh_states import FreshStates
+from fusionkv.fusion_worker.select.fresh_layer import FreshStates
+from fusionkv.kernels.attention import Temper
 from fusionkv.kernels.segments import KVSegment
-from fusionkv.kernels.tempered_attention import Temper
 from fusionkv.protos.runtime.errors import FailedPrecondition
 
 
+@dataclass(frozen=True, slots=True)
+class AdaptiveRatio:
+    """When to recompute more of the context, and how.
+
+    certain: minimum probability of the most likely next token; below it, more is recomputed. more: makes a plan of
+    the same prompt that recomputes more.
+    """
+
+    certain: float
+    more: Callable[[], "PrefillPlan"]
+
+    def doubts(self, logits: torch.Tensor) -> torch.Tensor:
+        """bool [rows]: whether no token reaches the minimum probability. logits: float32 [rows, vocabulary]."""
+        return logits.softmax(-1).amax(-1) < self.certain
+
+
 @dataclass(slots=True)
-class Scored:
+class PrefillPlan:
+    """Loaded parts, and the rows to compute over them: chosen tokens, link tokens, the question, and then the answer.
+
+    Attributes:
+        placement: the parts, and slots for the rows.
+        seen: the parts' keys, without those of recomputed tokens.
+        positions, ids: int64 [rows], all rows so far, ascending, in the order of their slots.
+        chosen: int64, positions without links of the context tokens to recompute.
+        stale: bool [system and context tokens].
+        scores: float32 [system and context tokens], by which tokens were chosen; None if there was no choice.
+        scored_rows: number of rows computed only for the scores.
+        ahead: the first rows after layer 0, if scoring computed them.
+        depth: number of layers that chosen tokens run through; None for all layers.
+        reused: with a depth, the reused KV of the chosen tokens, for the other layers.
+        temper: a change of how the rows attend to the context; None for none.
+        doubt: when to recompute more; None for never.
+        links: number of link tokens among the rows.
+    """
+
+    placement: PromptLayout
+    seen: tuple[KVSegment, ...]
+    positions: torch.Tensor
+    ids: torch.Tensor
+    chosen: torch.Tensor
+    stale: torch.Tensor
+    device: torch.device
+    scores: torch.Tensor | None = None
+    scored_rows: int = 0
+    ahead: LayerState | None = None
+    depth: int | None = None
+    reused: ReusedKV | None = None
+    temper: Temper | None = None
+    doubt: AdaptiveRatio | None = None
+    links: int = 0
+    _evicted: int = 0  # number of first rows that are no longer visible as keys
+
+    @property
+    def context_tokens(self) -> int:
+        return sum(len(part.wanted.chunk) for part in self.placement.parts if not part.wanted.is_system)
+
+    def evict(self, seen: tuple[KVSegment, ...]) -> None:
+        """Replaces the visible keys by these and the question's; those of chosen and link tokens are hidden."""
+        self.seen, self._evicted, self.doubt = seen, len(self.chosen) + self.links, None
+
+    def visible(self) -> tuple[KVSegment, ...]:
+        own = lay_out(self.positions[self._evicted :].to(self.device), behind(self.placement.fresh, self._evicted))
+        return (*self.seen, *own)
+
+    def behind(self, tokens: Sequence[int]) -> "PrefillPlan":
+        """The same plan with more tokens after the question."""
+        if not tokens:
+            return self
+        first = int(self.positions[-1]) + 1
+        positions = torch.cat([self.positions, torch.arange(first, first + len(tokens))])
+        # The new rows have not been through layer 0, so `ahead` would not cover all rows.
+        return replace(self, ids=torch.cat([self.ids, torch.tensor(tokens)]), positions=positions, ahead=None)
+
+    def prefill(self, sampler: Sampler | None = None, logits: int = 0, votes: int = 0) -> ForwardJob:
+        """The job that computes chosen tokens, link tokens and the question. Arguments are those of ForwardJob."""
+        return ForwardJob(
+            self.ids.to(self.device),
+            self.positions.to(self.device),
+            self.placement.fresh,
+            self.seen,
+            sampler=sampler,
+            logits=logits,
+            ahead=self.ahead,
+            depth=self.depth,
+            reused=self.reused,
+            temper=self.temper,
+            votes=votes,
+        )
+
+    def next(self, tokens: Sequence[int], sampler: Sampler | None = None, logits: int = 0) -> ForwardJob:
+        """The job that computes more tokens after all rows so far, which are added to the plan."""
+        used, first = len(self.positions), len(self.positions) and int(self.positions[-1]) + 1
+        seen = self.visible()
+        positions = torch.arange(first, first + len(tokens))
+        self.positions = torch.cat([self.positions, positions])
+        return ForwardJob(
+            torch.tensor(tokens, device=self.device),
+            positions.to(self.device),
+            behind(self.placement.fresh, used),
+            seen,
+            sampler=sampler,
+            logits=logits,
+            temper=self.temper,
+        )
+
+
+class Scored(NamedTuple):
     """Scores of all positions before the question; the rows' states after layer 0, if scoring computed them."""
 
     scores: torch.Tensor
@@ -86,11 +191,9 @@ class Planner:
 
     def plain(self, placement: PromptLayout, prompt: Prompt) -> PrefillPlan:
         """A plan that reuses nothing: every token is a row."""
-        everything = torch.arange(prompt.question_start)
-        stale = everything >= len(prompt.system)
-        chosen = everything[stale]
         every = torch.arange(prompt.tokens)
-        return PrefillPlan(placement, (), every, prompt.ids, chosen, stale, self._model.device)
+        stale = every[: prompt.question_start] >= len(prompt.system)
+        return PrefillPlan(placement, (), every, prompt.ids, stale.nonzero()[:, 0], stale, self._model.device)
 
     def score_early(self, prompt: Prompt, recipe: Recipe, ratio: float) -> "asyncio.Task[Scored] | None":
         """Starts scoring that needs no KV of the primary model, while that KV loads; None if the recipe has none."""
@@ -113,7 +216,8 @@ class Planner:
         seen: ChunkPlaces | torch.Tensor
         match selectors[0].needs:
             case Nothing():
-                seen, rows = _places(placement, prompt), 0
+                starts = prompt.starts[1:]
+                seen, rows = ChunkPlaces(starts, (*starts[1:], prompt.question_start), prompt.question_start), 0
             case CachedAttention() as needs:
                 seen, rows = await self._attention(placement, prompt, needs), len(prompt.question)
             case SecondModel():
@@ -130,34 +234,40 @@ class Planner:
 
         scored: the result of `score` for the same parts; None scores them now, if the ratio leaves a choice.
         """
-        if recipe.adapt is None or not 0.0 < ratio < 1.0:
-            return await self._fuse(placement, prompt, recipe, ratio, scored)
-        stale = int(_stale(placement, prompt).sum())
-        if scored is None and 0 < budget(ratio, prompt.context_tokens, stale) < stale:
-            scored = await self._score(placement, prompt, recipe)
-        first = await self._fuse(placement, prompt, recipe, ratio * recipe.adapt.first, scored)
+        stale = _stale(placement, prompt)
+        adapt = recipe.adapt if 0.0 < ratio < 1.0 else None
+        shares = (ratio,) if adapt is None else (ratio * adapt.first, ratio)
+        counts = [budget(share, prompt.context_tokens, int(stale.sum())) for share in shares]
+        if scored is None and any(0 < count < stale.sum() for count in counts):
+            assert recipe.select is not None
+            (scored,) = await self.score(placement, prompt, [recipe.select])
+        first = self._plan(placement, prompt, recipe, stale, counts[0], scored)
 
-        async def more() -> PrefillPlan:
-            fused = await self._fuse(placement, prompt, recipe, ratio, scored)
-            # Scoring was computed once for both plans.
-            again = scored.rows if scored is not None else 0
-            fused.scored_rows += len(first.ids) + max(0, first.scored_rows - again)
-            return fused
+        def more() -> PrefillPlan:
+            plan = self._plan(placement, prompt, recipe, stale, counts[1], scored)
+            # The tokens are scored once for both plans.
+            plan.scored_rows = max(plan.scored_rows, first.scored_rows) + len(first.ids)
+            return plan
 
-        first.doubt = AdaptiveRatio(recipe.adapt.certain, more)
+        if adapt is not None:
+            first.doubt = AdaptiveRatio(adapt.certain, more)
         return first
 
-    async def _fuse(
-        self, placement: PromptLayout, prompt: Prompt, recipe: Recipe, ratio: float, scored: Scored | None
+    def _plan(
+        self,
+        placement: PromptLayout,
+        prompt: Prompt,
+        recipe: Recipe,
+        stale: torch.Tensor,
+        count: int,
+        scored: Scored | None,
     ) -> PrefillPlan:
-        stale = _stale(placement, prompt)
+        """The plan that recomputes `count` tokens. scored: used only if there is a choice."""
         stale_tokens = int(stale.sum())
-        count = budget(ratio, prompt.context_tokens, stale_tokens)
         if count in (0, stale_tokens):
-            scored = None
-            chosen = stale.nonzero()[:, 0] if count else torch.empty(0, dtype=torch.int64)
+            scored, chosen = None, stale.nonzero()[:count, 0]
         else:
-            scored = scored or await self._score(placement, prompt, recipe)
+            assert scored is not None
             choose = top_k if recipe.choose is None else recipe.choose.choose
             chosen = choose(scored.scores, stale, count)
         fresh = torch.zeros_like(stale)
@@ -188,10 +298,6 @@ class Planner:
             if recipe.from_layer_1 and can_continue and scored.shallow is not None:
                 fused.ahead = _continued(scored.shallow, stale, chosen)
         return fused
-
-    async def _score(self, placement: PromptLayout, prompt: Prompt, recipe: Recipe) -> Scored:
-        assert recipe.select is not None
-        return (await self.score(placement, prompt, [recipe.select]))[0]
 
     async def _attention(self, placement: PromptLayout, prompt: Prompt, needs: CachedAttention) -> torch.Tensor:
         """float32 [question_start], as defined by `CachedAttention`."""
@@ -242,11 +348,27 @@ class Planner:
         )
 
 
-def _places(placement: PromptLayout, prompt: Prompt) -> ChunkPlaces:
-    chunks = [part.wanted for part in placement.parts if not part.wanted.is_system]
-    starts = tuple(wanted.position for wanted in chunks)
-    stops = tuple(wanted.position + len(wanted.chunk) for wanted in chunks)
-    return ChunkPlaces(starts, stops, prompt.question_start)
+async def step(
+    engine: Engine, plan: PrefillPlan, answer: Sequence[int], sampler: Sampler, logits: int = 0, votes: int = 0
+) -> tuple[PrefillPlan, Result]:
+    """Computes the token after `answer`; recomputes more of the context first if that token is uncertain.
+
+    answer: the tokens so far; the KV of the last one is not computed yet. logits, votes: as for `ForwardJob`. Returns
+    the plan that the token was computed with, and the result.
+    """
+
+    def job(sampler: Sampler | None, logits: int) -> ForwardJob:
+        return plan.next(answer[-1:], sampler, logits) if answer else plan.prefill(sampler, logits, votes)
+
+    if plan.doubt is None:
+        return plan, await engine.run(job(sampler, logits))
+    result = await engine.run(job(None, 1))
+    assert result.logits is not None
+    if plan.doubt.doubts(result.logits).any():
+        plan = plan.doubt.more().behind(answer)
+        result = await engine.run(plan.prefill(None, 1, votes))
+    assert result.logits is not None
+    return plan, replace(result, token=sampler.draw(result.logits[0]))
 
 
 def _stale(placement: PromptLayout, prompt: Prompt) -> torch.Tensor:

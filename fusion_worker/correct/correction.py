@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from fusionkv.kernels.correction import correct
 from fusionkv.kernels.cpu.compute_dtype import compute_dtype
-from fusionkv.kernels.rope import Rotation
+from fusionkv.kernels.segments import Rotation
 
 # Of the mean square of the inputs: what keeps a map fitted to a few thousand tokens from following their noise.
 RIDGE = 1e-1

@@ -13,8 +13,8 @@ import torch
 from safetensors import SafetensorError
 
 from fusionkv.fusion_worker.compute.engine import Engine
-from fusionkv.fusion_worker.compute.forward_job import ForwardJob, behind, lay_out
-from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk, SlotRange
+from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk, SlotRange, behind, lay_out
+from fusionkv.fusion_worker.compute.scheduler import ForwardJob
 from fusionkv.fusion_worker.correct.correction import MADE, Correction, Fit, shape
 from fusionkv.fusion_worker.library import cache
 from fusionkv.fusion_worker.load.loader import Loader
@@ -52,21 +52,23 @@ class _Lessons:
 class Corrector:
     """One model's corrections, by tenant and corpus. Belongs to the event loop's thread."""
 
-    def __init__(self, model: Model, pool: KVPool, engine: Engine, loader: Loader) -> None:
+    def __init__(
+        self, model: Model, pool: KVPool, engine: Engine, loader: Loader, idle: asyncio.Event | None = None
+    ) -> None:
+        """idle: set while no request runs or waits; offered prompts are learned from only then. None: always."""
         self._model = model
         self._pool = pool
         self._engine = engine
         self._loader = loader
         self._storage = Storage(pool, "plain", engine.tp)
+        self._folder = cache.root() / "corrections"
         self._shape = shape(model.kv.layers, model.kv.kv_heads * model.ranks.count, model.kv.head_dim)
         # None: there is none yet, in no file either.
         self._known: OrderedDict[Path, Correction | None] = OrderedDict()
         self._lessons: OrderedDict[Path, _Lessons] = OrderedDict()
         self._waiting: asyncio.Queue[tuple[Prompt, str]] = asyncio.Queue()
         self._task = asyncio.create_task(self._loop())
-        self.idle = asyncio.Event()
-        """Set while nobody waits for an answer."""
-        self.idle.set()
+        self._idle = idle
 
     async def find(self, tenant: str, corpus: str) -> Correction | None:
         """The correction of a corpus; None before there is one."""
@@ -155,7 +157,7 @@ class Corrector:
     def _file(self, tenant: str, corpus: str) -> Path:
         parts = (self._model.fingerprint, MADE, tenant.encode(), corpus.encode())
         name = blake2b(b"\0".join(parts), digest_size=16)
-        return cache.root() / "corrections" / f"{name.hexdigest()}.safetensors"
+        return self._folder / f"{name.hexdigest()}.safetensors"
 
     @staticmethod
     def _keep(correction: Correction, file: Path) -> None:
@@ -169,7 +171,8 @@ class Corrector:
         while True:
             prompt, corpus = await self._waiting.get()
             try:
-                await self.idle.wait()
+                if self._idle is not None:
+                    await self._idle.wait()
                 if self._pool.slots_for(prompt.tokens) <= self._pool.free + self._pool.idle:
                     await self.learn(prompt, corpus)
             except Exception:

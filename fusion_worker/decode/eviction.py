@@ -5,13 +5,11 @@ from functools import partial
 
 import torch
 
-from fusionkv.fusion_worker.compute.forward_job import behind, slots_of
-from fusionkv.fusion_worker.compute.kv_pool import KVPool
-from fusionkv.fusion_worker.compute.prefill_plan import PrefillPlan
-from fusionkv.fusion_worker.load.placement import stretches
+from fusionkv.fusion_worker.compute.engine import TPGroup
+from fusionkv.fusion_worker.compute.kv_pool import KVPool, behind, slots_of, stretches
+from fusionkv.fusion_worker.compute.planner import PrefillPlan
 from fusionkv.fusion_worker.models import Model
-from fusionkv.fusion_worker.recipes.recipes import SnapKV
-from fusionkv.fusion_worker.tensor_parallel.group import TPGroup
+from fusionkv.fusion_worker.select.base import SnapKV
 from fusionkv.kernels.segments import QuerySpan
 from fusionkv.protos.runtime.cancellation import to_the_end
 

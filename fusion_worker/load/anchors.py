@@ -6,11 +6,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 from fusionkv.fusion_worker.compute.engine import Engine
-from fusionkv.fusion_worker.compute.forward_job import ForwardJob, behind
-from fusionkv.fusion_worker.compute.kv_pool import PooledChunk, SlotRange
-from fusionkv.fusion_worker.load.placement import LoadedChunk, stretches
+from fusionkv.fusion_worker.compute.kv_pool import PooledChunk, SlotRange, behind, stretches
+from fusionkv.fusion_worker.compute.scheduler import ForwardJob
 from fusionkv.fusion_worker.models import Model
-from fusionkv.fusion_worker.prompt import Chunk
+from fusionkv.fusion_worker.prompt import Chunk, LoadedChunk
 from fusionkv.kvcache_service import keys
 
 

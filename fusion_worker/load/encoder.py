@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 from fusionkv.fusion_worker.correct.correction import Correction
 from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.load.lookup import CacheFault, corrected
-from fusionkv.fusion_worker.load.placement import ChunkSource
-from fusionkv.fusion_worker.prompt import Prompt
-from fusionkv.fusion_worker.recipes.recipes import InPlace
+from fusionkv.fusion_worker.prompt import ChunkSource, Prompt
+from fusionkv.fusion_worker.recipes import InPlace
 from fusionkv.kvcache_service import keys
 from fusionkv.protos.runtime.errors import Unavailable
 

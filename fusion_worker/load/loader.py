@@ -14,18 +14,18 @@ from opentelemetry import trace
 from opentelemetry.trace import Span
 
 from fusionkv.fusion_worker.compute.engine import Engine
-from fusionkv.fusion_worker.compute.forward_job import ForwardJob
 from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk, SlotRange
+from fusionkv.fusion_worker.compute.scheduler import ForwardJob
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.correct.correction import Average, Correction
 from fusionkv.fusion_worker.load.anchors import AnchoredChunk, compressed
 from fusionkv.fusion_worker.load.lookup import CacheFault, Deadline, EntryGone, Lookups
-from fusionkv.fusion_worker.load.placement import ChunkSource, LoadedChunk, PromptLayout, Stages
 from fusionkv.fusion_worker.load.priority_semaphore import PrioritySemaphore
 from fusionkv.fusion_worker.load.write_back import WriteBack
+from fusionkv.fusion_worker.meters import Stages
 from fusionkv.fusion_worker.models import Model
-from fusionkv.fusion_worker.prompt import Prompt
-from fusionkv.fusion_worker.recipes.recipes import ISOLATED, Anchored, Encode
+from fusionkv.fusion_worker.prompt import ChunkSource, LoadedChunk, Prompt, PromptLayout
+from fusionkv.fusion_worker.recipes import ISOLATED, Anchored, Encode
 from fusionkv.fusion_worker.transfer.gpudirect import DirectReader
 from fusionkv.fusion_worker.transfer.signatures import Signer
 from fusionkv.fusion_worker.transfer.storage import Storage

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 
 from fusionkv.fusion_worker.correct.correction import Correction
-from fusionkv.fusion_worker.load.placement import ChunkSource, Stages
-from fusionkv.fusion_worker.prompt import Chunk, Prompt
-from fusionkv.fusion_worker.recipes.recipes import ISOLATED, Anchored, Encode, InPlace, Versions
+from fusionkv.fusion_worker.meters import Stages
+from fusionkv.fusion_worker.prompt import Chunk, ChunkSource, Prompt
+from fusionkv.fusion_worker.recipes import ISOLATED, Anchored, Encode, InPlace, Versions
 from fusionkv.fusion_worker.transfer.signatures import DELETE_SECONDS, Signer
 from fusionkv.fusion_worker.transfer.storage import Storage
 from fusionkv.kvcache_service import keys

@@ -7,7 +7,7 @@ from opentelemetry import metrics, trace
 from opentelemetry.trace import Link, NonRecordingSpan, SpanContext
 
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
-from fusionkv.fusion_worker.load.placement import ChunkSource, LoadedChunk
+from fusionkv.fusion_worker.prompt import ChunkSource, LoadedChunk
 from fusionkv.fusion_worker.transfer.signatures import Signer
 from fusionkv.fusion_worker.transfer.storage import Storage
 from fusionkv.kvcache_service.client import CacheClient

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 from tokenizers import Tokenizer
 
-from fusionkv.fusion_worker.compute.prefill_plan import PrefillPlan
-from fusionkv.fusion_worker.load.placement import Stages
+from fusionkv.fusion_worker.compute.planner import PrefillPlan
+from fusionkv.fusion_worker.meters import Stages
 from fusionkv.fusion_worker.prompt import Prompt
 from fusionkv.protos.answer.v1.answer_pb2 import ExplainedChunk, Explanation
 

@@ -1,10 +1,13 @@
-"""The interface of a selector, which scores stale tokens; and the choice of those to recompute by their scores."""
+"""The interface of selectors, which score stale tokens; the simplest selector; and the choice of tokens by score."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
+
+# SnapKV's votes are averaged over neighbouring tokens, so that a fact is kept with the words around it (SnapKV 4.1).
+_POOL = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +35,11 @@ class CachedAttention:
         return frozenset(range(min(round(self.first * count), stop - 1), stop))
 
 
-ALL_LAYERS = CachedAttention()
-
-
 @dataclass(frozen=True, slots=True)
 class FreshLayer:
     """A pass of all stale tokens and the question through layer 0, up to the queries, keys and values of layer 1.
 
-    The selector receives `fresh_states.FreshStates` and returns a score for every position that they cover, on the
+    The selector receives `fresh_layer.FreshStates` and returns a score for every position that they cover, on the
     model's device. The chosen tokens can continue from this pass (`Recipe.from_layer_1`).
     """
 
@@ -71,8 +71,8 @@ Inputs = TypeVar("Inputs")
 class Selector(ABC, Generic[Inputs]):
     """Scores stale tokens by how much recomputing them is worth. Implementations are frozen dataclasses.
 
-    A new selector is a file of this package and a row of `recipes/recipes.py`: the worker computes what `needs` says
-    and knows nothing else about it.
+    A new selector is a class in this package and a row of `RECIPES`: the worker computes what `needs` says and knows
+    nothing else about it.
     """
 
     __slots__ = ()
@@ -88,6 +88,21 @@ class Selector(ABC, Generic[Inputs]):
 
         Scores of tokens that are not stale are ignored. inputs: what the class of `needs` describes.
         """
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionAttention(Selector[torch.Tensor]):
+    """Attention of the question's rows into each token, summed over rows and heads.
+
+    Attributes:
+        needs: Layers of the model, over reused KV: all, the sum of which orders tokens like the mean (ProphetKV 4.3,
+            eq. 7), the last one (FusionRAG 3.2), or others. Or a small auxiliary model (CacheClip 3.3).
+    """
+
+    needs: CachedAttention | SecondModel = CachedAttention()
+
+    def scores(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs
 
 
 def budget(ratio: float, context_tokens: int, stale_tokens: int) -> int:
@@ -120,3 +135,18 @@ class Window:
         chosen = top_k(scores, stale, count)
         window = (chosen - stale.nonzero()[0]) // self.size
         return chosen[window.bincount()[window] >= self.least]
+
+
+@dataclass(frozen=True, slots=True)
+class SnapKV:
+    """Keeps the `tokens` context tokens that the question attends to most, by layer and head (SnapKV; A3)."""
+
+    tokens: int
+
+    def choose(self, votes: torch.Tensor) -> torch.Tensor:
+        """int64 [layers, kv_heads, tokens]: indices of the context tokens to keep, ascending.
+
+        votes: float32 [layers, kv_heads, context tokens], attention of the question's rows, summed.
+        """
+        smooth = torch.nn.functional.avg_pool1d(votes, _POOL, stride=1, padding=_POOL // 2)
+        return smooth.topk(self.tokens, -1).indices.sort(-1).values

@@ -1,15 +1,17 @@
-"""Starts and stops a worker's tensor-parallel ranks: rank 0 starts the others as child processes."""
+"""A worker's tensor-parallel ranks: rank 0 starts the others as child processes, and drives steps and copies."""
 
 import asyncio
+import logging
 import os
 import signal
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from socket import socket, socketpair
 from typing import Any
@@ -18,14 +20,59 @@ import torch
 import torch.distributed as dist
 
 from fusionkv.fusion_worker import models
+from fusionkv.fusion_worker.compute.engine import TPGroup
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.models import Model
+from fusionkv.fusion_worker.models import ALONE, Model, Ranks
 from fusionkv.fusion_worker.tensor_parallel.channel import Channel
-from fusionkv.fusion_worker.tensor_parallel.group import ALONE, Driver, RankLost, Ranks, TPGroup
 from fusionkv.protos.runtime import process
+from fusionkv.protos.runtime.errors import Unavailable
 
+log = logging.getLogger(__name__)
 _Joined = tuple[Model, Channel, Channel]  # A rank's part of the model, and its channels for steps and for copies.
+
+
+class RankLost(Unavailable):
+    """A rank ended, timed out or failed. The ranks are out of sync, and the worker has to restart."""
+
+
+class Driver(TPGroup):
+    """Rank 0's side of a group of several ranks. Steps and copies run concurrently, each in one order on all ranks.
+
+    on_lost is called with the error when a rank is lost, in the thread that noticed. Later calls raise that error.
+    """
+
+    def __init__(self, ranks: Ranks, steps: Channel, copies: Channel, on_lost: Callable[[RankLost], None]) -> None:
+        self.ranks, self._on_lost = ranks, on_lost
+        self._steps, self._copies = steps, copies
+        self.own = steps.own = copies.own
+        self._copying = threading.Lock()
+        self._lost: RankLost | None = None
+
+    def step(self, call: Callable[[], Any]) -> Any:
+        with self._together(self._steps, call):
+            return call()
+
+    def copy(self, call: Callable[..., Any], parts: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
+        size = len(parts[0]) if parts else 0
+        with self._copying, self._together(self._copies, partial(self._copies.copy, call, size)):
+            return self._copies.copy(call, size, parts)
+
+    @contextmanager
+    def _together(self, channel: Channel, call: Callable[..., Any]) -> Iterator[None]:
+        """Sends a call, runs the body, and waits for all ranks. After a failure on any rank all calls fail."""
+        if self._lost is not None:
+            raise self._lost
+        try:
+            channel.send(call)
+            yield
+            dist.barrier(group=channel.data)
+        except Exception as error:
+            if self._lost is None:
+                self._lost = RankLost(f"the {self.ranks.count} ranks of this worker are out of sync: {error}")
+                log.error("the tensor-parallel ranks are out of sync", exc_info=error)
+                self._on_lost(self._lost)
+            raise self._lost from error
 
 
 class Processes:

@@ -12,11 +12,11 @@ from functools import partial
 import numpy as np
 import torch
 
+from fusionkv.fusion_worker.compute.engine import TPGroup
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
-from fusionkv.fusion_worker.compute.prefill_plan import PrefillPlan
+from fusionkv.fusion_worker.compute.planner import PrefillPlan
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Prompt
-from fusionkv.fusion_worker.tensor_parallel.group import TPGroup
 from fusionkv.kernels.segments import QuerySpan
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime.cancellation import to_the_end

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from fusionkv.fusion_worker.compute.engine import TPGroup
 from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk, SlotRange
-from fusionkv.fusion_worker.tensor_parallel.group import TPGroup
 from fusionkv.kernels.quantised import GROUP, KINDS, Quantised, quantise, restore
 from fusionkv.kvcache_service.client import CacheClient, Entry
 from fusionkv.protos.runtime.cancellation import to_the_end

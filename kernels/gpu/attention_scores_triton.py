@@ -23,8 +23,7 @@ from fusionkv.kernels.gpu.tiles_triton import (
     product,
     visible,
 )
-from fusionkv.kernels.rope import Rotation
-from fusionkv.kernels.segments import QuerySpan
+from fusionkv.kernels.segments import QuerySpan, Rotation
 
 _ROWS, _KEYS = 64, 32 if INTERPRETED else 64
 
@@ -182,48 +181,21 @@ def _plan(span: QuerySpan, rotation: Rotation, grid: Grid, device: torch.device)
 def attention_scores(
     q: torch.Tensor, k_pool: torch.Tensor, span: QuerySpan, rotation: Rotation, scale: float, window: int | None
 ) -> torch.Tensor:
-    """The same as `attention_scores.attention_scores`."""
+    """The same as `attention.attention_scores`."""
     heads, kv_heads = q.shape[1], k_pool.shape[1]
     assert q.stride(2) == k_pool.stride(2) == 1
     grid = Grid.of(heads, kv_heads, _ROWS, processors(q.device))
     table, blocks, positions, end = _plan(span, rotation, grid, q.device)
     (launch,) = table.launches
     shape = constants(q, k_pool, rotation, launch.tile, _KEYS, window)
+    tables = (table.segments, table.positions, table.row_positions, table.turns, scale * LOG2E)
+    strides = q.stride()[:2]
     lse = torch.full((launch.parts, span.rows, heads), float("-inf"), device=q.device)
-    _denominators[len(launch.items), kv_heads](
-        q,
-        k_pool,
-        lse,
-        launch.items,
-        table.segments,
-        table.positions,
-        table.row_positions,
-        table.turns,
-        scale * LOG2E,
-        span.rows,
-        q.stride(0),
-        q.stride(1),
-        **shape,
-    )
+    _denominators[len(launch.items), kv_heads](*(q, k_pool, lse, launch.items), *tables, span.rows, *strides, **shape)
     lse = torch.logsumexp(lse / LOG2E, 0) * LOG2E
     columns = torch.empty(kv_heads, len(positions), device=q.device)
     _columns[len(blocks), kv_heads](
-        q,
-        k_pool,
-        lse,
-        columns,
-        blocks,
-        table.segments,
-        table.positions,
-        table.row_positions,
-        table.turns,
-        scale * LOG2E,
-        span.start,
-        span.rows,
-        len(positions),
-        q.stride(0),
-        q.stride(1),
-        **shape,
+        *(q, k_pool, lse, columns, blocks), *tables, *(span.start, span.rows, len(positions)), *strides, **shape
     )
     scores = torch.zeros(end + 1, device=q.device)
     return scores.index_add_(0, positions, columns.sum(0))[:-1]

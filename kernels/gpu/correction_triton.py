@@ -9,7 +9,7 @@ import triton.language as tl
 
 from fusionkv.kernels.gpu.tile_shapes import Tile
 from fusionkv.kernels.gpu.tiles_triton import INTERPRETED, product, rotary
-from fusionkv.kernels.rope import Rotation
+from fusionkv.kernels.segments import Rotation
 
 
 def tile_for(head_dim: int, dtype: torch.dtype) -> Tile:
@@ -120,22 +120,9 @@ def correct(
     assert kv.stride(4) == out.stride(4) == 1
     assert all(table.is_contiguous() for table in (weights, places, cos, sin))
     _correct[triton.cdiv(tokens, tile.rows), layers * heads](
-        k,
-        v,
-        out_k,
-        out_v,
-        weights,
-        places,
-        cos,
-        sin,
-        share,
-        tokens,
-        k.stride(0),
-        k.stride(1),
-        k.stride(2),
-        out_k.stride(0),
-        out_k.stride(1),
-        out_k.stride(2),
+        *(k, v, out_k, out_v, weights, places, cos, sin, share, tokens),
+        *k.stride()[:3],
+        *out_k.stride()[:3],
         HEADS=heads,
         HEAD_DIM=dim,
         DIM=triton.next_power_of_2(dim),

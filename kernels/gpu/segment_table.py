@@ -3,13 +3,11 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from fusionkv.kernels.rope import Rotation
-from fusionkv.kernels.segments import KVSegment, QuerySpan
+from fusionkv.kernels.segments import KVSegment, QuerySpan, Rotation, Spans
 
 # A hidden slot's position, above every row's: one comparison is both the causal mask and the mask of hidden slots.
 NEVER = 2**31 - 1
@@ -256,21 +254,13 @@ def _parts(segments: Sequence[KVSegment], quota: int) -> Iterator[list[tuple[KVS
         yield pieces
 
 
-class Spans(tuple[QuerySpan, ...]):
-    """The spans of a batch, with a cache of the tables that the kernels read."""
-
-    @cached_property
-    def views(self) -> dict[Any, Any]:
-        """A cache for kernels: data about the batch that later layers need again, by what it depends on."""
-        return {}
-
-    def table(self, rotation: Rotation, grid: Grid, device: torch.device) -> SegmentTable:
-        """The batch's tables, cached."""
-        key = rotation, grid, device
-        if key not in self.views:
-            self.views[key] = SegmentTable.of(self, rotation, grid, device)
-        table: SegmentTable = self.views[key]
-        return table
+def table_of(spans: Spans, rotation: Rotation, grid: Grid, device: torch.device) -> SegmentTable:
+    """The tables of a batch, made once for all layers."""
+    key = rotation, grid, device
+    if key not in spans.views:
+        spans.views[key] = SegmentTable.of(spans, rotation, grid, device)
+    table: SegmentTable = spans.views[key]
+    return table
 
 
 def share(spans: Sequence[QuerySpan]) -> tuple[list[Shared], list[QuerySpan]]:

@@ -3,15 +3,14 @@
 The rows of a tile are rotated back once per segment; keys are not rotated, copied or masked ahead of time. Where
 tiles are too few to fill the GPU (decoding, short questions), keys are split into parts, and a second kernel merges
 their results, as in flash-decoding. Slots that several decoding requests share are read once for all of them, by a
-separate kernel (shared_decode_triton.py), before the merge.
+kernel of their own, before the merge.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from fusionkv.kernels.gpu.segment_table import Grid, Launch, SegmentTable, Spans
-from fusionkv.kernels.gpu.shared_decode_triton import attend_shared
+from fusionkv.kernels.gpu.segment_table import Grid, Launch, SegmentTable, table_of
 from fusionkv.kernels.gpu.tile_shapes import Tile, shared_tile, tile_for
 from fusionkv.kernels.gpu.tiles_triton import (
     LOG2E,
@@ -23,7 +22,7 @@ from fusionkv.kernels.gpu.tiles_triton import (
     update,
     visible,
 )
-from fusionkv.kernels.rope import Rotation
+from fusionkv.kernels.segments import Rotation, Spans
 
 
 @triton.jit
@@ -130,6 +129,91 @@ def _attend(  # type: ignore[no-untyped-def]
         tl.store(out_rows[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _attend_shared(  # type: ignore[no-untyped-def]
+    q_ptr,  # [rows, q_heads, head_dim]
+    k_ptr,  # [slots, kv_heads, head_dim]
+    v_ptr,  # [slots, kv_heads, head_dim]
+    partial_ptr,  # float32 [partial results, q_heads, head_dim]
+    lse_ptr,  # float32 [partial results, q_heads], to base 2
+    items_ptr,
+    members_ptr,
+    segments_ptr,
+    positions_ptr,
+    row_positions_ptr,
+    turns_ptr,
+    scale,  # times log2(e)
+    q_row_stride,
+    q_head_stride,
+    SLOT_STRIDE: tl.constexpr,
+    KV_HEAD_STRIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Tiles of rows of *several* requests, over keys that all of them see.
+
+    Each row has its own rotation, positions and hidden slots. The smallest matrix product has 16 rows, of which one
+    request fills as many as a KV head has query heads, so rows of other requests cost little more than their
+    rotations.
+    """
+    head = tl.program_id(1)
+    item_ptr = items_ptr + 4 * tl.program_id(0)
+    first_member, members = tl.load(item_ptr), tl.load(item_ptr + 1)
+    first_segment, pieces = tl.load(item_ptr + 2), tl.load(item_ptr + 3)
+
+    # Row m is member m // GROUPS, head m % GROUPS of the group.
+    m = tl.arange(0, ROWS)
+    valid = (m < TILE * GROUPS) & (m // GROUPS < members)
+    member_ptr = members_ptr + 2 * (first_member + m // GROUPS)
+    row = tl.load(member_ptr, mask=valid, other=0).to(tl.int64)
+    q_head = head * GROUPS + m % GROUPS
+    q_position = tl.load(row_positions_ptr + row, mask=valid, other=-1)
+    q_rows = q_ptr + row * q_row_stride + q_head * q_head_stride
+    d = tl.arange(0, DIM)
+    n = tl.arange(0, BLOCK_KEYS)
+    channel = (d < HEAD_DIM)[None, :]
+
+    high = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIM], tl.float32)
+    for piece in range(pieces):
+        # The segments of a piece are listed by member, all with the same slots.
+        segment = first_segment + piece * members
+        slot, length = tl.load(segments_ptr + 6 * segment), tl.load(segments_ptr + 6 * segment + 1)
+        segment_ptr = segments_ptr + 6 * (segment + m // GROUPS)
+        first = tl.load(segment_ptr + 2, mask=valid, other=0)
+        turn = tl.load(segment_ptr + 3, mask=valid, other=0)
+        own = tl.load(segment_ptr + 4, mask=valid, other=-1)
+        turn_rows = (turns_ptr + turn * ROTARY_DIM)[:, None]
+        q = load_turned(q_rows, valid, turn_rows, HEAD_DIM, DIM, ROTARY_DIM, INTERLEAVED)
+        at = slot.to(tl.int64) * SLOT_STRIDE + head * KV_HEAD_STRIDE
+        for start in range(0, length, BLOCK_KEYS):
+            there = start + n < length
+            slots = (start + n)[None, :]
+            position = key_positions(positions_ptr, own[:, None], first[:, None], slots, length)
+            k_at = k_ptr + at + (n[None, :] * SLOT_STRIDE + d[:, None])
+            k = tl.load(k_at, mask=there[None, :] & (d < HEAD_DIM)[:, None], other=0.0)
+            scores = product(q, k, WIDEN) * scale
+            scores = tl.where(visible(position, q_position, WINDOW), scores, float("-inf"))
+            v_at = v_ptr + at + (n[:, None] * SLOT_STRIDE + d[None, :])
+            v = tl.load(v_at, mask=there[:, None] & channel, other=0.0)
+            high, total, acc = update(scores, v, high, total, acc, WIDEN)
+            at += BLOCK_KEYS * SLOT_STRIDE
+
+    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    to = tl.load(member_ptr + 1, mask=valid, other=0).to(tl.int64) * (tl.num_programs(1) * GROUPS) + q_head
+    tl.store(lse_ptr + to, high + tl.log2(total), mask=valid)
+    tl.store(partial_ptr + (to * HEAD_DIM)[:, None] + d[None, :], acc, mask=valid[:, None] & channel)
+
+
 # `parts` is not specialised: it varies with sharing, and each new value would compile the kernel again.
 @triton.jit(do_not_specialize=["parts"])
 def _merge(  # type: ignore[no-untyped-def]
@@ -169,7 +253,7 @@ def sparse_attention(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """The same as `sparse_attention.sparse_attention`.
+    """The same as `attention.sparse_attention`.
 
     Extra memory: the tables, and parts x rows x q_heads x head_dim floats if keys are split into parts.
     """
@@ -196,7 +280,7 @@ def attend(
     if not spans:  # all rows are tempered
         return out
     grid = Grid.of(heads, kv_heads, tile.rows, processors(q.device), shared.rows if shared else 0)
-    table = spans.table(rotation, grid, q.device)
+    table = table_of(spans, rotation, grid, q.device)
     for launch in table.launches:
         _launch(launch, table, tile, shared, q, k_pool, v_pool, out, rotation, scale, window)
     return out
@@ -222,26 +306,18 @@ def _launch(
         # -inf: parts that a short span does not have get no weight.
         lse = torch.full((launch.parts, partial_rows, heads), float("-inf"), device=q.device)
         partial = torch.empty((launch.parts, partial_rows, heads, dim), device=q.device)
+    out_strides, q_strides = out.stride()[:2], q.stride()[:2]
+    pointers = (q, k_pool, v_pool, partial, lse)
     shape = constants(q, k_pool, rotation, launch.tile, tile.keys, window)
     few = shape["ROWS"] < tile.rows
     _attend[len(launch.items), kv_heads](
-        q,
-        k_pool,
-        v_pool,
-        partial,
-        lse,
+        *pointers,
         launch.items,
-        table.segments,
-        table.positions,
-        table.bias,
-        table.row_positions,
-        table.turns,
+        *(table.segments, table.positions, table.bias, table.row_positions, table.turns),
         scale * LOG2E,
         partial_rows,
-        q.stride(0),
-        q.stride(1),
-        out.stride(0),
-        out.stride(1),
+        *q_strides,
+        *out_strides,
         **shape,
         PARTIAL=launch.parts > 1,
         num_warps=4 if few else tile.warps,
@@ -249,36 +325,19 @@ def _launch(
     )
     if launch.shared is not None:
         assert shared is not None
-        shape = constants(q, k_pool, rotation, launch.shared.tile, shared.keys, window)
-        attend_shared[len(launch.shared.items), kv_heads](
-            q,
-            k_pool,
-            v_pool,
-            partial,
-            lse,
-            launch.shared.items,
-            launch.shared.members,
-            table.segments,
-            table.positions,
-            table.row_positions,
-            table.turns,
+        _attend_shared[len(launch.shared.items), kv_heads](
+            *pointers,
+            *(launch.shared.items, launch.shared.members),
+            *(table.segments, table.positions, table.row_positions, table.turns),
             scale * LOG2E,
-            q.stride(0),
-            q.stride(1),
-            **shape,
+            *q_strides,
+            **constants(q, k_pool, rotation, launch.shared.tile, shared.keys, window),
             num_warps=shared.warps,
             num_stages=shared.stages,
         )
     if launch.parts > 1:
         _merge[partial_rows, heads](
-            partial,
-            lse,
-            launch.rows,
-            out,
-            partial_rows,
-            out.stride(0),
-            out.stride(1),
-            launch.parts,
+            *(partial, lse, launch.rows, out, partial_rows, *out_strides, launch.parts),
             PARTS_CEIL=triton.next_power_of_2(launch.parts),
             HEAD_DIM=dim,
             DIM=triton.next_power_of_2(dim),

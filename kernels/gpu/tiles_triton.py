@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from fusionkv.kernels.gpu.segment_table import NEVER
-from fusionkv.kernels.rope import Rotation
+from fusionkv.kernels.segments import Rotation
 
 _NEVER = tl.constexpr(NEVER)
 LOG2E = 1.4426950408889634

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fusionkv.fusion_worker import select
-from fusionkv.fusion_worker.recipes.recipes import RECIPES
+from fusionkv.fusion_worker.recipes import RECIPES
 from fusionkv.fusion_worker.select.base import CachedAttention, Need, Selector
 from tests.fusion_worker.oracle import CLOSE, error, oracle, random_ids, whole
 
@@ -45,18 +45,18 @@ async def test_doubt_within_an_answer(start: Any, parts: Any) -> None:
             break
     at = next(i for i, s in enumerate(sure) if s < sure[0])
     fuser, chosen = rig.servicer.answerer._planner, []
-    fuse = fuser._fuse
+    make = fuser._plan
 
-    async def watch(*args: Any) -> Any:
-        chosen.append((await fuse(*args)).chosen)
-        return await fuse(*args)
+    def watch(*args: Any) -> Any:
+        chosen.append(make(*args).chosen)
+        return make(*args)
 
     def expected(said: list[int]) -> torch.Tensor:
         fresh = torch.zeros(len(whole(asked)) - len(asked[2]), dtype=torch.bool)
         fresh[chosen[len(said) >= at]] = True
         return plain.overlaid([*whole(asked), *said], stale, fresh)
 
-    fuser._fuse = watch
+    fuser._plan = watch
     recipe = f"prophetkv+adaptive({FIRST},{sure[0]})"
     found = await rig.ask(*asked, recipe=recipe, ratio=RATIO, max_tokens=6, expected=expected)
     assert found.ids[:at] == low.ids[:at]

@@ -11,9 +11,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from fusionkv.fusion_worker import models as worker_models
-from fusionkv.fusion_worker.auxiliary import auxiliary
-from fusionkv.fusion_worker.auxiliary.auxiliary import carry_over, spans_of
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
+from fusionkv.fusion_worker.select import auxiliary
+from fusionkv.fusion_worker.select.auxiliary import carry_over, spans_of
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos.runtime.errors import FailedPrecondition, ResourceExhausted
 from tests.fusion_worker.oracle import Parts, byte_tokenizer, fallback_tokenizer, network, oracle, whole, windows

@@ -20,7 +20,7 @@ from fusionkv.fusion_worker.correct.correction import (
 )
 from fusionkv.fusion_worker.correct.corrector import PROMPTS
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
-from fusionkv.kernels.rope import Rotation
+from fusionkv.kernels.segments import Rotation
 from fusionkv.kvcache_service import keys
 from fusionkv.protos.runtime.errors import InvalidArgument
 from tests.fusion_worker.oracle import CLOSE, Parts, error, last_of, oracle, random_ids

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.recipes.recipes import RECIPES
+from fusionkv.fusion_worker.recipes import RECIPES
 from fusionkv.kernels.quantised import KINDS, quantise, restore
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import HitKind

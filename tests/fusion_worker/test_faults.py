@@ -11,10 +11,10 @@ import torch
 
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.correct.correction import Average
-from fusionkv.fusion_worker.load.placement import ChunkSource, LoadedChunk, Stages
 from fusionkv.fusion_worker.load.write_back import WriteBack
+from fusionkv.fusion_worker.meters import Stages
 from fusionkv.fusion_worker.models import KVShape
-from fusionkv.fusion_worker.prompt import Chunk
+from fusionkv.fusion_worker.prompt import Chunk, ChunkSource, LoadedChunk
 from fusionkv.fusion_worker.transfer.storage import Storage
 from fusionkv.kvcache_service.client import Entry
 from tests.chaos.network import Relay

@@ -13,7 +13,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from fusionkv.fusion_worker import models as worker_models
 from fusionkv.fusion_worker.load import loader
-from fusionkv.fusion_worker.load.placement import LoadedChunk, Stages
+from fusionkv.fusion_worker.meters import Stages
+from fusionkv.fusion_worker.prompt import LoadedChunk
 from tests.fusion_worker.oracle import byte_tokenizer, network, oracle, random_ids
 
 pytestmark = pytest.mark.system

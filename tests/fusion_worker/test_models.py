@@ -16,7 +16,7 @@ from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.library.cache import fingerprint
 from fusionkv.fusion_worker.template import INSTRUCTION, PromptTemplate
-from fusionkv.kernels.rope import Rotation
+from fusionkv.kernels.segments import Rotation
 from fusionkv.models import tokenizer
 from fusionkv.protos.runtime.errors import FailedPrecondition
 from tests.fusion_worker.oracle import byte_tokenizer, network, saved

@@ -4,8 +4,17 @@ import pytest
 import torch
 
 from fusionkv.fusion_worker.client import full_name
-from fusionkv.fusion_worker.recipes.modifiers import find
-from fusionkv.fusion_worker.recipes.recipes import RECIPES, Adaptive, Anchored, Isolated, SimilarityGuided, Versions
+from fusionkv.fusion_worker.recipes import (
+    RECIPES,
+    Adaptive,
+    Anchored,
+    Isolated,
+    SimilarityGuided,
+    Versions,
+)
+from fusionkv.fusion_worker.recipes import (
+    find_recipe as find,
+)
 from fusionkv.fusion_worker.select.base import Window, top_k
 from fusionkv.protos.runtime.errors import InvalidArgument
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fusionkv.bench.worker.integrity import check_pool
-from fusionkv.fusion_worker.compute.forward_job import ForwardJob
 from fusionkv.fusion_worker.compute.kv_pool import SlotRange
+from fusionkv.fusion_worker.compute.scheduler import ForwardJob
 from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted
 from tests.fusion_worker.oracle import Parts, oracle, random_ids
 

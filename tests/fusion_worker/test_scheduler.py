@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusionkv.fusion_worker.compute.forward_job import ForwardJob
-from fusionkv.fusion_worker.compute.scheduler import ScheduledSlice, Scheduler
+from fusionkv.fusion_worker.compute.scheduler import ForwardJob, ScheduledSlice, Scheduler
 from fusionkv.fusion_worker.load.priority_semaphore import PrioritySemaphore
 
 

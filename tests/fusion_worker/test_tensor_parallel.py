@@ -17,9 +17,9 @@ import torch.distributed as dist
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fusionkv.fusion_worker import models
+from fusionkv.fusion_worker.compute.engine import TPGroup
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.correct.corrector import PROMPTS
-from fusionkv.fusion_worker.tensor_parallel.group import TPGroup
 from fusionkv.fusion_worker.tensor_parallel.start import Processes, started
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime import rpc

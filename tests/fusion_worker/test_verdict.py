@@ -10,10 +10,19 @@ import torch
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.fusion_worker.library.cache import fingerprint
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
-from fusionkv.fusion_worker.quality import verdict
-from fusionkv.fusion_worker.quality.shadow import SAMPLES, Allowed, Fallback, Sample
-from fusionkv.fusion_worker.quality.verdict import FILE, SAFE, UNDECIDED, UNSAFE, Judged, Verdict
-from fusionkv.fusion_worker.recipes.modifiers import find
+from fusionkv.fusion_worker.quality.fallback import (
+    FILE,
+    SAFE,
+    SAMPLES,
+    UNDECIDED,
+    UNSAFE,
+    Allowed,
+    Fallback,
+    Judged,
+    Sample,
+    Verdict,
+)
+from fusionkv.fusion_worker.recipes import find_recipe as find
 from fusionkv.protos.answer.v1.answer_pb2 import Explanation, Summary
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime.errors import FailedPrecondition
@@ -24,9 +33,9 @@ def test_a_verdict_beside_its_model(tmp_path: Path) -> None:
     recipes = {"epic": Judged(UNSAFE, 0.2, "bad", 0.5, 0.4, 0.6, 1.0, 8), "a3": Judged(SAFE, 0.15, "")}
     made = Verdict(b"f".hex(), recipes)
     made.write(tmp_path / FILE)
-    assert verdict.read(tmp_path, b"f") == made
+    assert Verdict.read(tmp_path, b"f") == made
     with pytest.raises(FailedPrecondition, match="is for another model, or this model has changed"):
-        verdict.read(tmp_path, b"g")
+        Verdict.read(tmp_path, b"g")
 
 
 def test_only_what_is_unsafe_has_consequences() -> None:
@@ -65,8 +74,8 @@ def test_ratios_that_were_not_judged(own: str) -> None:
 def test_cacheclip_is_judged_by_the_second_model_in_use(tmp_path: Path) -> None:
     made = Verdict("66", {"cacheclip": Judged(UNSAFE, 0.2, ""), "epic": Judged(UNSAFE, 0.2, "")}, b"second".hex())
     made.write(tmp_path / FILE)
-    assert verdict.read(tmp_path, b"f", b"second") == made
-    assert list(verdict.read(tmp_path, b"f", b"third").recipes) == ["epic"]
+    assert Verdict.read(tmp_path, b"f", b"second") == made
+    assert list(Verdict.read(tmp_path, b"f", b"third").recipes) == ["epic"]
 
 
 @pytest.mark.parametrize(
@@ -84,9 +93,9 @@ def test_cacheclip_is_judged_by_the_second_model_in_use(tmp_path: Path) -> None:
 def test_a_verdict_that_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).write_text(text)
     with pytest.raises(FailedPrecondition, match="run `fusionkv check"):
-        verdict.read(tmp_path, b"f")
+        Verdict.read(tmp_path, b"f")
     (tmp_path / FILE).unlink()
-    assert verdict.read(tmp_path, b"f").unsafe(find("epic"), 0.0) == "", "no verdict replaces nothing"
+    assert Verdict.read(tmp_path, b"f").unsafe(find("epic"), 0.0) == "", "no verdict replaces nothing"
 
 
 @pytest.mark.slow

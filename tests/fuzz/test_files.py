@@ -11,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.quality import verdict
+from fusionkv.fusion_worker.quality.fallback import FILE, Verdict
 from fusionkv.fusion_worker.transfer import signatures
 from fusionkv.gateway.auth import quotas
 from fusionkv.gateway.auth.access import Role
@@ -91,7 +91,7 @@ READERS: dict[str, Any] = {
     "jwks": KeyFile,
     "disk keys": DiskKeys,
     "signing keys": signatures.Signer,
-    verdict.FILE: lambda file: verdict.read(file.parent, b""),
+    FILE: lambda file: Verdict.read(file.parent, b""),
 }
 
 
@@ -101,7 +101,7 @@ def test_files(name: str, tmp_path: Path) -> None:
 
     def configured_file(data: bytes) -> None:
         file.write_bytes(data)
-        with contextlib.suppress(FailedPrecondition if name == verdict.FILE else BadFile):
+        with contextlib.suppress(FailedPrecondition if name == FILE else BadFile):
             READERS[name](file)
 
     fuzz(configured_file, CONTENTS, 100)

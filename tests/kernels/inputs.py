@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from fusionkv.kernels.rope import Rotation
-from fusionkv.kernels.segments import KVSegment, QuerySpan
+from fusionkv.kernels.segments import KVSegment, QuerySpan, Rotation
 from tests.commands import run_python
 from tests.examples import ALL
 

@@ -9,12 +9,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fusionkv.kernels import attention_scores, reference, sparse_attention
+from fusionkv.kernels import attention, reference
 from fusionkv.kernels.cpu import sparse_attention_cpu
-from fusionkv.kernels.cpu.decode_attention_cpu import MOST_ROWS
-from fusionkv.kernels.gpu.segment_table import Spans
-from fusionkv.kernels.rope import Rotation
-from fusionkv.kernels.segments import KVSegment, QuerySpan
+from fusionkv.kernels.cpu.sparse_attention_cpu import MOST_ROWS
+from fusionkv.kernels.segments import KVSegment, QuerySpan, Rotation, Spans
 from tests.examples import examples
 from tests.kernels.inputs import HAS_KERNEL, interpreted, rotary, rotation_matrix, there
 
@@ -22,8 +20,8 @@ torch.set_num_threads(1)  # tiny shapes: a second thread costs more in waiting t
 # Outputs are means of values of about 1. float16 and bfloat16 round the turned query, the weights and the result.
 TOLERANCES = [(torch.float32, 2e-5, 2e-5), (torch.float16, 4e-3, 4e-3), (torch.bfloat16, 3e-2, 2e-2)]
 DIMS = [32, 64, 80, 96, 128, 256]
-OPERATIONS: dict[str, Any] = {"kernel": sparse_attention.sparse_attention, "reference": reference.sparse_attention}
-SCORES: dict[str, Any] = {"kernel": attention_scores.attention_scores, "reference": reference.attention_scores}
+OPERATIONS: dict[str, Any] = {"kernel": attention.sparse_attention, "reference": reference.sparse_attention}
+SCORES: dict[str, Any] = {"kernel": attention.attention_scores, "reference": reference.attention_scores}
 if HAS_KERNEL:
     from fusionkv.kernels.gpu import attention_scores_triton, sparse_attention_triton
 
@@ -183,12 +181,10 @@ def check(case: Case, dtype: torch.dtype, atol: float, rtol: float) -> None:
     # Scores of the first and the last span in passing, on top of what is there already.
     rest = case.rotation, case.dim**-0.5, case.window
     sums = {span: torch.ones(len(total)) for span, total in ((spans[0], totals[0]), (spans[-1], totals[-1]))}
-    found = sparse_attention.sparse_attention(q, k, v, spans, *rest, sums)
+    found = attention.sparse_attention(q, k, v, spans, *rest, sums)
     torch.testing.assert_close(found.double(), expected, atol=atol, rtol=rtol)
     for span, into in sums.items():
-        torch.testing.assert_close(
-            into - 1, attention_scores.attention_scores(q, k, span, *rest), atol=1e-4, rtol=1e-4
-        )
+        torch.testing.assert_close(into - 1, attention.attention_scores(q, k, span, *rest), atol=1e-4, rtol=1e-4)
 
 
 @given(case=cases(), row=st.sampled_from(TOLERANCES))
@@ -249,17 +245,17 @@ def test_rows_of_other_spans_are_not_touched_by_a_span(rows: int) -> None:
     long, short = Request([(9, 0), (30, 55)], [12, *range(39, 39 + rows)], []), Request([(4, 0)], [*range(4, 9)], [])
     case = Case((4, 1), 80, rotary(80, True, True), None, 5, [long, short])
     q, k, v, spans = case.tensors(torch.float32)
-    both = sparse_attention.sparse_attention(q, k, v, spans, case.rotation, 0.1)
+    both = attention.sparse_attention(q, k, v, spans, case.rotation, 0.1)
     for span in spans:
-        alone = sparse_attention.sparse_attention(q, k, v, Spans([span]), case.rotation, 0.1)
+        alone = attention.sparse_attention(q, k, v, Spans([span]), case.rotation, 0.1)
         assert torch.equal(alone[span.start : span.stop], both[span.start : span.stop])
 
 
 def test_the_inputs_are_only_read() -> None:
     *tensors, spans = SMALL.tensors(torch.float32)
     before = [t.clone() for t in tensors]
-    sparse_attention.sparse_attention(*tensors, spans, SMALL.rotation, 0.1)
-    attention_scores.attention_scores(*tensors[:2], spans[0], SMALL.rotation, 0.1)
+    attention.sparse_attention(*tensors, spans, SMALL.rotation, 0.1)
+    attention.attention_scores(*tensors[:2], spans[0], SMALL.rotation, 0.1)
     for old, new in zip(before, tensors, strict=True):
         assert torch.equal(old.view(torch.uint8), new.view(torch.uint8))
 
@@ -269,7 +265,7 @@ def test_a_batch_without_spans() -> None:
     triton = pytest.importorskip("fusionkv.kernels.gpu.sparse_attention_triton")
     q, k, v, _ = (there(x) for x in SMALL.tensors(torch.float32))
     for found in (
-        sparse_attention.sparse_attention(q, k, v, Spans(), SMALL.rotation, 0.1),
+        attention.sparse_attention(q, k, v, Spans(), SMALL.rotation, 0.1),
         triton.sparse_attention(q, k, v, Spans(), SMALL.rotation, 0.1),
     ):
         assert found.shape == q.shape

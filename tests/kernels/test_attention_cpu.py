@@ -6,12 +6,10 @@ import pytest
 import torch
 
 from fusionkv.kernels import reference
-from fusionkv.kernels.attention_scores import attention_scores
+from fusionkv.kernels.attention import attention_scores, sparse_attention
 from fusionkv.kernels.cpu import compute_dtype as module
 from fusionkv.kernels.cpu.compute_dtype import compute_dtype
-from fusionkv.kernels.gpu.segment_table import Spans
-from fusionkv.kernels.segments import KVSegment, QuerySpan
-from fusionkv.kernels.sparse_attention import sparse_attention
+from fusionkv.kernels.segments import KVSegment, QuerySpan, Spans
 from tests.kernels.inputs import rotary
 
 CONTEXT, SHIFT, DIM = 900, 77, 64

@@ -16,7 +16,6 @@ from fusionkv.kernels.gpu import (  # noqa: E402
     attention_scores_triton,
     checksum_triton,
     correction_triton,
-    shared_decode_triton,
     sparse_attention_triton,
     tile_shapes,
 )
@@ -120,7 +119,7 @@ def test_prefill_and_decode(capability: int, head_dim: int, dtype: torch.dtype, 
 def test_shared_decode(capability: int, head_dim: int, dtype: torch.dtype, groups: int) -> None:
     tile = tile_shapes.shared_tile(head_dim, dtype)
     constants = shape(head_dim, groups, tile.rows, tile.keys)
-    built = compile_for(shared_decode_triton.attend_shared, capability, dtype, tile, **constants)
+    built = compile_for(sparse_attention_triton._attend_shared, capability, dtype, tile, **constants)
     assert capability == 90 or built.metadata.shared <= tile_shapes.shared_bytes(tile, head_dim, dtype)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers.models.glm4 import modeling_glm4
 from transformers.models.llama import modeling_llama
 
-from fusionkv.kernels.rope import Rotation
+from fusionkv.kernels.segments import Rotation
 from tests.examples import examples
 from tests.kernels.inputs import rotary
 

@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fusionkv.kernels import reference
-from fusionkv.kernels.gpu.segment_table import Grid, SegmentTable, Spans, share
-from fusionkv.kernels.segments import KVSegment, QuerySpan
-from fusionkv.kernels.sparse_attention import sparse_attention
+from fusionkv.kernels.attention import sparse_attention
+from fusionkv.kernels.gpu.segment_table import Grid, SegmentTable, share
+from fusionkv.kernels.segments import KVSegment, QuerySpan, Spans
 from tests.examples import examples
 from tests.kernels.inputs import HAS_KERNEL, interpreted, rotary, there
 

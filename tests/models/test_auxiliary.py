@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from fusionkv.fusion_worker.auxiliary.auxiliary import carry_over, spans_of
+from fusionkv.fusion_worker.select.auxiliary import carry_over, spans_of
 from fusionkv.models import auxiliary
 from fusionkv.models import tokenizer as tokenizers
 from fusionkv.models.auxiliary import PageEncoder, PageRow, Run, last_attention, leads, losses, main, new_model

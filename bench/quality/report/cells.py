@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fusionkv.bench.quality.data.samples import Block
-from fusionkv.fusion_worker.recipes.recipes import Recipe
+from fusionkv.fusion_worker.recipes import Recipe
 from fusionkv.fusion_worker.select.base import SecondModel
 
 

@@ -21,9 +21,8 @@ from fusionkv.bench.quality.data.tasks import reference
 from fusionkv.bench.quality.jobs import BLOCK, cells_of, missing
 from fusionkv.bench.quality.report.cells import NO_CONTEXT, Cell, Measured, Store, Subject, key, locked, table
 from fusionkv.fusion_worker.config import STORES, WorkerConfig
-from fusionkv.fusion_worker.recipes import modifiers
-from fusionkv.fusion_worker.select.base import CachedAttention
-from fusionkv.fusion_worker.select.question_attention import QuestionAttention
+from fusionkv.fusion_worker.recipes import find_recipe
+from fusionkv.fusion_worker.select.base import CachedAttention, QuestionAttention
 from fusionkv.models.shipped import shipped
 from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted
 from tests.processes import descendants, ended
@@ -31,7 +30,7 @@ from tests.waiting import wait_until
 
 SUBJECT = Subject("m", "ab", "auto", 512)
 TASK = Task("t", tuple(Sample("s", (f"page {i}",), "q", (str(i),)) for i in range(BLOCK + 5)))
-CELL = Cell(modifiers.find("prophetkv"), 0.1)
+CELL = Cell(find_recipe("prophetkv"), 0.1)
 PICTURE = {"chunks": [{"tokens": ["a"], "chosen": [0], "scores": [1.0]}]}
 
 
@@ -79,7 +78,7 @@ SELECT = replace(CELL.recipe, select=QuestionAttention(CachedAttention(first=1.0
         (SUBJECT, next(replace(TASK, metrics=("f1",)).blocks(BLOCK)), CELL),
         (SUBJECT, [*TASK.blocks(BLOCK)][1], CELL),
         (SUBJECT, FIRST, Cell(CELL.recipe, 0.2)),
-        (SUBJECT, FIRST, Cell(modifiers.find("prophetkv+window(8,5)"), 0.1)),
+        (SUBJECT, FIRST, Cell(find_recipe("prophetkv+window(8,5)"), 0.1)),
         (SUBJECT, FIRST, Cell(SELECT, 0.1)),
     ],
 )
@@ -89,12 +88,12 @@ def test_whatever_changes_a_figure_changes_its_key(subject: Subject, block: Any,
 
 def test_what_changes_no_figure_changes_no_key() -> None:
     """A second model counts where a recipe needs it, a file where neighbours come from it, and names never."""
-    other, clip = replace(SUBJECT, auxiliary="cd"), Cell(modifiers.find("cacheclip"), 0.1)
+    other, clip = replace(SUBJECT, auxiliary="cd"), Cell(find_recipe("cacheclip"), 0.1)
     assert key(SUBJECT, FIRST, clip) != key(other, FIRST, clip)
     assert key(other, FIRST, CELL) == KEY
     more = Library((*TASK.samples, Sample("s", ("another page",), "q", ("x",))))
     blocks = [next(replace(TASK, library=library).blocks(BLOCK)) for library in (Library(TASK.samples), more)]
-    guided = Cell(modifiers.find("fusionrag"), 0.1)
+    guided = Cell(find_recipe("fusionrag"), 0.1)
     assert [len({key(SUBJECT, block, cell) for block in blocks}) for cell in (guided, CELL)] == [2, 1]
     renamed = replace(CELL.recipe, description="said otherwise")
     assert key(replace(SUBJECT, model="moved"), FIRST, Cell(renamed, 0.1)) == KEY
@@ -124,12 +123,12 @@ def test_tasks_of_the_same_contexts_share_a_job(tmp_path: Path) -> None:
 
 def test_cells_are_ratios_where_a_recipe_leaves_them_open() -> None:
     names = ("full_attention", "full_reuse", "prophetkv", "fusionrag")
-    found = cells_of(TASK, [modifiers.find(name) for name in names], (0.1, 0.2))
+    found = cells_of(TASK, [find_recipe(name) for name in names], (0.1, 0.2))
     assert [str(cell) for cell in found] == [
         *("full_attention r=1", "full_reuse r=0", "prophetkv r=0.1", "prophetkv r=0.2"),
         *("fusionrag r=0", "fusionrag r=0.1", "fusionrag r=0.2"),
     ]
-    words, reuse = replace(TASK, metrics=("f1",)), modifiers.find("full_reuse")
+    words, reuse = replace(TASK, metrics=("f1",)), find_recipe("full_reuse")
     assert cells_of(words, [reuse], (0.1,)) == [Cell(reuse, 0.0), NO_CONTEXT]
 
 
@@ -147,7 +146,7 @@ def test_files_have_ratios_of_their_own(tmp_path: Path) -> None:
 def test_what_was_measured_belongs_to_one_way_of_storing() -> None:
     args = argparse.Namespace(auxiliary=None, device="cpu", dtype="auto", chunk_tokens=512, compress=0.0)
     subjects = [_subject(shipped()[0], store, args) for store in STORES]
-    block, cell = next(reference("single", BLOCK).blocks(BLOCK)), Cell(modifiers.find("full_reuse"), 0.0)
+    block, cell = next(reference("single", BLOCK).blocks(BLOCK)), Cell(find_recipe("full_reuse"), 0.0)
     assert len({key(subject, block, cell) for subject in subjects}) == len({s.model for s in subjects}) == len(STORES)
 
 
@@ -200,7 +199,7 @@ def test_a_folder_that_another_process_measures_into(
 def test_when_a_job_fails_the_others_end(reference_model: Path) -> None:
     """And not only when they are done, which here would take minutes."""
     task = reference("twohop", jobs.BLOCK)
-    recipes = [modifiers.find(name) for name in ("full_attention", "full_reuse", "prophetkv")]
+    recipes = [find_recipe(name) for name in ("full_attention", "full_reuse", "prophetkv")]
     part = jobs.Part(next(task.blocks(jobs.BLOCK)), tuple(jobs.cells_of(task, recipes, (0.1, 0.2, 0.3))))
     subject, config = Subject("model", "fingerprint", "auto", 512), WorkerConfig(model=reference_model)
     long = jobs.Job(subject, replace(config, pool_bytes=256 << 20), (part,) * 100)

@@ -20,9 +20,8 @@ from fusionkv.bench.quality.report.cells import Cell, Measured
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.client import DEFAULT_RECIPE
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.quality import verdict
-from fusionkv.fusion_worker.quality.verdict import FILE, SAFE, UNDECIDED, UNSAFE, Judged
-from fusionkv.fusion_worker.recipes.modifiers import find
+from fusionkv.fusion_worker.quality.fallback import FILE, SAFE, UNDECIDED, UNSAFE, Judged, Verdict
+from fusionkv.fusion_worker.recipes import find_recipe
 from tests.fusion_worker.oracle import saved
 
 PAGES = [f"The {a} stands by the {b}, and {a}s are counted there. " for a, b in zip("abcd", "efgh", strict=True)]
@@ -93,7 +92,7 @@ def test_questions_that_come_with_the_check() -> None:
     ],
 )
 def test_what_is_safe(kl: list[float], verdict: str, decided: bool) -> None:
-    tally = Tally(find("epic"), kl, [0.5] * len(kl))
+    tally = Tally(find_recipe("epic"), kl, [0.5] * len(kl))
     found = tally.judge()
     assert (found.verdict, found.ratio, found.answers, tally.decided) == (verdict, 0.2, len(kl), decided)
     assert found.low <= found.kl
@@ -113,7 +112,7 @@ async def test_recipes_that_are_decided_are_asked_no_more() -> None:
             return [Measured({"answer_agreement": v, "answer_kl": v}) for v in values]
 
     rounds: list[tuple[int, int]] = []
-    recipes = [find(name) for name in ("epic", "a3", "full_reuse")]
+    recipes = [find_recipe(name) for name in ("epic", "a3", "full_reuse")]
     found = await judge(Runner(), tasks, recipes, lambda *at: rounds.append(at))  # type: ignore[arg-type]
     assert asked == [("one", 6, 4), ("two", 6, 4), ("one", 6, 2), ("two", 2, 2)]
     assert rounds == [(0, 3), (6, 3), (12, 1), (18, 1)]
@@ -131,7 +130,7 @@ async def test_a_check_of_own_questions(
     monkeypatch.setenv("FUSIONKV_MODELS", str(tmp_path / "corrections"))
     assert await check._check(parsed(model, "--data", data), Console(stderr=True)) == 0
     said = json.loads(capsys.readouterr().out)
-    assert verdict.read(model, bytes.fromhex(said["fingerprint"])).recipes.keys() == said["recipes"].keys()
+    assert Verdict.read(model, bytes.fromhex(said["fingerprint"])).recipes.keys() == said["recipes"].keys()
     assert {DEFAULT_RECIPE, "prophetkv", "midlayer", "prefix_cache"} <= said["recipes"].keys()
     assert not {"cacheclip", "kvlink"} & said["recipes"].keys()
     assert said["recipes"]["prefix_cache"]["verdict"] == "safe"

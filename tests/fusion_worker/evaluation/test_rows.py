@@ -13,7 +13,7 @@ from fusionkv.bench.quality.data.samples import Sample, Task
 from fusionkv.bench.quality.report import charts, report, statistics
 from fusionkv.bench.quality.report.cells import NO_CONTEXT, Cell, Measured
 from fusionkv.bench.quality.report.rows import Row, judged, rows
-from fusionkv.fusion_worker.recipes import modifiers
+from fusionkv.fusion_worker.recipes import find_recipe
 from tests.pages import Page
 
 TASK = Task("chain2", (Sample("", ("p",), "q", ("a",)),) * 8)
@@ -26,7 +26,7 @@ def exact(*right: int) -> list[float]:
 
 
 def cell(name: str, r: float) -> Cell:
-    return Cell(modifiers.find(name), r)
+    return Cell(find_recipe(name), r)
 
 
 def picture(chosen: int) -> dict[str, object]:

@@ -21,8 +21,7 @@ from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.decode.sampling import SamplingParams
 from fusionkv.fusion_worker.load import loader as loading
 from fusionkv.fusion_worker.models import Model
-from fusionkv.fusion_worker.recipes import modifiers
-from fusionkv.fusion_worker.recipes.recipes import Recipe
+from fusionkv.fusion_worker.recipes import Recipe, find_recipe
 from fusionkv.fusion_worker.request import Request
 from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.models import evaluate
@@ -33,7 +32,7 @@ from tests.fusion_worker.oracle import Oracle
 
 
 def cells(*asked: tuple[str, float]) -> list[Cell]:
-    return [Cell(modifiers.find(name), r) for name, r in asked]
+    return [Cell(find_recipe(name), r) for name, r in asked]
 
 
 def measure(
@@ -288,7 +287,7 @@ async def plainly(model: models.Model, task: Task) -> dict[str, list[str]]:
         return model.tokenizer.decode([i for i in ids if i not in model.ends])
 
     try:
-        return {name: [await one(modifiers.find(name), sample) for sample in task.samples] for name in NAMES}
+        return {name: [await one(find_recipe(name), sample) for sample in task.samples] for name in NAMES}
     finally:
         await servicer.close()
 

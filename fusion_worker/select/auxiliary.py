@@ -8,12 +8,12 @@ import torch
 from tokenizers import Tokenizer
 
 from fusionkv.fusion_worker.compute.engine import Engine
-from fusionkv.fusion_worker.compute.forward_job import ForwardJob
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
+from fusionkv.fusion_worker.compute.scheduler import ForwardJob
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.decode.text import Characters
 from fusionkv.fusion_worker.load.loader import Loader
-from fusionkv.fusion_worker.load.placement import Stages
+from fusionkv.fusion_worker.meters import Stages
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.kvcache_service.client import CacheClient

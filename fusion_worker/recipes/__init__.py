@@ -1,1 +1,0 @@
-"""Recipes: the published methods as combinations of encoding, selector and further options, and their modifiers."""
