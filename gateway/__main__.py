@@ -51,8 +51,7 @@ def main() -> int:
 
 async def _serve(config: GatewayConfig) -> None:
     from fusionkv.gateway import messages
-    from fusionkv.gateway.auth.quotas import Quotas
-    from fusionkv.gateway.auth.tenants import Tenants, read_key
+    from fusionkv.gateway.auth.tenants import Quotas, Tenants, read_key
     from fusionkv.gateway.embed.base import Embedder
     from fusionkv.gateway.embed.choose import open_embedder, open_reranker
     from fusionkv.gateway.history import History

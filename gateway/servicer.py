@@ -14,8 +14,7 @@ from opentelemetry import metrics
 
 from fusionkv.gateway import page_tokens
 from fusionkv.gateway.auth import access
-from fusionkv.gateway.auth.quotas import Shares
-from fusionkv.gateway.auth.tenants import Tenant, Tenants
+from fusionkv.gateway.auth.tenants import Shares, Tenant, Tenants
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.history import History
 from fusionkv.gateway.ingest.ingest import Ingest

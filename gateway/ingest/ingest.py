@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 from opentelemetry import metrics, trace
 
-from fusionkv.gateway.auth.quotas import Shares
-from fusionkv.gateway.auth.tenants import Tenant
+from fusionkv.gateway.auth.tenants import Shares, Tenant
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest import parse
 from fusionkv.gateway.ingest.document import metadata_pairs

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.quality import verdict
 from fusionkv.fusion_worker.transfer import signatures
-from fusionkv.gateway.auth import quotas
+from fusionkv.gateway.auth import tenants
 from fusionkv.gateway.auth.access import Role
 from fusionkv.gateway.auth.bearer import Bearer
 from fusionkv.gateway.auth.jwt_tokens import KeyFile
@@ -87,7 +87,7 @@ LINES = st.lists(PIECES, max_size=6).map(lambda lines: "\n".join(lines).encode()
 CONTENTS = st.one_of(st.binary(max_size=80), LINES)
 READERS: dict[str, Any] = {
     "tokens": StaticTokens,
-    "quotas": lambda file: quotas.Quotas(file).of("a"),
+    "quotas": lambda file: tenants.Quotas(file).of("a"),
     "jwks": KeyFile,
     "disk keys": DiskKeys,
     "signing keys": signatures.Signer,

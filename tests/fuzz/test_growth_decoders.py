@@ -13,8 +13,8 @@ import pytest
 
 from fusionkv.gateway import page_tokens, plan
 from fusionkv.gateway.auth.bearer import Bearer
-from fusionkv.gateway.auth.quotas import Quotas
 from fusionkv.gateway.auth.static_tokens import StaticTokens
+from fusionkv.gateway.auth.tenants import Quotas
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.http import admin, chat
 from fusionkv.gateway.http.server import parse

@@ -14,8 +14,7 @@ import pytest
 from aiohttp import web
 
 from fusionkv.fusion_worker.library import cache
-from fusionkv.gateway.auth.quotas import Quotas
-from fusionkv.gateway.auth.tenants import Tenants
+from fusionkv.gateway.auth.tenants import Quotas, Tenants
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.embed import choose, local
 from fusionkv.gateway.embed.local import LocalEmbedder, LocalReranker

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from fusionkv.gateway import plan
-from fusionkv.gateway.auth.quotas import Meter, Quota
-from fusionkv.gateway.auth.tenants import Tenant
+from fusionkv.gateway.auth.tenants import Meter, Quota, Tenant
 from fusionkv.gateway.client import requests
 from fusionkv.gateway.client.results import Passage, passages
 from fusionkv.gateway.config import GatewayConfig

@@ -13,8 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from fusionkv.gateway.auth.quotas import Quotas
-from fusionkv.gateway.auth.tenants import Tenants
+from fusionkv.gateway.auth.tenants import Quotas, Tenants
 from fusionkv.gateway.retrieval import hybrid, rows, table
 from fusionkv.gateway.retrieval.base import Chunk, ModelIdentity, Retrieval
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
