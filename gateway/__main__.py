@@ -11,8 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from fusionkv.gateway.auth import access
-from fusionkv.gateway.auth.bearer import Bearer, BearerInterceptor, Verifier
+from fusionkv.gateway.auth.access import Bearer, BearerInterceptor, Verifier, is_tenant
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.retrieval.base import Retrieval
 from fusionkv.protos.observe import telemetry
@@ -50,14 +49,13 @@ def main() -> int:
 
 
 async def _serve(config: GatewayConfig) -> None:
-    from fusionkv.gateway import messages
     from fusionkv.gateway.auth.tenants import Quotas, Tenants, read_key
     from fusionkv.gateway.embed.base import Embedder
     from fusionkv.gateway.embed.choose import open_embedder, open_reranker
     from fusionkv.gateway.history import History
     from fusionkv.gateway.pipeline import Engine
     from fusionkv.gateway.retrieval.hybrid import HybridSearch
-    from fusionkv.gateway.servicer import SERVICE, GatewayServicer
+    from fusionkv.gateway.servicer import SERVICE, GatewayServicer, readers
     from fusionkv.gateway.workers.workers import WorkerPool
 
     verifiers = _verifiers(config)
@@ -77,7 +75,7 @@ async def _serve(config: GatewayConfig) -> None:
     tenants = Tenants(config.tenant, read_key(config.tenant_key), Quotas(config.quotas), open_corpora)
     # Open existing tenants now, to report damaged corpora at start and to count all documents from the start.
     try:
-        for name in (config.tenant, *sorted(path.name for path in folder.glob("*") if access.is_tenant(path.name))):
+        for name in (config.tenant, *sorted(path.name for path in folder.glob("*") if is_tenant(path.name))):
             await tenants.get(name)
     except BaseException:
         # Raise this error even if the embedder failed too, and leave no embedder process behind.
@@ -99,7 +97,7 @@ async def _serve(config: GatewayConfig) -> None:
     await rpc.serve(
         "fusionkv-gateway",
         config.listen,
-        {SERVICE.full_name: rpc.handlers(SERVICE, servicer, messages.readers())},
+        {SERVICE.full_name: rpc.handlers(SERVICE, servicer, readers())},
         drain_seconds=config.drain_seconds,
         on_drain=servicer.close,
         tls=config.server_tls,

@@ -9,8 +9,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from fusionkv.gateway import explain
-from fusionkv.gateway.auth import access
-from fusionkv.gateway.auth.bearer import Bearer
+from fusionkv.gateway.auth.access import ADMIN_PAGES, Bearer
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.history import Record
 from fusionkv.gateway.http import failures
@@ -44,9 +43,9 @@ class AdminServer(Listener):
         self._servicer = servicer
         self._history = servicer.history
         self._list, self._page = explain.template("answers.html"), explain.template()
-        self.get("/", self.guarded(access.ADMIN_PAGES, self._answers, _bearer))
-        self.get("/explain/{id}", self.guarded(access.ADMIN_PAGES, self._explained, _bearer))
-        self.post("/explain/{id}/full", self.guarded(access.ADMIN_PAGES, self._compared, _bearer))
+        self.get("/", self.guarded(ADMIN_PAGES, self._answers, _bearer))
+        self.get("/explain/{id}", self.guarded(ADMIN_PAGES, self._explained, _bearer))
+        self.post("/explain/{id}/full", self.guarded(ADMIN_PAGES, self._compared, _bearer))
 
     def failed(self, error: Exception) -> web.Response:
         if isinstance(error, web.HTTPException):

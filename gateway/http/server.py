@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from fusionkv.gateway.auth.bearer import Bearer
+from fusionkv.gateway.auth.access import Bearer
 from fusionkv.gateway.client import results
 from fusionkv.gateway.client.results import Event
 from fusionkv.gateway.config import GatewayConfig

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fusionkv.gateway.auth.bearer import Bearer
+from fusionkv.gateway.auth.access import Bearer
 from fusionkv.gateway.auth.static_tokens import StaticTokens
 from tests.fuzz import effort
 from tests.gateway.test_jwt import Signer, key_file, tokens

@@ -14,8 +14,7 @@ from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.quality import verdict
 from fusionkv.fusion_worker.transfer import signatures
 from fusionkv.gateway.auth import tenants
-from fusionkv.gateway.auth.access import Role
-from fusionkv.gateway.auth.bearer import Bearer
+from fusionkv.gateway.auth.access import Bearer, Role
 from fusionkv.gateway.auth.jwt_tokens import KeyFile
 from fusionkv.gateway.auth.static_tokens import StaticTokens
 from fusionkv.gateway.config import GatewayConfig

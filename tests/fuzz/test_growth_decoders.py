@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusionkv.gateway import page_tokens, plan
-from fusionkv.gateway.auth.bearer import Bearer
+from fusionkv.gateway import plan, servicer
+from fusionkv.gateway.auth.access import Bearer
 from fusionkv.gateway.auth.static_tokens import StaticTokens
 from fusionkv.gateway.auth.tenants import Quotas
 from fusionkv.gateway.config import GatewayConfig
@@ -99,7 +99,7 @@ def test_bytes(name: str) -> None:
 
 
 def listed(token: str) -> str:
-    return page_tokens.last("tenant", "corpus", token, base.MAX_NAME)
+    return servicer.listed_to("tenant", "corpus", token)
 
 
 @pytest.mark.parametrize(
