@@ -54,7 +54,7 @@ async def _serve(config: GatewayConfig) -> None:
     from fusionkv.gateway.embed.choose import open_embedder, open_reranker
     from fusionkv.gateway.history import History
     from fusionkv.gateway.pipeline import Engine
-    from fusionkv.gateway.retrieval.hybrid import HybridSearch
+    from fusionkv.gateway.retrieval.base import HybridSearch
     from fusionkv.gateway.servicer import SERVICE, GatewayServicer, readers
     from fusionkv.gateway.workers.workers import WorkerPool
 

@@ -23,8 +23,7 @@ from fusionkv.gateway.ingest.ingest import Ingest
 from fusionkv.gateway.ingest.precompute import Precompute
 from fusionkv.gateway.pipeline import Engine, Pipeline
 from fusionkv.gateway.plan import order
-from fusionkv.gateway.retrieval.base import MAX_NAME, check_corpus, check_document
-from fusionkv.gateway.retrieval.hybrid import HybridSearch
+from fusionkv.gateway.retrieval.base import MAX_NAME, HybridSearch, check_corpus, check_document
 from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb

@@ -22,7 +22,6 @@ from fusionkv.gateway.retrieval.base import (
     NO_FILTER,
     Candidate,
     Chunk,
-    ModelIdentity,
     Retrieval,
     Rewrite,
     best,
@@ -31,6 +30,7 @@ from fusionkv.gateway.retrieval.base import (
     no_corpus,
 )
 from fusionkv.gateway.retrieval.table import CorpusGone, CorpusTable, create_indexes, disk_error, disk_errors
+from fusionkv.gateway.tokens import ModelIdentity
 from fusionkv.protos.runtime import cancellation
 from fusionkv.protos.runtime.errors import FailedPrecondition, NotFound, ServiceError
 

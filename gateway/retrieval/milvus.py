@@ -20,7 +20,6 @@ from fusionkv.gateway.retrieval.base import (
     NO_FILTER,
     Candidate,
     Chunk,
-    ModelIdentity,
     Retrieval,
     Rewrite,
     best,
@@ -31,6 +30,7 @@ from fusionkv.gateway.retrieval.base import (
 )
 from fusionkv.gateway.retrieval.milvus_connection import BATCH, MAX_ROWS, Connection, Hits, NoCollection, listed
 from fusionkv.gateway.retrieval.milvus_rows import Row, Version
+from fusionkv.gateway.tokens import ModelIdentity
 from fusionkv.protos.runtime.cancellation import background
 from fusionkv.protos.runtime.errors import FailedPrecondition, NotFound, Unavailable
 

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pyarrow as pa
 
-from fusionkv.gateway.retrieval.base import Candidate, Chunk, ModelIdentity
+from fusionkv.gateway.retrieval.base import Candidate, Chunk
+from fusionkv.gateway.tokens import ModelIdentity
 
 # The columns of a Chunk.
 COLUMNS = ["document", "position", "text", "ids", "variant", "neighbours", "title", "source", "metadata"]

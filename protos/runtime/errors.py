@@ -73,6 +73,11 @@ def first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
+def error_type(error: Exception) -> str:
+    """The name of a service error's status, or of any other error's class."""
+    return error.status.name if isinstance(error, ServiceError) else type(error).__name__
+
+
 def details(error: Exception) -> str:
     """The message for the status, truncated if it quotes a long input."""
     text = str(error)

@@ -19,8 +19,9 @@ from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.http import admin, chat
 from fusionkv.gateway.http.server import parse
 from fusionkv.gateway.retrieval import base, milvus_rows
-from fusionkv.gateway.retrieval.base import Chunk, ModelIdentity
+from fusionkv.gateway.retrieval.base import Chunk
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
+from fusionkv.gateway.tokens import ModelIdentity
 from fusionkv.protos.runtime import settings
 from fusionkv.protos.runtime.errors import ServiceError
 from tests.fuzz import decoders, growth, shapes

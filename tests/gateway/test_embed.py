@@ -20,8 +20,8 @@ from fusionkv.gateway.embed import choose, local
 from fusionkv.gateway.embed.local import LocalEmbedder, LocalReranker
 from fusionkv.gateway.embed.models import CrossEncoder, SentenceModel, Unsupported
 from fusionkv.gateway.embed.url import URLEmbedder, URLReranker
+from fusionkv.gateway.retrieval.base import HybridSearch
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
-from fusionkv.gateway.retrieval.hybrid import HybridSearch
 from fusionkv.gateway.servicer import GatewayServicer
 from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.runtime.errors import FailedPrecondition, ResourceExhausted, ServiceError, Unavailable
