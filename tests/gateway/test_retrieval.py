@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 
 from fusionkv.gateway.auth.tenants import Quotas, Tenants
-from fusionkv.gateway.retrieval import rows, table
+from fusionkv.gateway.retrieval import embedded, table
 from fusionkv.gateway.retrieval.base import Chunk, Retrieval, rank
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 from fusionkv.gateway.retrieval.milvus import MilvusRetrieval
@@ -491,13 +491,13 @@ async def test_documents_are_unpacked_beside_the_event_loop(
     """One of 10,000 chunks takes 0.4 s."""
     engine = await reopen(tmp_path)
     await put(engine, "c", "d", "text")
-    unpack, unpacking = rows.chunks, set()
+    unpack, unpacking = embedded.chunks_of, set()
 
     def unpacked(table: pa.Table) -> list[Chunk]:
         unpacking.add(threading.current_thread())
         return unpack(table)
 
-    monkeypatch.setattr(rows, "chunks", unpacked)
+    monkeypatch.setattr(embedded, "chunks_of", unpacked)
     assert len(await engine.chunks("c", "d", MODEL)) == 1
     assert await moved(engine, MODEL, DIM) == [1]
     assert unpacking
