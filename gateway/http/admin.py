@@ -12,7 +12,7 @@ from fusionkv.gateway import explain
 from fusionkv.gateway.auth.access import ADMIN_PAGES, Bearer
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.history import Record
-from fusionkv.gateway.http import failures
+from fusionkv.gateway.http import replies
 from fusionkv.gateway.http.listener import Listener
 from fusionkv.gateway.plan import Conversation
 from fusionkv.gateway.servicer import GatewayServicer
@@ -50,11 +50,11 @@ class AdminServer(Listener):
     def failed(self, error: Exception) -> web.Response:
         if isinstance(error, web.HTTPException):
             return web.Response(text=f"{error.reason}\n", status=error.status, headers=_HEADERS)
-        failures.record(error)
-        headers = {**_HEADERS, **failures.headers(error)}
+        replies.record(error)
+        headers = {**_HEADERS, **replies.headers(error)}
         if "WWW-Authenticate" in headers:
             headers["WWW-Authenticate"] = _CHALLENGE
-        return web.Response(text=f"{failures.message(error)}\n", status=failures.status(error), headers=headers)
+        return web.Response(text=f"{replies.message(error)}\n", status=replies.status(error), headers=headers)
 
     async def _answers(self, request: web.Request) -> web.Response:
         records = self._history.of(await self._servicer.tenant_salt())

@@ -16,7 +16,7 @@ from fusionkv.gateway.auth.access import Bearer
 from fusionkv.gateway.auth.static_tokens import StaticTokens
 from fusionkv.gateway.auth.tenants import Quotas
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.gateway.http import admin, chat
+from fusionkv.gateway.http import admin, requests
 from fusionkv.gateway.http.server import parse
 from fusionkv.gateway.retrieval import base, milvus_rows
 from fusionkv.gateway.retrieval.base import Chunk
@@ -54,7 +54,7 @@ def answered(call: Callable[[Any], Any]) -> growth.Measure[Any]:
 
 def test_bodies_of_chat_requests() -> None:
     def asked(body: bytes) -> None:
-        wanted = chat.read(parse(body))
+        wanted = requests.completion(parse(body))
         plan.check_question(wanted.request.question)
         wanted.request.SerializeToString()
 
