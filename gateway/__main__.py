@@ -155,8 +155,7 @@ def _http(config: GatewayConfig, servicer: "GatewayServicer", bearer: Bearer | N
 
 def _verifiers(config: GatewayConfig) -> list[Verifier]:
     """The verifiers of bearer tokens. If there is none, calls need no token."""
-    from fusionkv.gateway.auth.jwt_tokens import JWTTokens, KeyFile, KeyURL
-    from fusionkv.gateway.auth.static_tokens import StaticTokens
+    from fusionkv.gateway.auth.verifiers import JWTTokens, KeyFile, KeyURL, StaticTokens
 
     verifiers: list[Verifier] = [StaticTokens(config.auth_tokens)] if config.auth_tokens else []
     if config.auth_jwks:

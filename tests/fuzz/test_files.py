@@ -15,8 +15,7 @@ from fusionkv.fusion_worker.quality import verdict
 from fusionkv.fusion_worker.transfer import signatures
 from fusionkv.gateway.auth import tenants
 from fusionkv.gateway.auth.access import Bearer, Role
-from fusionkv.gateway.auth.jwt_tokens import KeyFile
-from fusionkv.gateway.auth.static_tokens import StaticTokens
+from fusionkv.gateway.auth.verifiers import KeyFile, StaticTokens
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.tiers.sealed_disk import DiskKeys

@@ -13,8 +13,8 @@ import pytest
 
 from fusionkv.gateway import plan, servicer
 from fusionkv.gateway.auth.access import Bearer
-from fusionkv.gateway.auth.static_tokens import StaticTokens
 from fusionkv.gateway.auth.tenants import Quotas
+from fusionkv.gateway.auth.verifiers import StaticTokens
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.http import admin, requests
 from fusionkv.gateway.http.server import parse
