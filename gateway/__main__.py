@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 from fusionkv.gateway.auth.access import Bearer, BearerInterceptor, Verifier, is_tenant
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.gateway.retrieval.base import Retrieval
 from fusionkv.protos.observe import telemetry
 from fusionkv.protos.runtime import process, rpc, settings
 from fusionkv.protos.runtime.errors import ServiceError
 from fusionkv.protos.runtime.settings import extra
 
 if TYPE_CHECKING:
+    from fusionkv.gateway.retrieval.base import Retrieval
     from fusionkv.gateway.servicer import GatewayServicer
 
 # LanceDB's client for remote catalogues. Its package loads every call; LanceDB needs only some of its submodules.
@@ -62,7 +62,7 @@ async def _serve(config: GatewayConfig) -> None:
     bearer = Bearer(verifiers) if verifiers else None
     folder = config.data_dir / "tenants"
 
-    async def open_corpora(tenant: str) -> Retrieval:
+    async def open_corpora(tenant: str) -> "Retrieval":
         if config.milvus_url:
             return await _milvus(config, tenant)
         _load_lancedb()
@@ -131,7 +131,7 @@ def _load_lancedb() -> None:
         sys.meta_path.remove(pandas_blocker)
 
 
-async def _milvus(config: GatewayConfig, tenant: str) -> Retrieval:
+async def _milvus(config: GatewayConfig, tenant: str) -> "Retrieval":
     """Opens a tenant's corpora in Milvus. Raises OSError if Milvus can't be reached."""
     with extra("milvus", "milvus_url"):
         from fusionkv.gateway.retrieval.milvus import MilvusRetrieval
