@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from fusionkv.gateway.client import ORDER_NAMES
 from fusionkv.gateway.client.client import AsyncClient
-from fusionkv.gateway.client.defaults import ORDER_NAMES
 from fusionkv.gateway.client.results import fields
 from fusionkv.protos.runtime.errors import ServiceError
 

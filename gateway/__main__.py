@@ -11,16 +11,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from fusionkv.gateway.auth import access
-from fusionkv.gateway.auth.bearer import Bearer, BearerInterceptor, Verifier
+from fusionkv.gateway.auth.access import Bearer, BearerInterceptor, Verifier, is_tenant
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.gateway.retrieval.base import Retrieval
 from fusionkv.protos.observe import telemetry
 from fusionkv.protos.runtime import process, rpc, settings
 from fusionkv.protos.runtime.errors import ServiceError
 from fusionkv.protos.runtime.settings import extra
 
 if TYPE_CHECKING:
+    from fusionkv.gateway.retrieval.base import Retrieval
     from fusionkv.gateway.servicer import GatewayServicer
 
 # LanceDB's client for remote catalogues. Its package loads every call; LanceDB needs only some of its submodules.
@@ -50,22 +49,20 @@ def main() -> int:
 
 
 async def _serve(config: GatewayConfig) -> None:
-    from fusionkv.gateway import messages
-    from fusionkv.gateway.auth.quotas import Quotas
-    from fusionkv.gateway.auth.tenants import Tenants, read_key
+    from fusionkv.gateway.auth.tenants import Quotas, Tenants, read_key
     from fusionkv.gateway.embed.base import Embedder
     from fusionkv.gateway.embed.choose import open_embedder, open_reranker
     from fusionkv.gateway.history import History
     from fusionkv.gateway.pipeline import Engine
-    from fusionkv.gateway.retrieval.hybrid import HybridSearch
-    from fusionkv.gateway.servicer import SERVICE, GatewayServicer
+    from fusionkv.gateway.retrieval.base import HybridSearch
+    from fusionkv.gateway.servicer import SERVICE, GatewayServicer, readers
     from fusionkv.gateway.workers.workers import WorkerPool
 
     verifiers = _verifiers(config)
     bearer = Bearer(verifiers) if verifiers else None
     folder = config.data_dir / "tenants"
 
-    async def open_corpora(tenant: str) -> Retrieval:
+    async def open_corpora(tenant: str) -> "Retrieval":
         if config.milvus_url:
             return await _milvus(config, tenant)
         _load_lancedb()
@@ -78,7 +75,7 @@ async def _serve(config: GatewayConfig) -> None:
     tenants = Tenants(config.tenant, read_key(config.tenant_key), Quotas(config.quotas), open_corpora)
     # Open existing tenants now, to report damaged corpora at start and to count all documents from the start.
     try:
-        for name in (config.tenant, *sorted(path.name for path in folder.glob("*") if access.is_tenant(path.name))):
+        for name in (config.tenant, *sorted(path.name for path in folder.glob("*") if is_tenant(path.name))):
             await tenants.get(name)
     except BaseException:
         # Raise this error even if the embedder failed too, and leave no embedder process behind.
@@ -100,7 +97,7 @@ async def _serve(config: GatewayConfig) -> None:
     await rpc.serve(
         "fusionkv-gateway",
         config.listen,
-        {SERVICE.full_name: rpc.handlers(SERVICE, servicer, messages.readers())},
+        {SERVICE.full_name: rpc.handlers(SERVICE, servicer, readers())},
         drain_seconds=config.drain_seconds,
         on_drain=servicer.close,
         tls=config.server_tls,
@@ -134,7 +131,7 @@ def _load_lancedb() -> None:
         sys.meta_path.remove(pandas_blocker)
 
 
-async def _milvus(config: GatewayConfig, tenant: str) -> Retrieval:
+async def _milvus(config: GatewayConfig, tenant: str) -> "Retrieval":
     """Opens a tenant's corpora in Milvus. Raises OSError if Milvus can't be reached."""
     with extra("milvus", "milvus_url"):
         from fusionkv.gateway.retrieval.milvus import MilvusRetrieval
@@ -158,8 +155,7 @@ def _http(config: GatewayConfig, servicer: "GatewayServicer", bearer: Bearer | N
 
 def _verifiers(config: GatewayConfig) -> list[Verifier]:
     """The verifiers of bearer tokens. If there is none, calls need no token."""
-    from fusionkv.gateway.auth.jwt_tokens import JWTTokens, KeyFile, KeyURL
-    from fusionkv.gateway.auth.static_tokens import StaticTokens
+    from fusionkv.gateway.auth.verifiers import JWTTokens, KeyFile, KeyURL, StaticTokens
 
     verifiers: list[Verifier] = [StaticTokens(config.auth_tokens)] if config.auth_tokens else []
     if config.auth_jwks:

@@ -77,7 +77,7 @@ class GatewayConfig:
     parsers: int = setting(2, "number of documents parsed at the same time, each in its own process", low=1, high=64)
     parse_memory_bytes: int = setting(
         1 << 30,
-        "maximum address space of a parser process, of which the process itself takes 250 MiB",
+        "maximum address space of a parser process, of which the process itself takes 120 MiB",
         bytes=True,
         low=512 << 20,
     )

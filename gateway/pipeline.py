@@ -1,4 +1,7 @@
-"""The path of a question through the gateway: retrieve, plan, generate."""
+"""The path of a question through the gateway: retrieve, plan, generate; and its spans and metrics.
+
+They follow OpenTelemetry's GenAI conventions, and never contain the text of a question, a chunk or an answer.
+"""
 
 import asyncio
 import contextlib
@@ -6,17 +9,18 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Protocol
 
-from opentelemetry import trace
+from opentelemetry import metrics, trace
 from opentelemetry.trace import SpanKind
 
 from fusionkv.fusion_worker.client import DEFAULT, full_name
-from fusionkv.gateway import genai, plan
+from fusionkv.gateway import plan
 from fusionkv.gateway.auth.tenants import Tenant
+from fusionkv.gateway.client import results
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.plan import Conversation, Passage, check_question
-from fusionkv.gateway.retrieval.base import NO_FILTER, check_corpus, within
-from fusionkv.gateway.retrieval.hybrid import HybridSearch
+from fusionkv.gateway.retrieval.base import NO_FILTER, PROVIDER, HybridSearch, check_corpus, step, within
 from fusionkv.gateway.tokens import Vocabulary
+from fusionkv.protos.answer.v1.answer_pb2 import Summary
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.observe import telemetry
@@ -26,9 +30,25 @@ from fusionkv.protos.runtime.errors import (
     InvalidArgument,
     ResourceExhausted,
     Unavailable,
+    error_type,
 )
 
 tracer = trace.get_tracer(__name__)
+_meter = metrics.get_meter(__name__)
+_ttft = _meter.create_histogram(
+    "fusionkv.gateway.ttft",
+    unit="s",
+    description="time from the arrival of a question to its first token",
+    explicit_bucket_boundaries_advisory=telemetry.SECONDS,
+)
+_per_token = _meter.create_histogram(
+    "fusionkv.gateway.time_per_token",
+    unit="s",
+    description="mean time between the tokens of an answer",
+    explicit_bucket_boundaries_advisory=telemetry.SECONDS,
+)
+_chunks = _meter.create_counter("fusionkv.gateway.chunks", description="chunks in prompts, by the source of their KV")
+Attributes = Mapping[str, str | bool | int | float | list[str]]
 # Of a worker that computed nothing: it is busy, or its checks refused the request.
 _UNSERVED = (ResourceExhausted, Unavailable, InvalidArgument, FailedPrecondition)
 
@@ -78,12 +98,12 @@ class Pipeline:
         count = top_k or self._config.top_k
         if count > self._config.max_top_k:
             raise InvalidArgument(f"top_k is {count}: the maximum is {self._config.max_top_k}")
-        attributes = genai.retrieval(corpus, count)
-        with (
-            within(timeout),
-            tracer.start_as_current_span("gateway.retrieve", attributes=attributes) as span,
-            genai.failures(span),
-        ):
+        attributes: dict[str, str | int] = {
+            "gen_ai.data_source.id": corpus,
+            "fusionkv.corpus": corpus,
+            "fusionkv.top_k": count,
+        }
+        with within(timeout), step("gateway.retrieve", "retrieval", attributes):
             # Before the worker is called: an unknown corpus is reported as such even if no worker runs.
             await tenant.retrieval.check(corpus)
             vocabulary = vocabulary or await self._engine.model(timeout)
@@ -128,7 +148,7 @@ class Pipeline:
         ttft = 0.0
         model = vocabulary.model.name
         span = tracer.start_span(
-            f"chat {model}", kind=SpanKind.CLIENT, attributes=genai.request_attributes(worker_request, model)
+            f"chat {model}", kind=SpanKind.CLIENT, attributes=_request_attributes(worker_request, model)
         )
         finished = False
         try:
@@ -139,7 +159,8 @@ class Pipeline:
                         tenant.meter.spend(1)
                         if not ttft:
                             ttft = time.perf_counter() - began
-                            genai.first_token(recipe.name, ttft)
+                            # Within the request's span, which becomes the exemplar.
+                            _ttft.record(ttft, {"fusionkv.recipe": recipe.name})
                         yield pb.GenerateResponse(token=response.token)
                     elif response.HasField("explanation"):
                         yield pb.GenerateResponse(explanation=response.explanation)
@@ -150,8 +171,8 @@ class Pipeline:
                         summary.chunks_retrieved = len(passages)
                         if trace.get_current_span().is_recording():
                             summary.trace_id = telemetry.trace_id()
-                        span.set_attributes(genai.answer_attributes(summary, model))
-                        genai.answered(summary, tenant.label)
+                        span.set_attributes(answer_attributes(summary, model))
+                        _record_answer(summary, tenant.label)
                         finished = True
                         yield pb.GenerateResponse(summary=summary)
         except Exception as error:
@@ -170,8 +191,69 @@ async def _within(
 ) -> AsyncGenerator[fusion_pb2.GenerateResponse]:
     """Makes `span` current while the next response is awaited, but not while the consumer handles it."""
     while True:
-        with trace.use_span(span), genai.failures(span):
-            response = await anext(responses, None)
+        with trace.use_span(span):
+            try:
+                response = await anext(responses, None)
+            except Exception as error:
+                span.set_attribute("error.type", error_type(error))
+                raise
         if response is None:
             return
         yield response
+
+
+def _request_attributes(worker_request: fusion_pb2.GenerateRequest, model: str) -> Attributes:
+    """Attributes of the span `chat <model>` at its start."""
+    sampling = worker_request.sampling
+    known = {
+        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.top_k": sampling.top_k,
+        "gen_ai.request.seed": sampling.seed,
+    }
+    return {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": model,
+        "gen_ai.output.type": "text",
+        # 0 means that the request did not set the field.
+        **{name: value for name, value in known.items() if value},
+        "fusionkv.recipe": worker_request.recipe,
+        "fusionkv.chunks": len(worker_request.chunks),
+    }
+
+
+def answer_attributes(summary: Summary, model: str) -> Attributes:
+    """Attributes of the span `chat <model>` at its end."""
+    attributes: dict[str, str | bool | int | float | list[str]] = {
+        "gen_ai.response.model": model,
+        "gen_ai.response.finish_reasons": [summary.finish_reason],
+        "gen_ai.usage.input_tokens": summary.prompt_tokens,
+        "gen_ai.usage.output_tokens": summary.tokens_generated,
+        "gen_ai.usage.cache_read.input_tokens": results.cached_tokens(summary),
+        "fusionkv.ratio": summary.ratio,
+        "fusionkv.ttft": summary.seconds.ttft,
+        "fusionkv.tokens.lossless": summary.tokens_lossless,
+        "fusionkv.tokens.reused": summary.tokens_reused,
+        "fusionkv.tokens.recomputed": summary.tokens_recomputed,
+        "fusionkv.tokens.encoded": summary.tokens_encoded,
+    }
+    if summary.degraded:
+        attributes["fusionkv.degraded"] = summary.degraded_reason
+    if summary.ratio_raised:
+        attributes["fusionkv.ratio.raised"] = summary.ratio_raised
+    if summary.recipe_replaced:
+        attributes["fusionkv.recipe.replaced"] = summary.recipe_replaced
+    return attributes
+
+
+def _record_answer(summary: Summary, tenant: str) -> None:
+    """Records a finished answer. `tenant` is the tenant's label in telemetry."""
+    seconds, generated = summary.seconds, summary.tokens_generated
+    if generated > 1:
+        _per_token.record(seconds.decode / (generated - 1), {"fusionkv.recipe": summary.recipe})
+    hits = [(hit.kind, hit.tier, hit.chunks) for hit in summary.hits]
+    for kind, tier, chunks in (*hits, ("miss", "none", summary.chunks_missed)):
+        if chunks:
+            _chunks.add(chunks, {"fusionkv.kind": kind, "fusionkv.tier": tier, "fusionkv.tenant": tenant})

@@ -1,29 +1,29 @@
-"""The gateway's RPCs: admission, deadlines and counters around ingestion, answering and precomputation."""
+"""The gateway's RPCs: limits, admission, deadlines and counters around ingestion, answering and precomputation."""
 
 import asyncio
 import contextlib
+import hashlib
+import hmac
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any, TypeVar
 
 import numpy as np
+from google.protobuf import message_factory
 from opentelemetry import metrics
 
-from fusionkv.gateway import page_tokens
 from fusionkv.gateway.auth import access
-from fusionkv.gateway.auth.quotas import Shares
-from fusionkv.gateway.auth.tenants import Tenant, Tenants
+from fusionkv.gateway.auth.tenants import Shares, Tenant, Tenants
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.history import History
 from fusionkv.gateway.ingest.ingest import Ingest
 from fusionkv.gateway.ingest.precompute import Precompute
 from fusionkv.gateway.pipeline import Engine, Pipeline
 from fusionkv.gateway.plan import order
-from fusionkv.gateway.retrieval.base import MAX_NAME, check_corpus, check_document
-from fusionkv.gateway.retrieval.hybrid import HybridSearch
+from fusionkv.gateway.retrieval.base import MAX_NAME, HybridSearch, check_corpus, check_document
 from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
@@ -32,6 +32,7 @@ from fusionkv.protos.runtime import rpc
 from fusionkv.protos.runtime.errors import (
     DeadlineExceeded,
     FailedPrecondition,
+    InvalidArgument,
     NotFound,
     ResourceExhausted,
     ServiceError,
@@ -49,6 +50,12 @@ _degraded = _meter.create_counter("fusionkv.gateway.degraded", description="answ
 _PAGE = 100
 _MAX_PAGE = 1000
 _MAX_NAME_BYTES = 4 * MAX_NAME
+_MARK_BYTES = 8
+# Holds the longest passages, with their metadata, and the longest conversation. Only Ingest carries a document.
+_MAX_REQUEST_BYTES = 8 << 20
+# Passages, messages and pairs of metadata; other limits allow far fewer.
+_MAX_REQUEST_FIELDS = 1 << 16
+_VARINT_BYTES = 10
 
 
 class GatewayServicer:
@@ -107,7 +114,7 @@ class GatewayServicer:
             size = min(request.page_size or _PAGE, _MAX_PAGE)
             if request.corpus:
                 check_corpus(request.corpus)
-            after = page_tokens.last(tenant.salt, request.corpus, request.page_token, _MAX_NAME_BYTES)
+            after = listed_to(tenant.salt, request.corpus, request.page_token)
             if request.corpus:
                 items = await tenant.retrieval.documents(request.corpus, after, size + 1)
             else:
@@ -115,7 +122,7 @@ class GatewayServicer:
             more = len(items) > size
             return pb.ListResponse(
                 items=[pb.Item(**asdict(i)) for i in items[:size]],
-                next_page_token=page_tokens.token(tenant.salt, request.corpus, items[size - 1].name) if more else "",
+                next_page_token=page_token(tenant.salt, request.corpus, items[size - 1].name) if more else "",
             )
 
     async def Retrieve(self, request: pb.RetrieveRequest, context: rpc.Call | None) -> pb.RetrieveResponse:
@@ -266,3 +273,83 @@ class GatewayServicer:
             log.info(
                 "%s %s after %.3f s%s", method, status, log_fields["seconds"], answer, extra={logs.FIELDS: log_fields}
             )
+
+
+def readers() -> Mapping[str, Callable[[bytes], Any]]:
+    """The parsers of requests, by method. They raise ValueError over a limit, and DecodeError as protobuf.
+
+    The limits come first: protobuf blocks while it parses, and turns 64 MiB of empty passages into 4 GB.
+    """
+    return {method.name: _reader(method) for method in SERVICE.methods}
+
+
+def _reader(method: Any) -> Callable[[bytes], Any]:
+    parse = message_factory.GetMessageClass(method.input_type).FromString
+
+    def read(data: bytes) -> Any:
+        if len(data) > _MAX_REQUEST_BYTES and method.name != "Ingest":
+            raise ValueError(f"it has {len(data)} bytes; the maximum is {_MAX_REQUEST_BYTES}")
+        if not _few_fields(data):
+            raise ValueError(f"it has more than {_MAX_REQUEST_FIELDS} fields")
+        return parse(data)
+
+    return read
+
+
+def _few_fields(data: bytes) -> bool:
+    """Whether a message has few enough fields. What protobuf will refuse is not counted to its end."""
+    at = 0
+    for _ in range(_MAX_REQUEST_FIELDS):
+        if at >= len(data):
+            return True
+        tag, at = _varint(data, at)
+        kind = tag & 7
+        if kind in (0, 2):
+            value, at = _varint(data, at)
+            at += value if kind == 2 else 0
+        elif kind in (1, 5):
+            at += 8 if kind == 1 else 4
+        # Groups (3, 4) have no length: their fields are counted as the message's.
+    return at >= len(data)
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """The number at `at`, and the position behind it; behind the end if there is none."""
+    value = 0
+    for shift, byte in enumerate(data[at : at + _VARINT_BYTES]):
+        value |= (byte & 0x7F) << 7 * shift
+        if byte < 0x80:
+            return value, at + shift + 1
+    return 0, len(data)
+
+
+def page_token(tenant: str, corpus: str, last: str) -> str:
+    """The token that continues a listing after the item `last`, valid for one tenant and one listing only.
+
+    `tenant` is the tenant's salt; `corpus` may be empty.
+    """
+    return (_mark(tenant, corpus, last.encode()) + last.encode()).hex()
+
+
+def listed_to(tenant: str, corpus: str, token: str) -> str:
+    """The item that a page token continues after; empty for the first page.
+
+    Raises:
+        InvalidArgument: the token was not issued to this tenant for this listing.
+    """
+    if not token:
+        return ""
+    try:
+        raw = bytes.fromhex(token) if len(token) <= 2 * (_MARK_BYTES + _MAX_NAME_BYTES) else b""
+        mark, name = raw[:_MARK_BYTES], raw[_MARK_BYTES:]
+        if name and hmac.compare_digest(mark, _mark(tenant, corpus, name)):
+            return name.decode()
+    except ValueError:
+        pass
+    raise InvalidArgument(
+        f"bad page token {token[:80]!r}: send next_page_token of the previous reply unchanged, for the same listing"
+    )
+
+
+def _mark(tenant: str, corpus: str, name: bytes) -> bytes:
+    return hmac.new(tenant.encode(), corpus.encode() + b"\0" + name, hashlib.sha256).digest()[:_MARK_BYTES]

@@ -3,13 +3,13 @@
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from semantic_text_splitter import MarkdownSplitter, TextSplitter
 from tokenizers import Tokenizer
 
 from fusionkv.fusion_worker.decode.text import TextStream
 from fusionkv.gateway.ingest.document import Document
-from fusionkv.gateway.retrieval.base import ModelIdentity
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.runtime.errors import InvalidArgument
 
@@ -22,6 +22,16 @@ _TITLE_STEP = 16
 # Maximum characters per token of a text that may be a single chunk.
 _MAX_CHARACTERS_PER_TOKEN = 16
 _LONG_LINE = re.compile(rf"[^\n]{{{_LONGEST_LINE + 1}}}")
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """The models that a corpus was built with."""
+
+    fingerprint: bytes  # of the weights, which variants depend on
+    tokenizer: bytes  # digest of the tokenizer and the chunk template, which token ids depend on
+    embedder: str = ""  # empty: no vectors
+    name: str = field(default="", compare=False)  # display name of the model
 
 
 class Vocabulary:

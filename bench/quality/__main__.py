@@ -31,12 +31,12 @@ from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.fusion_worker.models import on_cpu
 from fusionkv.fusion_worker.recipes import RECIPES, Versions, find_recipe
 from fusionkv.fusion_worker.select.base import SecondModel
+from fusionkv.gateway.ingest.parse import shorten
 from fusionkv.models.shipped import shipped
 from fusionkv.models.tasks import CROSS_CHUNK, TASKS
 from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
 from fusionkv.protos.runtime.process import cores
 from fusionkv.protos.runtime.settings import parse_bytes, positive, share
-from fusionkv.protos.runtime.shorten import shorten
 
 RATIOS = (0.05, 0.1, 0.15, 0.2)
 # For questions over real texts, on which recipes lose and bring back more than on the models' own tasks.

@@ -6,16 +6,18 @@ import contextlib
 import functools
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console, JustifyMethod
+from rich.filesize import decimal
 from rich.table import Table
 
 from fusionkv.gateway import explain
-from fusionkv.gateway.cli import connect, encode, figures, files
+from fusionkv.gateway.cli import connect, encode, files
 from fusionkv.gateway.cli.console import print_json, progress_bar, retry_while_busy
 from fusionkv.gateway.client import results
 from fusionkv.gateway.client.client import AsyncClient
@@ -151,7 +153,7 @@ async def ask(args: argparse.Namespace) -> int:
             no_wrap=True,
             overflow="ellipsis",
         )
-    console.print(_figures(summary))
+    console.print(_answer_figures(summary))
     notes = {
         "passages": "" if summary.chunks_retrieved else "none was found, so the answer has no context",
         "degraded": summary.degraded_reason if summary.degraded else "",
@@ -164,7 +166,7 @@ async def ask(args: argparse.Namespace) -> int:
     return 0
 
 
-def _figures(summary: Summary) -> Table:
+def _answer_figures(summary: Summary) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     table.add_column()
@@ -247,7 +249,7 @@ async def stats(args: argparse.Namespace) -> int:
         print_json(found)
         return 0
     table = Table(box=None, show_header=False, pad_edge=False)
-    for service, show in (("gateway", figures.gateway), ("worker", figures.worker), ("cache", figures.cache)):
+    for service, show in (("gateway", _gateway_figures), ("worker", _worker_figures), ("cache", _cache_figures)):
         table.add_row(f"[bold]{service}[/bold]", "")
         values = found[service]
         for name, value in (values if "error" in values else show(values)).items():
@@ -307,6 +309,54 @@ def _cache_address(worker: str) -> str:
         if (socket := (folder / "kvcache.sock").absolute()).exists():
             return f"unix:{socket}"
     return _FALLBACK_CACHE
+
+
+def _gateway_figures(s: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        "version": s["version"],
+        "model": s["model"] or "no worker is reachable",
+        "uptime": _duration(s["uptime_seconds"]),
+        "requests": f"{s['requests']:,} ({s['requests_failed']:,} failed, {s['requests_degraded']:,} degraded)",
+        "corpora": f"{s['documents']:,} documents, {s['chunks']:,} chunks",
+    }
+
+
+def _worker_figures(s: Mapping[str, Any]) -> dict[str, str]:
+    """Figures of a worker: its recipes with the verdicts of `fusionkv check`, if it was run."""
+    verdicts = {v["recipe"]: v["verdict"] for v in s["verdicts"]}
+    recipes = [
+        f"{r['name']}, {r['ratio']:.0%} recomputed" + (f": {verdicts[r['name']]}" if r["name"] in verdicts else "")
+        for r in s["recipes"]
+    ]
+    return {
+        "address": s["address"],
+        "model": f"{s['name']} ({s['family']}, {s['dtype']} on {s['device']})",
+        "KV": f"{decimal(s['kv_bytes_per_token'])} per token, prompts of up to {s['max_tokens']:,} tokens",
+        "recipes": "\n".join(recipes),
+        "modifiers": ", ".join(s["modifiers"]),
+    }
+
+
+def _cache_figures(s: Mapping[str, Any]) -> dict[str, str]:
+    hits, missed = s["hits_exact"] + s["hits_alternative"], s["misses"]
+    rate = f"{hits / (hits + missed):.0%} of {hits + missed:,} chunks" if hits + missed else "no lookups yet"
+    tiers = {
+        t["tier"]: f"{t['entries']:,} entries, {decimal(t['used_bytes'])} of {decimal(t['capacity_bytes'])}"
+        for t in s["tiers"]
+    }
+    return {
+        "address": s["address"],
+        "uptime": _duration(s["uptime_seconds"]),
+        "hit rate": f"{rate} ({s['hits_exact']:,} exact, {s['hits_alternative']:,} alternative)",
+        "puts": f"{s['puts']:,} ({s['puts_existing']:,} already stored, {s['puts_refused']:,} refused)",
+        "transferred": f"{decimal(s['bytes_put'])} put, {decimal(s['bytes_fetched'])} fetched",
+        "damaged": f"{s['checksum_failures']:,} checksum failures",
+        **tiers,
+    }
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))
 
 
 COMMANDS = {

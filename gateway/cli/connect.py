@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fusionkv.gateway.client.defaults import DEFAULT_ADDRESS
+from fusionkv.gateway.client import DEFAULT_ADDRESS
 
 if TYPE_CHECKING:
     from fusionkv.gateway.client.client import AsyncClient

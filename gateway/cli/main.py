@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from fusionkv.gateway.cli import connect
 from fusionkv.gateway.cli.launch import launched, missing_package
-from fusionkv.gateway.client.defaults import DEFAULT_ADDRESS, ORDER_NAMES, UNREACHED_HINT
+from fusionkv.gateway.client import DEFAULT_ADDRESS, ORDER_NAMES, UNREACHED_HINT
 from fusionkv.gateway.ingest.media_types import ENDINGS, MEDIA_TYPES
 from fusionkv.protos.runtime.settings import SettingsError, positive, share
 

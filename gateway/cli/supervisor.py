@@ -14,8 +14,8 @@ from pathlib import Path
 
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.gateway.cli.launch import launched
+from fusionkv.gateway.client import DEFAULT_ADDRESS
 from fusionkv.gateway.client.client import AsyncClient
-from fusionkv.gateway.client.defaults import DEFAULT_ADDRESS
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime import process, settings

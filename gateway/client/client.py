@@ -11,8 +11,7 @@ from typing import Any, TypeVar, Unpack
 import grpc
 from google.protobuf.message import Message
 
-from fusionkv.gateway.client import requests, results
-from fusionkv.gateway.client.defaults import DEFAULT_ADDRESS, UNREACHED_HINT
+from fusionkv.gateway.client import DEFAULT_ADDRESS, UNREACHED_HINT, requests, results
 from fusionkv.gateway.client.requests import IngestOptions, Options
 from fusionkv.gateway.client.results import Answer, Deleted, Event, Ingested, Item, Passage, Progress, Stats
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb

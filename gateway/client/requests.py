@@ -9,7 +9,7 @@ from typing import Any, TypedDict, TypeVar, Unpack
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from fusionkv.gateway.client.defaults import ORDER_NAMES
+from fusionkv.gateway.client import ORDER_NAMES
 from fusionkv.gateway.client.results import Passage
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime import errors

@@ -1,18 +1,24 @@
-"""Embedders and rerankers of local model directories, each in a separate process."""
+"""Embedders and rerankers of local model directories, each in a separate process.
+
+The process is this module, as `python -m fusionkv.gateway.embed.local TASK DIRECTORY THREADS`. It answers messages
+(children.py), and ends with its input.
+"""
 
 import asyncio
+import contextlib
 import itertools
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from fusionkv.gateway.children import ChildProcess, Message
-from fusionkv.gateway.embed import child
+from fusionkv.fusion_worker.library import lean
+from fusionkv.gateway.children import ChildProcess, Message, frame, messages, take_pipes
 from fusionkv.gateway.embed.base import Embedder, Reranker
 from fusionkv.protos.runtime import cancellation
-from fusionkv.protos.runtime.errors import FailedPrecondition, ServiceError, Unavailable
+from fusionkv.protos.runtime.errors import FailedPrecondition, ServiceError, Unavailable, first_line
 
 # Loading Python, torch and a model of 100 MB takes four seconds on an idle machine.
 _START_SECONDS = 120.0
@@ -20,6 +26,10 @@ _START_SECONDS = 120.0
 _BATCH = 8
 # Maximum characters of a text: most models accept at most 512 tokens.
 _CHARACTERS = 1 << 14
+_MODULE = "fusionkv.gateway.embed.local"  # of the process
+_EMBED, _RERANK = "embed", "rerank"
+# Computes the reply to a message.
+Answer = Callable[[dict[str, Any]], Message]
 
 
 class _Request(NamedTuple):
@@ -105,7 +115,7 @@ class _LocalModel:
         # An OpenMP thread that waits releases its core to the workers.
         environ = {"OMP_NUM_THREADS": str(self._threads), "OMP_WAIT_POLICY": "PASSIVE"}
         environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-        argv = child.__name__, self.task, str(self._directory), str(self._threads)
+        argv = _MODULE, self.task, str(self._directory), str(self._threads)
         try:
             async with asyncio.timeout(_START_SECONDS):
                 self._process = await ChildProcess.start(*argv, environ=environ)
@@ -132,7 +142,7 @@ class _LocalModel:
 class LocalEmbedder(_LocalModel, Embedder):
     """An embedder from a Sentence-Transformers directory."""
 
-    task = child.EMBED
+    task = _EMBED
 
     def _describe(self, description: dict[str, Any]) -> None:
         super()._describe(description)
@@ -155,7 +165,7 @@ class LocalEmbedder(_LocalModel, Embedder):
 class LocalReranker(_LocalModel, Reranker):
     """A reranker from a cross-encoder directory."""
 
-    task = child.RERANK
+    task = _RERANK
 
     async def score(self, question: str, passages: Sequence[str]) -> list[float]:
         scores: list[float] = []
@@ -169,3 +179,49 @@ class LocalReranker(_LocalModel, Reranker):
 def _fail(reply: "asyncio.Future[Message]", error: Exception) -> None:
     if not reply.done():
         reply.set_exception(error)
+
+
+def main() -> None:
+    """Runs a model in this process."""
+    task, directory, threads = sys.argv[1:]
+    given, answers = take_pipes(output=2)
+    with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):  # the gateway has ended
+        try:
+            with lean.uncompiled():
+                answer, description = _load(task, Path(directory), int(threads))
+        except Exception as error:  # transformers may raise anything for a directory that is not a model
+            answers.write(frame({"refused": first_line(error)}))
+            answers.flush()
+            return
+        answers.write(frame(description))
+        answers.flush()
+        for message, _ in messages(given):
+            try:
+                reply = frame(*answer(message))
+            except Exception as error:
+                reply = frame({"failed": f"{type(error).__name__}: {error}"})
+            answers.write(reply)
+            answers.flush()
+
+
+def _load(task: str, directory: Path, threads: int) -> tuple[Answer, dict[str, Any]]:
+    """Loads the model; returns the function that answers messages, and the model's description for the gateway."""
+    import torch
+    from transformers.utils import logging
+
+    from fusionkv.gateway.embed.models import CrossEncoder, SentenceModel
+
+    torch.set_num_threads(threads)
+    logging.disable_progress_bar()
+    if task == _RERANK:
+        pairs = CrossEncoder(directory)
+        return lambda m: ({"scores": pairs.score(m["question"], m["texts"])}, b""), {"name": pairs.name}
+    model = SentenceModel(directory)
+    return (
+        lambda m: ({}, model.embed(m["texts"], m["question"]).tobytes()),
+        {"name": model.name, "dim": model.dim},
+    )
+
+
+if __name__ == "__main__":
+    main()

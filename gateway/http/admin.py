@@ -9,11 +9,10 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from fusionkv.gateway import explain
-from fusionkv.gateway.auth import access
-from fusionkv.gateway.auth.bearer import Bearer
+from fusionkv.gateway.auth.access import ADMIN_PAGES, Bearer
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.history import Record
-from fusionkv.gateway.http import failures
+from fusionkv.gateway.http import replies
 from fusionkv.gateway.http.listener import Listener
 from fusionkv.gateway.plan import Conversation
 from fusionkv.gateway.servicer import GatewayServicer
@@ -44,18 +43,18 @@ class AdminServer(Listener):
         self._servicer = servicer
         self._history = servicer.history
         self._list, self._page = explain.template("answers.html"), explain.template()
-        self.get("/", self.guarded(access.ADMIN_PAGES, self._answers, _bearer))
-        self.get("/explain/{id}", self.guarded(access.ADMIN_PAGES, self._explained, _bearer))
-        self.post("/explain/{id}/full", self.guarded(access.ADMIN_PAGES, self._compared, _bearer))
+        self.get("/", self.guarded(ADMIN_PAGES, self._answers, _bearer))
+        self.get("/explain/{id}", self.guarded(ADMIN_PAGES, self._explained, _bearer))
+        self.post("/explain/{id}/full", self.guarded(ADMIN_PAGES, self._compared, _bearer))
 
     def failed(self, error: Exception) -> web.Response:
         if isinstance(error, web.HTTPException):
             return web.Response(text=f"{error.reason}\n", status=error.status, headers=_HEADERS)
-        failures.record(error)
-        headers = {**_HEADERS, **failures.headers(error)}
+        replies.record(error)
+        headers = {**_HEADERS, **replies.headers(error)}
         if "WWW-Authenticate" in headers:
             headers["WWW-Authenticate"] = _CHALLENGE
-        return web.Response(text=f"{failures.message(error)}\n", status=failures.status(error), headers=headers)
+        return web.Response(text=f"{replies.message(error)}\n", status=replies.status(error), headers=headers)
 
     async def _answers(self, request: web.Request) -> web.Response:
         records = self._history.of(await self._servicer.tenant_salt())

@@ -9,8 +9,7 @@ from aiohttp import HttpVersion11, web
 from opentelemetry import propagate, trace
 from opentelemetry.trace import SpanKind
 
-from fusionkv.gateway.auth import access
-from fusionkv.gateway.auth.bearer import Bearer
+from fusionkv.gateway.auth.access import CALLER, Bearer
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.http.connections import MALFORMED, Connection, Connections
 from fusionkv.protos.observe import rejected
@@ -57,7 +56,7 @@ class Listener:
         async def guarded(request: web.Request) -> web.StreamResponse:
             if self._bearer is not None:
                 given = [token(value) for value in request.headers.getall("Authorization", [])]
-                access.CALLER.set(await self._bearer.admit(given, method))
+                CALLER.set(await self._bearer.admit(given, method))
             return await handler(request)
 
         return guarded

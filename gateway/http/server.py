@@ -9,11 +9,11 @@ from typing import Any
 
 from aiohttp import web
 
-from fusionkv.gateway.auth.bearer import Bearer
+from fusionkv.gateway.auth.access import Bearer
 from fusionkv.gateway.client import results
 from fusionkv.gateway.client.results import Event
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.gateway.http import chat, embeddings, failures, replies
+from fusionkv.gateway.http import replies, requests
 from fusionkv.gateway.http.listener import Listener
 from fusionkv.gateway.retrieval.base import no_corpus
 from fusionkv.gateway.servicer import SERVICE, GatewayServicer
@@ -42,17 +42,18 @@ class HTTPServer(Listener):
     def failed(self, error: Exception) -> web.Response:
         if isinstance(error, web.HTTPException):
             allowed = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-            body = failures.of(error.reason, "invalid_request_error")
+            body = replies.error_of(error.reason, "invalid_request_error")
             return web.json_response(body, status=error.status, headers=allowed)
-        failures.record(error)
-        return web.json_response(failures.body(error), status=failures.status(error), headers=failures.headers(error))
+        replies.record(error)
+        body = replies.error_body(error)
+        return web.json_response(body, status=replies.status(error), headers=replies.headers(error))
 
     async def _health(self, request: web.Request) -> web.Response:
         """Reports that the gateway is serving, to probes without a token."""
         return web.json_response({"status": "ok"})
 
     async def _complete(self, text: bool, request: web.Request) -> web.StreamResponse:
-        completion = chat.read(await self._json(request), text, self._config.max_top_k)
+        completion = requests.completion(await self._json(request), text, self._config.max_top_k)
         async with contextlib.aclosing(self._servicer.Generate(completion.request, None)) as responses:
             events = (results.event(response) async for response in responses)
             if completion.stream:
@@ -60,7 +61,7 @@ class HTTPServer(Listener):
             return web.json_response(await replies.whole(completion, events))
 
     async def _stream(
-        self, request: web.Request, completion: chat.Chat, events: AsyncIterator[Event]
+        self, request: web.Request, completion: requests.Chat, events: AsyncIterator[Event]
     ) -> web.StreamResponse:
         """Streams server-sent events. An error after the first event is sent as the last one."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -72,19 +73,19 @@ class HTTPServer(Listener):
         except Exception as error:
             if not response.prepared or isinstance(error, ConnectionError):
                 raise
-            failures.record(error)
-            await response.write(_event(json.dumps(failures.body(error))))
+            replies.record(error)
+            await response.write(_event(json.dumps(replies.error_body(error))))
         else:
             await response.write(_event("[DONE]"))
         await response.write_eof()
         return response
 
     async def _embed(self, request: web.Request) -> web.Response:
-        embedding = embeddings.read(await self._json(request))
+        embedding = requests.embeddings(await self._json(request))
         vectors, model, tokens = await self._servicer.embed(embedding.texts, embedding.model, None)
         if embedding.dimensions not in (0, vectors.shape[1]):
-            raise chat.BadRequest(f"{model} supports only {vectors.shape[1]} dimensions", "dimensions")
-        body = await asyncio.to_thread(embeddings.reply, embedding, vectors, model, tokens)
+            raise requests.BadRequest(f"{model} supports only {vectors.shape[1]} dimensions", "dimensions")
+        body = await asyncio.to_thread(replies.embeddings, embedding, vectors, model, tokens)
         return web.Response(body=body, content_type="application/json", charset="utf-8")
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -99,7 +100,7 @@ class HTTPServer(Listener):
 
     async def _corpora(self) -> list[pb.Item]:
         """All corpora, preceded by NO_CORPUS."""
-        items = [pb.Item(name=chat.NO_CORPUS)]
+        items = [pb.Item(name=requests.NO_CORPUS)]
         token = ""
         while True:
             page = await self._servicer.List(pb.ListRequest(page_size=_PAGE, page_token=token), None)

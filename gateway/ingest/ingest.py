@@ -8,14 +8,13 @@ from dataclasses import replace
 import numpy as np
 from opentelemetry import metrics, trace
 
-from fusionkv.gateway.auth.quotas import Shares
-from fusionkv.gateway.auth.tenants import Tenant
+from fusionkv.gateway.auth.tenants import Shares, Tenant
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest import parse
 from fusionkv.gateway.ingest.document import metadata_pairs
 from fusionkv.gateway.ingest.parsers import ParsedDocument, Parsers
-from fusionkv.gateway.retrieval.base import Chunk, ModelIdentity, Retrieval, check_corpus, check_document
-from fusionkv.gateway.retrieval.hybrid import HybridSearch
+from fusionkv.gateway.retrieval.base import Chunk, HybridSearch, Retrieval, check_corpus, check_document
+from fusionkv.gateway.tokens import ModelIdentity
 from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted, Unavailable

@@ -10,8 +10,7 @@ from array import array
 from dataclasses import dataclass
 from pathlib import Path
 
-from fusionkv.gateway.auth.quotas import Shares
-from fusionkv.gateway.auth.tenants import Tenant
+from fusionkv.gateway.auth.tenants import Shares, Tenant
 from fusionkv.gateway.children import ChildProcess
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest import parse, parser

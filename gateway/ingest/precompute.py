@@ -11,9 +11,8 @@ from fusionkv.fusion_worker.client import full_name
 from fusionkv.gateway import plan
 from fusionkv.gateway.auth.tenants import Tenant
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.gateway.retrieval.base import Chunk, ModelIdentity, check_corpus, check_document, no_document
-from fusionkv.gateway.retrieval.hybrid import HybridSearch
-from fusionkv.gateway.tokens import Vocabulary
+from fusionkv.gateway.retrieval.base import Chunk, HybridSearch, check_corpus, check_document, no_document
+from fusionkv.gateway.tokens import ModelIdentity, Vocabulary
 from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb

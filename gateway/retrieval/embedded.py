@@ -17,12 +17,10 @@ from lancedb import AsyncConnection, Session, connect_async
 from lancedb.table import AsyncTable
 
 from fusionkv.gateway.client.results import Item
-from fusionkv.gateway.retrieval import rows
 from fusionkv.gateway.retrieval.base import (
     NO_FILTER,
     Candidate,
     Chunk,
-    ModelIdentity,
     Retrieval,
     Rewrite,
     best,
@@ -30,7 +28,19 @@ from fusionkv.gateway.retrieval.base import (
     check_model,
     no_corpus,
 )
-from fusionkv.gateway.retrieval.table import CorpusGone, CorpusTable, create_indexes, disk_error, disk_errors
+from fusionkv.gateway.retrieval.table import (
+    CorpusGone,
+    CorpusTable,
+    chunks_of,
+    create_indexes,
+    disk_error,
+    disk_errors,
+    rows_of,
+    schema_of,
+    variants_of,
+    vectors_of,
+)
+from fusionkv.gateway.tokens import ModelIdentity
 from fusionkv.protos.runtime import cancellation
 from fusionkv.protos.runtime.errors import FailedPrecondition, NotFound, ServiceError
 
@@ -92,9 +102,9 @@ class EmbeddedRetrieval(Retrieval):
     async def replace(
         self, corpus: str, document: str, chunks: Sequence[Chunk], vectors: np.ndarray, model: ModelIdentity
     ) -> bool:
-        data = await asyncio.to_thread(rows.full, chunks, vectors)
+        data = await asyncio.to_thread(rows_of, chunks, vectors)
         while True:
-            table = self._tables.get(corpus) or await self._create(corpus, rows.schema(model, vectors.shape[1]))
+            table = self._tables.get(corpus) or await self._create(corpus, schema_of(model, vectors.shape[1]))
             check_model(corpus, table.model, model)
             _check_width(corpus, table, vectors.shape[1])
             with contextlib.suppress(CorpusGone):
@@ -132,7 +142,7 @@ class EmbeddedRetrieval(Retrieval):
 
         async with self._searching:
             by_words, by_meaning = await self._with(corpus, search, model)
-        return await asyncio.to_thread(rows.candidates, by_words, by_meaning, vector)
+        return await asyncio.to_thread(_merged, by_words, by_meaning, vector)
 
     async def chunks(self, corpus: str, document: str, model: ModelIdentity) -> list[tuple[Chunk, np.ndarray]]:
         found = await self._with(corpus, lambda table: table.of_document(document), model)
@@ -143,15 +153,15 @@ class EmbeddedRetrieval(Retrieval):
     ) -> list[Chunk]:
         if vector is None:
             found = await self._with(corpus, lambda table: table.by_words(text, _WORD_CANDIDATES, NO_FILTER), model)
-            return by_shared_words(text, await asyncio.to_thread(rows.chunks, found))[:count]
+            return by_shared_words(text, await asyncio.to_thread(chunks_of, found))[:count]
         # Twice as many, so that ties at the cut are broken by name and not by the order of rows.
         limit = 2 * count
         found = await self._with(corpus, lambda table: table.by_meaning(vector, limit, NO_FILTER), model)
-        scored = zip(rows.chunks(found), rows.vectors(found) @ vector, strict=True)
+        scored = zip(chunks_of(found), vectors_of(found) @ vector, strict=True)
         return [chunk for chunk, _ in best(scored, count)]
 
     async def set_variants(self, corpus: str, chunks: Sequence[Chunk]) -> None:
-        await self._with(corpus, lambda table: table.set_variants(rows.variants(chunks)))
+        await self._with(corpus, lambda table: table.set_variants(variants_of(chunks)))
 
     async def move(self, corpus: str, rewrite: Rewrite, model: ModelIdentity) -> AsyncGenerator[int]:
         table = self._table(corpus)
@@ -230,14 +240,14 @@ class EmbeddedRetrieval(Retrieval):
         for item in table.documents("", 0):
             stored = await asyncio.to_thread(_in_order, await table.of_document(item.name))
             chunks, vectors = await rewrite([c for c, _ in stored], np.stack([v for _, v in stored]))
-            schema = schema or rows.schema(model, vectors.shape[1])
-            pending.append(await asyncio.to_thread(rows.full, chunks, vectors))
+            schema = schema or schema_of(model, vectors.shape[1])
+            pending.append(await asyncio.to_thread(rows_of, chunks, vectors))
             if len(pending) == _BATCH:
                 await write()
             yield len(chunks)
         if schema is None:  # the corpus is empty
             _, vectors = await rewrite([], np.zeros((0, table.dim), np.float32))
-            schema = rows.schema(model, vectors.shape[1])
+            schema = schema_of(model, vectors.shape[1])
         await write(last=True)
 
     async def close(self) -> None:
@@ -354,4 +364,15 @@ def _check_width(corpus: str, table: CorpusTable, dim: int) -> None:
 
 
 def _in_order(table: pa.Table) -> list[tuple[Chunk, np.ndarray]]:
-    return sorted(zip(rows.chunks(table), rows.vectors(table), strict=True), key=lambda pair: pair[0].position)
+    return sorted(zip(chunks_of(table), vectors_of(table), strict=True), key=lambda pair: pair[0].position)
+
+
+def _merged(by_words: pa.Table, by_meaning: pa.Table | None, vector: np.ndarray | None) -> list[Candidate]:
+    """Merges the two lists; computes the cosine of chunks found only by BM25 from their vectors."""
+    merged: dict[tuple[str, int], Candidate] = {}
+    for table in (by_words, *([by_meaning] if by_meaning is not None else [])):
+        words = table["_score"].to_pylist() if table is by_words else [0.0] * len(table)
+        cosines = vectors_of(table) @ vector if vector is not None else np.zeros(len(table))
+        for chunk, score, cosine in zip(chunks_of(table), words, cosines, strict=True):
+            merged.setdefault(chunk.key, Candidate(chunk, score, float(cosine)))
+    return list(merged.values())

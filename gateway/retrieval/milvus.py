@@ -20,7 +20,6 @@ from fusionkv.gateway.retrieval.base import (
     NO_FILTER,
     Candidate,
     Chunk,
-    ModelIdentity,
     Retrieval,
     Rewrite,
     best,
@@ -31,6 +30,7 @@ from fusionkv.gateway.retrieval.base import (
 )
 from fusionkv.gateway.retrieval.milvus_connection import BATCH, MAX_ROWS, Connection, Hits, NoCollection, listed
 from fusionkv.gateway.retrieval.milvus_rows import Row, Version
+from fusionkv.gateway.tokens import ModelIdentity
 from fusionkv.protos.runtime.cancellation import background
 from fusionkv.protos.runtime.errors import FailedPrecondition, NotFound, Unavailable
 
@@ -48,33 +48,28 @@ class Gate:
     """
 
     def __init__(self) -> None:
-        self._changed = asyncio.Condition()
+        self._entry = asyncio.Lock()  # first come, first served; an exclusive user holds it to the end
         self._inside = 0
-        self._waiting = 0
+        self._empty = asyncio.Event()
+        self._empty.set()
 
     @contextlib.asynccontextmanager
     async def shared(self) -> AsyncIterator[None]:
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._waiting)
+        async with self._entry:
             self._inside += 1
+            self._empty.clear()
         try:
             yield
         finally:
-            async with self._changed:
-                self._inside -= 1
-                self._changed.notify_all()
+            self._inside -= 1
+            if not self._inside:
+                self._empty.set()
 
     @contextlib.asynccontextmanager
     async def exclusive(self) -> AsyncIterator[None]:
-        self._waiting += 1
-        try:
-            async with self._changed:
-                await self._changed.wait_for(lambda: not self._inside)
-                yield
-        finally:
-            self._waiting -= 1
-            async with self._changed:
-                self._changed.notify_all()
+        async with self._entry:
+            await self._empty.wait()
+            yield
 
 
 class MilvusRetrieval(Retrieval):

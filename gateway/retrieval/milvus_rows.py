@@ -12,7 +12,8 @@ from pymilvus import DataType, Function, FunctionType, MilvusClient
 from pymilvus.milvus_client import IndexParams
 from pymilvus.orm.schema import CollectionSchema
 
-from fusionkv.gateway.retrieval.base import Chunk, ModelIdentity
+from fusionkv.gateway.retrieval.base import Chunk
+from fusionkv.gateway.tokens import ModelIdentity
 from fusionkv.protos.runtime.errors import InvalidArgument
 
 FORMAT = 2  # of the rows, in the collections' names: collections of another format are not read

@@ -1,13 +1,12 @@
-"""One corpus in LanceDB. Queued writes share a commit; new rows are added to the indexes in the background."""
+"""One corpus in LanceDB: its rows and indexes. Queued writes share a commit, and are indexed in the background."""
 
 import asyncio
 import bisect
 import contextlib
-import errno
 import logging
 import os
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,18 +19,16 @@ from lancedb.index import FTS, BTree
 from lancedb.table import AsyncTable
 
 from fusionkv.gateway.client.results import Item
-from fusionkv.gateway.retrieval import rows
-from fusionkv.gateway.retrieval.base import NO_FILTER, no_document
+from fusionkv.gateway.retrieval.base import NO_FILTER, Chunk, no_document
+from fusionkv.gateway.tokens import ModelIdentity
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime.cancellation import background
-from fusionkv.protos.runtime.errors import ResourceExhausted, ServiceError, Unavailable
+from fusionkv.protos.runtime.errors import ServiceError, from_os
 
 log = logging.getLogger(__name__)
 _faults = logs.RateLimitedLog(log)
 # LanceDB raises RuntimeErrors that contain the system's error number only in their text.
 _NUMBER = re.compile(r"\(os error (\d+)\)")
-_EXHAUSTED = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
-_UNAVAILABLE = {errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 T = TypeVar("T")
 Size = tuple[int, int, int]  # chunks, tokens and bytes of text
 _NOTHING: Size = (0, 0, 0)
@@ -42,19 +39,36 @@ _COMMITS_BEFORE_OPTIMIZE = 100
 _IDLE_SECONDS = 1.0
 # Searches in flight read versions up to this old.
 _KEEP_VERSIONS = timedelta(minutes=10)
-
-
 # Stop words by language.
 _STOP_WORDS = {"english": Path(__file__).with_name("stop_words_english.txt").read_text().split()}
+# The columns of a Chunk.
+_COLUMNS = ["document", "position", "text", "ids", "variant", "neighbours", "title", "source", "metadata"]
+_VECTOR = "vector"
+_FORMAT = "3"
+_SCHEMA = pa.schema(
+    {
+        "document": pa.string(),
+        "position": pa.uint32(),
+        "text": pa.string(),
+        "ids": pa.list_(pa.uint32()),
+        "tokens": pa.uint32(),
+        "digest": pa.binary(),
+        "variant": pa.binary(),
+        "neighbours": pa.uint32(),
+        "title": pa.string(),
+        "source": pa.string(),
+        "metadata": pa.list_(pa.string()),
+    }
+)
 
 
-def text_index(language: str) -> FTS:
-    """The configuration of the text index: ICU segmentation for all scripts, and the language's stemmer.
+async def create_indexes(table: AsyncTable, language: str) -> None:
+    """Creates the indexes that a table lacks: of text, with ICU segmentation for all scripts; and of documents.
 
     Stop words are set for English only. LanceDB's own list is that of all languages together, and would drop "1", "C"
-    and "El" from any text.
+    and "El" from any text. Raises as `disk_errors`.
     """
-    return FTS(
+    text = FTS(
         base_tokenizer="icu/split",
         language=language.capitalize(),
         stem=True,
@@ -64,14 +78,10 @@ def text_index(language: str) -> FTS:
         ascii_folding=True,
         max_token_length=200,
     )
-
-
-async def create_indexes(table: AsyncTable, language: str) -> None:
-    """Creates the indexes that a table lacks. Raises as `disk_errors`."""
     indexed = {column for index in await table.list_indices() for column in index.columns}
     with disk_errors():
         if "text" not in indexed:
-            await table.create_index("text", config=text_index(language))
+            await table.create_index("text", config=text)
         if "document" not in indexed:
             await table.create_index("document", config=BTree())
 
@@ -93,9 +103,9 @@ class CorpusTable:
     """One table, for concurrent use within one event loop. `_lock` serialises all changes."""
 
     def __init__(self, table: AsyncTable, schema: pa.Schema, reopen: Callable[[], Awaitable[AsyncTable]]) -> None:
-        self.model = rows.identity(schema)
-        self.dim: int = schema.field(rows.VECTOR).type.list_size if rows.VECTOR in schema.names else 0
-        self._columns = [*rows.COLUMNS, *[rows.VECTOR] * bool(self.dim)]
+        self.model = _identity(schema)
+        self.dim: int = schema.field(_VECTOR).type.list_size if _VECTOR in schema.names else 0
+        self._columns = [*_COLUMNS, *[_VECTOR] * bool(self.dim)]
         self._table = table
         self._reopen = reopen
         self._lock = asyncio.Lock()
@@ -118,7 +128,7 @@ class CorpusTable:
         """
         table = await reopen()
         schema = await table.schema()
-        rows.check_format(schema)
+        _check_format(schema)
         await create_indexes(table, language)
         columns = {"document": "document", "tokens": "tokens", "bytes": "octet_length(text)"}
         sizes = await table.query().select(columns).to_arrow()
@@ -162,7 +172,7 @@ class CorpusTable:
             if document not in self._sizes:
                 raise no_document(document)
             chunks = self._sizes[document][0]
-            await self._table.delete(f"document = {rows.quoted(document)}")
+            await self._table.delete(f"document = {_quoted(document)}")
             self._resize(document, _NOTHING)
             self._touch()
             return chunks
@@ -187,7 +197,7 @@ class CorpusTable:
         return await self._rows(query, where, "_distance")
 
     async def of_document(self, document: str) -> pa.Table:
-        return await self._rows(self._table.query().where(f"document = {rows.quoted(document)}"))
+        return await self._rows(self._table.query().where(f"document = {_quoted(document)}"))
 
     @contextlib.asynccontextmanager
     async def frozen(self) -> AsyncIterator[None]:
@@ -215,7 +225,8 @@ class CorpusTable:
 
     async def _rows(self, query: Any, where: Mapping[str, str] = NO_FILTER, *more: str) -> pa.Table:
         if where:
-            query = query.where(rows.has_all(where))
+            pairs = ", ".join(_quoted(f"{key}={value}") for key, value in where.items())
+            query = query.where(f"array_has_all(metadata, make_array({pairs}))")
         try:
             with disk_errors():
                 return await query.select([*self._columns, *more]).to_arrow()
@@ -241,7 +252,7 @@ class CorpusTable:
             if write.document in batch:
                 break
             batch[write.document] = write
-        names = ", ".join(map(rows.quoted, batch))
+        names = ", ".join(map(_quoted, batch))
         merge = self._table.merge_insert(["document", "position"])
         merge = merge.when_matched_update_all().when_not_matched_insert_all()
         merge = merge.when_not_matched_by_source_delete(f"document IN ({names})")
@@ -294,6 +305,78 @@ class CorpusTable:
                     )
 
 
+def schema_of(model: ModelIdentity, dim: int) -> pa.Schema:
+    """The schema of a corpus's table, with the models as metadata; without an embedder, it has no vector column."""
+    columns = _SCHEMA.append(pa.field(_VECTOR, pa.list_(pa.float32(), dim))) if dim else _SCHEMA
+    made_with = {
+        "fusionkv.form": _FORMAT,
+        "fusionkv.fingerprint": model.fingerprint.hex(),
+        "fusionkv.tokenizer": model.tokenizer.hex(),
+        "fusionkv.embedder": model.embedder,
+        "fusionkv.model": model.name,
+    }
+    return columns.with_metadata(made_with)
+
+
+def _check_format(schema: pa.Schema) -> None:
+    """Raises ValueError if another version wrote a table, whose data a change might lose."""
+    form = (schema.metadata or {}).get(b"fusionkv.form", b"").decode()
+    columns = sorted({*schema.names} - {*_SCHEMA.names, _VECTOR})
+    if form != _FORMAT or columns:
+        difference = f"has the columns {', '.join(columns)}" if columns else f"has format {form!r}"
+        raise ValueError(f"another version of FusionKV wrote it: it {difference}")
+
+
+def _identity(schema: pa.Schema) -> ModelIdentity:
+    """The models that a corpus was built with. Raises KeyError if the table's metadata lack one."""
+    names = ("fingerprint", "tokenizer", "embedder", "model")
+    fingerprint, tokenizer, *more = (schema.metadata[f"fusionkv.{name}".encode()].decode() for name in names)
+    return ModelIdentity(bytes.fromhex(fingerprint), bytes.fromhex(tokenizer), *more)
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+def rows_of(chunks: Sequence[Chunk], vectors: np.ndarray) -> pa.Table:
+    """Complete rows; `vectors` is float32 `[chunk, dim]`."""
+    values = [
+        vars(chunk)
+        | {"tokens": len(chunk.ids), "digest": chunk.digest}
+        | {"metadata": ["=".join(pair) for pair in chunk.metadata]}
+        for chunk in chunks
+    ]
+    table = pa.Table.from_pylist(values, schema=_SCHEMA)
+    if dim := vectors.shape[1]:
+        flat = pa.array(np.ascontiguousarray(vectors, dtype=np.float32).reshape(-1))
+        table = table.append_column(_VECTOR, pa.FixedSizeListArray.from_arrays(flat, dim))
+    return table
+
+
+def variants_of(chunks: Sequence[Chunk]) -> pa.Table:
+    """Rows with only a chunk's key columns and the columns that Precompute sets."""
+    return rows_of(chunks, np.zeros((len(chunks), 0))).select(
+        ["document", "position", "digest", "variant", "neighbours"]
+    )
+
+
+def chunks_of(table: pa.Table) -> list[Chunk]:
+    chunks = []
+    for row in table.select(_COLUMNS).to_pylist():
+        pairs = (pair.partition("=") for pair in row["metadata"])
+        metadata = tuple((key, value) for key, _, value in pairs)
+        chunks.append(Chunk(**row | {"ids": tuple(row["ids"]), "metadata": metadata}))
+    return chunks
+
+
+def vectors_of(table: pa.Table) -> np.ndarray:
+    """Vectors, float32 `[row, dim]`; of width 0 if the table has none."""
+    if _VECTOR not in table.column_names:
+        return np.zeros((len(table), 0), np.float32)
+    dim = table.schema.field(_VECTOR).type.list_size
+    return table[_VECTOR].combine_chunks().flatten().to_numpy().reshape(len(table), dim)
+
+
 def _size(data: pa.Table) -> Size:
     texts = pc.sum(pc.binary_length(data["text"])).as_py()
     return len(data), pc.sum(data["tokens"]).as_py() or 0, texts or 0
@@ -321,7 +404,4 @@ def disk_error(error: Exception) -> ServiceError | None:
     """The service error for an operating-system error; None for any other error."""
     match = _NUMBER.search(str(error))
     number = error.errno if isinstance(error, OSError) and error.errno else int(match[1]) if match else 0
-    message = f"the gateway's data_dir can't be used: {os.strerror(number)}"
-    if number in _EXHAUSTED:
-        return ResourceExhausted(message)
-    return Unavailable(message) if number in _UNAVAILABLE else None
+    return from_os(number, f"the gateway's data_dir can't be used: {os.strerror(number)}")

@@ -1,6 +1,7 @@
 """Errors with a gRPC status; any other error that a servicer raises becomes INTERNAL."""
 
 import asyncio
+import errno
 import math
 from typing import Any
 
@@ -61,6 +62,8 @@ class DeadlineExceeded(ServiceError):
 
 
 _BY_STATUS = {c.status: c for c in ServiceError.__subclasses__()}
+_EXHAUSTED = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+_UNAVAILABLE = {errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 # Trailing metadata of a refusal: milliseconds as a decimal number. Plain metadata instead of google.rpc.RetryInfo,
 # which would require another protobuf package in every client.
 _RETRY_AFTER = "retry-after-ms"
@@ -71,6 +74,11 @@ _MAX_DETAILS = 2000
 def first_line(error: Exception) -> str:
     """The first line of an error's message, or the error's class without one."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def error_type(error: Exception) -> str:
+    """The name of a service error's status, or of any other error's class."""
+    return error.status.name if isinstance(error, ServiceError) else type(error).__name__
 
 
 def details(error: Exception) -> str:
@@ -109,3 +117,10 @@ def from_http(status: int, message: str) -> ServiceError:
     if status in (429, 503):
         return ResourceExhausted(message, retry_after=1.0)
     return Unavailable(message) if status >= 500 else FailedPrecondition(message)
+
+
+def from_os(number: int, message: str) -> ServiceError | None:
+    """The error for an error number of the operating system; None unless a resource is exhausted or unavailable."""
+    if number in _EXHAUSTED:
+        return ResourceExhausted(message)
+    return Unavailable(message) if number in _UNAVAILABLE else None

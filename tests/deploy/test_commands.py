@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from fusionkv.gateway.auth.quotas import Quotas
-from fusionkv.gateway.auth.static_tokens import StaticTokens
+from fusionkv.gateway.auth.tenants import Quotas
+from fusionkv.gateway.auth.verifiers import StaticTokens
 from fusionkv.gateway.cli import main as cli
 from fusionkv.gateway.client.client import Client
 from fusionkv.protos.runtime import settings

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from fusionkv.gateway.auth.bearer import Bearer
-from fusionkv.gateway.auth.static_tokens import StaticTokens
+from fusionkv.gateway.auth.access import Bearer
+from fusionkv.gateway.auth.verifiers import StaticTokens
 from tests.fuzz import effort
 from tests.gateway.test_jwt import Signer, key_file, tokens
 from tests.services import token_entry

@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.quality.fallback import FILE, Verdict
 from fusionkv.fusion_worker.transfer import signatures
-from fusionkv.gateway.auth import quotas
-from fusionkv.gateway.auth.access import Role
-from fusionkv.gateway.auth.bearer import Bearer
-from fusionkv.gateway.auth.jwt_tokens import KeyFile
-from fusionkv.gateway.auth.static_tokens import StaticTokens
+from fusionkv.gateway.auth import tenants
+from fusionkv.gateway.auth.access import Bearer, Role
+from fusionkv.gateway.auth.verifiers import KeyFile, StaticTokens
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.tiers.sealed_disk import DiskKeys
@@ -87,7 +85,7 @@ LINES = st.lists(PIECES, max_size=6).map(lambda lines: "\n".join(lines).encode()
 CONTENTS = st.one_of(st.binary(max_size=80), LINES)
 READERS: dict[str, Any] = {
     "tokens": StaticTokens,
-    "quotas": lambda file: quotas.Quotas(file).of("a"),
+    "quotas": lambda file: tenants.Quotas(file).of("a"),
     "jwks": KeyFile,
     "disk keys": DiskKeys,
     "signing keys": signatures.Signer,

@@ -11,16 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusionkv.gateway import page_tokens, plan
-from fusionkv.gateway.auth.bearer import Bearer
-from fusionkv.gateway.auth.quotas import Quotas
-from fusionkv.gateway.auth.static_tokens import StaticTokens
+from fusionkv.gateway import plan, servicer
+from fusionkv.gateway.auth.access import Bearer
+from fusionkv.gateway.auth.tenants import Quotas
+from fusionkv.gateway.auth.verifiers import StaticTokens
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.gateway.http import admin, chat
+from fusionkv.gateway.http import admin, requests
 from fusionkv.gateway.http.server import parse
 from fusionkv.gateway.retrieval import base, milvus_rows
-from fusionkv.gateway.retrieval.base import Chunk, ModelIdentity
+from fusionkv.gateway.retrieval.base import Chunk
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
+from fusionkv.gateway.tokens import ModelIdentity
 from fusionkv.protos.runtime import settings
 from fusionkv.protos.runtime.errors import ServiceError
 from tests.fuzz import decoders, growth, shapes
@@ -53,7 +54,7 @@ def answered(call: Callable[[Any], Any]) -> growth.Measure[Any]:
 
 def test_bodies_of_chat_requests() -> None:
     def asked(body: bytes) -> None:
-        wanted = chat.read(parse(body))
+        wanted = requests.completion(parse(body))
         plan.check_question(wanted.request.question)
         wanted.request.SerializeToString()
 
@@ -99,7 +100,7 @@ def test_bytes(name: str) -> None:
 
 
 def listed(token: str) -> str:
-    return page_tokens.last("tenant", "corpus", token, base.MAX_NAME)
+    return servicer.listed_to("tenant", "corpus", token)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from fusionkv.gateway.auth import access
 from fusionkv.gateway.auth.access import Role
-from fusionkv.gateway.auth.static_tokens import StaticTokens
+from fusionkv.gateway.auth.verifiers import StaticTokens
 from fusionkv.gateway.client.client import AsyncClient, Client
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime import rpc

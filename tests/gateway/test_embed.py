@@ -14,15 +14,14 @@ import pytest
 from aiohttp import web
 
 from fusionkv.fusion_worker.library import cache
-from fusionkv.gateway.auth.quotas import Quotas
-from fusionkv.gateway.auth.tenants import Tenants
+from fusionkv.gateway.auth.tenants import Quotas, Tenants
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.embed import choose, local
 from fusionkv.gateway.embed.local import LocalEmbedder, LocalReranker
 from fusionkv.gateway.embed.models import CrossEncoder, SentenceModel, Unsupported
 from fusionkv.gateway.embed.url import URLEmbedder, URLReranker
+from fusionkv.gateway.retrieval.base import HybridSearch
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
-from fusionkv.gateway.retrieval.hybrid import HybridSearch
 from fusionkv.gateway.servicer import GatewayServicer
 from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.runtime.errors import FailedPrecondition, ResourceExhausted, ServiceError, Unavailable

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from fusionkv.gateway import genai
 from fusionkv.gateway.client import langchain, requests, results
 from fusionkv.gateway.client.client import Client
 from fusionkv.gateway.client.results import Sources, Summary, Token
 from fusionkv.gateway.http import replies
+from fusionkv.gateway.pipeline import answer_attributes
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import DeadlineExceeded, InvalidArgument, NotFound
 from tests.gateway import sentence_models
@@ -126,7 +126,7 @@ def cached(response: pb.GenerateResponse) -> set[int]:
     return {
         replies._usage(summary)["prompt_tokens_details"]["cached_tokens"],
         chunk.message.usage_metadata["input_token_details"]["cache_read"],  # type: ignore[attr-defined]
-        genai.answer_attributes(response.summary, "m")["gen_ai.usage.cache_read.input_tokens"],  # type: ignore[arg-type]
+        answer_attributes(response.summary, "m")["gen_ai.usage.cache_read.input_tokens"],  # type: ignore[arg-type]
     }
 
 

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from fusionkv.gateway import plan
-from fusionkv.gateway.auth.quotas import Meter, Quota
-from fusionkv.gateway.auth.tenants import Tenant
+from fusionkv.gateway.auth.tenants import Meter, Quota, Tenant
 from fusionkv.gateway.client import requests
 from fusionkv.gateway.client.results import Passage, passages
 from fusionkv.gateway.config import GatewayConfig
@@ -21,9 +20,8 @@ from fusionkv.gateway.ingest.ingest import Ingest
 from fusionkv.gateway.ingest.precompute import Precompute
 from fusionkv.gateway.pipeline import Pipeline
 from fusionkv.gateway.plan import given
-from fusionkv.gateway.retrieval.base import Retrieval
+from fusionkv.gateway.retrieval.base import HybridSearch, Retrieval
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
-from fusionkv.gateway.retrieval.hybrid import HybridSearch
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb

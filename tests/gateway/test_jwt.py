@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 from fusionkv.gateway.auth.access import Caller, Role
-from fusionkv.gateway.auth.jwt_tokens import JWTTokens, KeyFile, KeyURL
+from fusionkv.gateway.auth.verifiers import JWTTokens, KeyFile, KeyURL
 from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.protos.runtime.errors import PermissionDenied, Unauthenticated, Unavailable
 from fusionkv.protos.runtime.watched import BadFile

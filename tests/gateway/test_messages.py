@@ -4,7 +4,7 @@ import grpc
 import pytest
 from google.protobuf.message import DecodeError
 
-from fusionkv.gateway import messages, plan
+from fusionkv.gateway import plan, servicer
 from fusionkv.gateway.ingest.document import metadata_pairs
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime import rpc
@@ -13,7 +13,7 @@ from tests.gateway.conftest import Serve, Start
 from tests.gateway.strangers import call
 from tests.stopwatch import Stopwatch
 
-READ = messages.readers()
+READ = servicer.readers()
 PASSAGE, GROUP, GROUP_END = b"\x52\x00", b"\xa3\x06", b"\xa4\x06"  # field 10, and a group that is unknown
 METADATA = b"".join(b"\x2a\x05\x0a\x03%03d" % (i % 1000) for i in range(70_000))
 

@@ -11,8 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from fusionkv.gateway.auth.quotas import Quotas
-from fusionkv.gateway.auth.tenants import Tenants
+from fusionkv.gateway.auth.tenants import Quotas, Tenants
 from fusionkv.gateway.retrieval import milvus_rows as rows
 from fusionkv.gateway.retrieval.base import Chunk, within
 from fusionkv.gateway.retrieval.milvus import Gate, MilvusRetrieval

@@ -313,5 +313,5 @@ def test_without_an_embedder_there_are_no_embeddings(client: openai.OpenAI) -> N
 
 def test_the_gateway_itself_loads_no_model(embedding: Any) -> None:
     pid = embedding.process.pid
-    assert descendants(pid, "fusionkv.gateway.embed.child")
+    assert descendants(pid, "fusionkv.gateway.embed.local")
     assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusionkv.gateway.http import chat, embeddings, failures
+from fusionkv.gateway.http import replies, requests
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime import errors
 from fusionkv.protos.runtime.errors import InvalidArgument
@@ -58,9 +58,9 @@ GOOD = {"model": "notes", "messages": ASKED, "max_tokens": 1}
 )
 def test_what_cannot_be_followed_is_refused(body: Any, param: str | None, said: str) -> None:
     with pytest.raises(InvalidArgument, match=said) as refused:
-        chat.read({**GOOD, **body} if isinstance(body, dict) else body)
-    assert failures.status(refused.value) == 400
-    made = failures.body(refused.value)["error"]
+        requests.completion({**GOOD, **body} if isinstance(body, dict) else body)
+    assert replies.status(refused.value) == 400
+    made = replies.error_body(refused.value)["error"]
     assert (made["type"], made["param"], made["code"]) == ("invalid_request_error", param, None)
 
 
@@ -80,7 +80,7 @@ def test_what_cannot_be_followed_is_refused(body: Any, param: str | None, said: 
 def test_long_lists_are_refused_before_they_are_read(body: dict[str, Any], said: str) -> None:
     watch = Stopwatch()
     with pytest.raises(InvalidArgument, match=said):
-        chat.read({**GOOD, **body}, False, 128)
+        requests.completion({**GOOD, **body}, False, 128)
     assert watch.seconds() < 0.2
 
 
@@ -96,7 +96,7 @@ def test_everything_that_can_be_asked() -> None:
         ratio=0.3, top_k=4, order=pb.ORDER_RANK, query="colour",
         sampling=pb.Sampling(max_tokens=5, temperature=1, top_p=0.5, top_k=9, seed=3, stop=["end"]),
     )  # fmt: skip
-    assert chat.read(body) == chat.Chat(wanted, "notes:prophetkv@0.3", stream=True, usage=True)
+    assert requests.completion(body) == requests.Chat(wanted, "notes:prophetkv@0.3", stream=True, usage=True)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_everything_that_can_be_asked() -> None:
 )
 def test_the_model_and_our_own_fields(model: str, own: dict[str, Any], more: dict[str, Any]) -> None:
     nothing = {"n": 1, "user": "u", "metadata": {}, "tools": [], "presence_penalty": 0.0, "seed": None}
-    made = chat.read({**GOOD, **nothing, "model": model, "fusionkv": own}).request
+    made = requests.completion({**GOOD, **nothing, "model": model, "fusionkv": own}).request
     wanted = {"corpus": "notes", "order": pb.ORDER_RANK, **own, **more}
     said = [pb.Message(role=pb.ROLE_USER, text="Which colour?")]
     assert made == pb.GenerateRequest(messages=said, sampling=pb.Sampling(max_tokens=1), **wanted)
@@ -127,7 +127,9 @@ def test_passages_and_roles() -> None:
         "Text.",
         {"id": 7, "content": "Lake.", "title": "Lakes", "page": 3, "tags": ["a"], "metadata": {"url": "u"}},
     ]
-    made = chat.read({"model": "fusionkv@0.5", "messages": messages, "documents": documents, "seed": 0}).request
+    made = requests.completion(
+        {"model": "fusionkv@0.5", "messages": messages, "documents": documents, "seed": 0}
+    ).request
     roles = (pb.ROLE_SYSTEM, pb.ROLE_USER, pb.ROLE_ASSISTANT, pb.ROLE_USER)
     assert made == pb.GenerateRequest(
         passages=[
@@ -139,21 +141,21 @@ def test_passages_and_roles() -> None:
         order=pb.ORDER_RANK,
         sampling=pb.Sampling(seed=0),
     )
-    assert chat.read({**GOOD, "passages": documents}).request.passages == made.passages
+    assert requests.completion({**GOOD, "passages": documents}).request.passages == made.passages
 
 
 def test_embeddings_are_written_as_json_where_they_are_converted() -> None:
-    request = embeddings.read({"input": ["a", "b"]})
-    body = json.loads(embeddings.reply(request, np.array([[1, 0], [0, 0.5]], np.float32), "m", 2))
+    request = requests.embeddings({"input": ["a", "b"]})
+    body = json.loads(replies.embeddings(request, np.array([[1, 0], [0, 0.5]], np.float32), "m", 2))
     assert [row["embedding"] for row in body["data"]] == [[1, 0], [0, 0.5]]
     assert body["usage"] == {"prompt_tokens": 2, "total_tokens": 2}
 
 
 def test_every_error_has_its_status() -> None:
     """A new kind of error would otherwise be told as the gateway's own fault."""
-    codes = {kind: failures.status(kind("said")) for kind in errors.ServiceError.__subclasses__()}
+    codes = {kind: replies.status(kind("said")) for kind in errors.ServiceError.__subclasses__()}
     assert codes.pop(errors.DataLoss) == 500
-    assert {failures.status(RuntimeError("secret")), *codes.values()} == {400, 401, 403, 404, 429, 500, 503, 504}
-    assert "secret" not in str(failures.body(RuntimeError("secret")))
+    assert {replies.status(RuntimeError("secret")), *codes.values()} == {400, 401, 403, 404, 429, 500, 503, 504}
+    assert "secret" not in str(replies.error_body(RuntimeError("secret")))
     busy = errors.ResourceExhausted("busy", retry_after=0.2)
-    assert failures.headers(busy) == {"Retry-After": "1", "Retry-After-Ms": "200"}
+    assert replies.headers(busy) == {"Retry-After": "1", "Retry-After-Ms": "200"}

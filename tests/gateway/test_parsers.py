@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from fusionkv.gateway.auth.quotas import Meter, Quota
-from fusionkv.gateway.auth.tenants import Tenant
+from fusionkv.gateway.auth.tenants import Meter, Quota, Tenant
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest import parse
 from fusionkv.gateway.ingest.document import Document

@@ -13,8 +13,7 @@ from fusionkv.gateway import plan
 from fusionkv.gateway.client import requests
 from fusionkv.gateway.client.results import Passage as Given
 from fusionkv.gateway.plan import Conversation
-from fusionkv.gateway.retrieval import hybrid
-from fusionkv.gateway.retrieval.base import Candidate, Chunk
+from fusionkv.gateway.retrieval.base import Candidate, Chunk, rank
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
@@ -186,9 +185,9 @@ def test_words_decide_where_a_chunk_has_much_of_the_question() -> None:
     """At equal differences of the cosine: a score of 40 is names and numbers in common, one of 4 is common words."""
     for words, first in ((40.0, "named"), (4.0, "near")):
         named, near = Candidate(chunk("named", 0), words, 0.3), Candidate(chunk("near", 0), 0.0, 0.6)
-        assert hybrid.rank([near, named], 0.5, 1)[0][0].key == (first, 0)
+        assert rank([near, named], 0.5, 1)[0][0].key == (first, 0)
     # Without common words meaning decides.
-    found = hybrid.rank([Candidate(chunk("d", i), 0.0, i / 10) for i in range(5)], 0.3, 2)
+    found = rank([Candidate(chunk("d", i), 0.0, i / 10) for i in range(5)], 0.3, 2)
     assert [(c.position, round(score, 3)) for c, score in found] == [(4, 0.12), (3, 0.09)]
 
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionkv.gateway.auth.quotas import Bucket, Meter, Quota, Quotas, Shares
+from fusionkv.gateway.auth.tenants import Bucket, Meter, Quota, Quotas, Shares
 from fusionkv.gateway.cli import main as cli
 from fusionkv.gateway.client.client import Client
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb

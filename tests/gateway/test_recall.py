@@ -8,9 +8,9 @@ import pytest
 
 from fusionkv.bench.quality.retrieval import recall
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.gateway.retrieval.base import Chunk, ModelIdentity
+from fusionkv.gateway.retrieval.base import Chunk, HybridSearch
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
-from fusionkv.gateway.retrieval.hybrid import HybridSearch
+from fusionkv.gateway.tokens import ModelIdentity
 from tests.gateway.test_ingest import Topics
 
 MODEL = ModelIdentity(b"f" * 32, b"t" * 32)

@@ -13,12 +13,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from fusionkv.gateway.auth.quotas import Quotas
-from fusionkv.gateway.auth.tenants import Tenants
-from fusionkv.gateway.retrieval import hybrid, rows, table
-from fusionkv.gateway.retrieval.base import Chunk, ModelIdentity, Retrieval
+from fusionkv.gateway.auth.tenants import Quotas, Tenants
+from fusionkv.gateway.retrieval import embedded, table
+from fusionkv.gateway.retrieval.base import Chunk, Retrieval, rank
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 from fusionkv.gateway.retrieval.milvus import MilvusRetrieval
+from fusionkv.gateway.tokens import ModelIdentity
 from fusionkv.protos.runtime.errors import FailedPrecondition, NotFound, Unavailable
 from tests.gateway.conftest import Reopen
 from tests.waiting import until
@@ -56,7 +56,7 @@ async def put(engine: Retrieval, corpus: str, document: str, *texts: str, model:
 
 async def texts(engine: Retrieval, corpus: str, question: str, count: int = 5, dense: float = 0.0) -> list[str]:
     found = await engine.candidates(corpus, question, vector(question), 50, MODEL)
-    return [chunk.text for chunk, _ in hybrid.rank([c for c in found if dense or c.words], dense, count)]
+    return [chunk.text for chunk, _ in rank([c for c in found if dense or c.words], dense, count)]
 
 
 async def test_stored_chunks_come_back_whole(engine: Retrieval) -> None:
@@ -351,7 +351,7 @@ async def test_equal_scores_are_ordered_by_document_and_position(engine: Retriev
     for name in ("b", "c", "a"):
         await put(engine, "c", name, "same text", "same text")
     found = await engine.candidates("c", "same", vector("q"), 50, MODEL)
-    assert [c.key for c, _ in hybrid.rank(found, 0.3, 6)] == [(d, p) for d in "abc" for p in (0, 1)]
+    assert [c.key for c, _ in rank(found, 0.3, 6)] == [(d, p) for d in "abc" for p in (0, 1)]
     near = await engine.nearest("c", "", vector("same text"), 3, MODEL)
     assert [c.key for c in near] == [("a", 0), ("a", 1), ("b", 0)]
 
@@ -491,13 +491,13 @@ async def test_documents_are_unpacked_beside_the_event_loop(
     """One of 10,000 chunks takes 0.4 s."""
     engine = await reopen(tmp_path)
     await put(engine, "c", "d", "text")
-    unpack, unpacking = rows.chunks, set()
+    unpack, unpacking = embedded.chunks_of, set()
 
     def unpacked(table: pa.Table) -> list[Chunk]:
         unpacking.add(threading.current_thread())
         return unpack(table)
 
-    monkeypatch.setattr(rows, "chunks", unpacked)
+    monkeypatch.setattr(embedded, "chunks_of", unpacked)
     assert len(await engine.chunks("c", "d", MODEL)) == 1
     assert await moved(engine, MODEL, DIM) == [1]
     assert unpacking

@@ -22,9 +22,9 @@ from fusionkv.bench import command
 from fusionkv.gateway.config import NONE, GatewayConfig
 from fusionkv.gateway.embed.base import Embedder
 from fusionkv.gateway.embed.choose import open_embedder
-from fusionkv.gateway.retrieval.base import Chunk, ModelIdentity
+from fusionkv.gateway.retrieval.base import Chunk, HybridSearch
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
-from fusionkv.gateway.retrieval.hybrid import HybridSearch
+from fusionkv.gateway.tokens import ModelIdentity
 from fusionkv.protos.runtime import settings
 
 TOP = 8

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fusionkv.gateway.ingest.parse import _sentences, shorten
 from fusionkv.protos.runtime.errors import FailedPrecondition
-from fusionkv.protos.runtime.shorten import _sentences, shorten
 from tests.fuzz import growth
 
 PAGE = (

@@ -1,4 +1,4 @@
-"""Converts OpenAI's completion requests to the gateway's; unsupported fields are refused."""
+"""Reads OpenAI's requests for completions and embeddings; unsupported fields are refused."""
 
 import json
 import sys
@@ -37,6 +37,9 @@ _ONLY: Mapping[str, Any] = {
     "suffix": "",
 }
 _SYSTEM = ("system", "developer")
+_MAX_TEXTS, _MAX_CHARACTERS = 2048, 1 << 15
+_FORMATS = ("float", "base64")
+_OF_EMBEDDINGS = frozenset(["input", "model", "encoding_format", "dimensions"])
 _KINDS: Mapping[Any, str] = {
     str: "a string",
     bool: "true or false",
@@ -72,7 +75,17 @@ class Chat:
     text: bool = False
 
 
-def read(body: Any, text: bool = False, max_passages: int = sys.maxsize) -> Chat:
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequest:
+    """A request for embeddings; `dimensions` is 0 if the request does not set it."""
+
+    texts: tuple[str, ...]
+    model: str
+    base64: bool
+    dimensions: int
+
+
+def completion(body: Any, text: bool = False, max_passages: int = sys.maxsize) -> Chat:
     """Reads the JSON body of a chat completion, or of a text completion.
 
     Checks lengths of lists first: it blocks, and a body has room for 500,000 passages.
@@ -81,22 +94,20 @@ def read(body: Any, text: bool = False, max_passages: int = sys.maxsize) -> Chat
         InvalidArgument: the body is invalid, or requests something unsupported.
     """
     field = "prompt" if text else "messages"
-    if not isinstance(body, dict):
-        raise InvalidArgument("the body is not a JSON object")
-    given = {name: value for name, value in body.items() if value is not None and name not in _IGNORED}
+    given = _given(body, _IGNORED)
     for name in given.keys() - _SUPPORTED - {field}:
         if name not in _ONLY:
             raise BadRequest(f"unknown field {name[:80]!r}", name[:80])
         if given[name] != _ONLY[name]:
             raise BadRequest(f"{name} is not supported: omit it", name)
-    model = typed(given, "model", str, "")
-    own = {name: value for name, value in typed(given, "fusionkv", dict, {}).items() if value is not None}
+    model = _typed(given, "model", str, "")
+    own = {name: value for name, value in _typed(given, "fusionkv", dict, {}).items() if value is not None}
     if unknown := own.keys() - OWN:
         raise BadRequest(f"unknown field {min(unknown)[:80]!r}; known: {', '.join(sorted(OWN))}", "fusionkv")
-    stream = typed(given, "stream", bool, False)
-    usage = typed(typed(given, "stream_options", dict, {}), "include_usage", bool, False)
+    stream = _typed(given, "stream", bool, False)
+    usage = _typed(_typed(given, "stream_options", dict, {}), "include_usage", bool, False)
     conversation = {"question": _prompt(given)} if text else {"messages": _messages(given)}
-    typed(own, "order", str, "")
+    _typed(own, "order", str, "")
     options = {**_of_model(model), "passages": _passages(given, max_passages), **conversation, **own}
     if not options["corpus"] and not options["passages"]:
         raise BadRequest("model names no corpus and there are no passages: name a corpus, or send passages", "model")
@@ -106,6 +117,35 @@ def read(body: Any, text: bool = False, max_passages: int = sys.maxsize) -> Chat
     except InvalidArgument as error:
         raise BadRequest(str(error), field) from error
     return Chat(request, model, stream, usage, text)
+
+
+def embeddings(body: Any) -> EmbeddingRequest:
+    """Reads the JSON body of a request. Raises InvalidArgument if it is invalid, or requests what is unsupported."""
+    given = _given(body, frozenset(["user"]))
+    if unknown := given.keys() - _OF_EMBEDDINGS:
+        raise BadRequest(f"unknown field {min(unknown)[:80]!r}", min(unknown)[:80])
+    texts = given.get("input")
+    texts = [texts] if isinstance(texts, str) else texts
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text.strip() for text in texts):
+        message = "input must be a string or a list of strings that are not empty: token ids are not supported"
+        raise BadRequest(message, "input")
+    if len(texts) > _MAX_TEXTS or any(len(text) > _MAX_CHARACTERS for text in texts):
+        raise BadRequest(f"input takes at most {_MAX_TEXTS} texts of at most {_MAX_CHARACTERS} characters", "input")
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError:
+        raise BadRequest("input contains half of a surrogate pair", "input") from None
+    model, dimensions = _typed(given, "model", str, ""), _typed(given, "dimensions", int, 0)
+    if (form := given.get("encoding_format", "float")) not in _FORMATS:
+        raise BadRequest(f"encoding_format must be one of {', '.join(_FORMATS)}", "encoding_format")
+    return EmbeddingRequest(tuple(texts), model, form == "base64", dimensions)
+
+
+def _given(body: Any, ignored: frozenset[str]) -> dict[str, Any]:
+    """The fields of a body that are neither null nor ignored."""
+    if not isinstance(body, dict):
+        raise InvalidArgument("the body is not a JSON object")
+    return {name: value for name, value in body.items() if value is not None and name not in ignored}
 
 
 def _of_model(model: str) -> dict[str, Any]:
@@ -128,20 +168,20 @@ def _of_model(model: str) -> dict[str, Any]:
 def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     stop = given.get("stop", [])
-    options["stop"] = [stop] if isinstance(stop, str) else typed(given, "stop", list, [])
+    options["stop"] = [stop] if isinstance(stop, str) else _typed(given, "stop", list, [])
     for name in ("max_completion_tokens", "max_tokens"):
-        if (limit := typed(given, name, int, 1)) < 1:
+        if (limit := _typed(given, name, int, 1)) < 1:
             raise BadRequest(f"{name} is {limit}: it must be at least 1", name)
         if name in given:
             options.setdefault("max_tokens", limit)
     for name in ("temperature", "top_p"):
         if name in given:
-            options[name] = typed(given, name, (int, float), 0.0)
+            options[name] = _typed(given, name, (int, float), 0.0)
     if options.get("top_p") == 0:
         # In gateway.proto, 0 disables top_p; in OpenAI's API it keeps only the most likely token.
         raise BadRequest("top_p is 0: it must be greater than 0; for greedy decoding use temperature 0", "top_p")
     if "seed" in given:
-        options["seed"] = typed(given, "seed", int, 0)
+        options["seed"] = _typed(given, "seed", int, 0)
     return options
 
 
@@ -165,7 +205,7 @@ def _passage(given: Any, where: str) -> Passage:
     if type(values.get("id")) is int:
         values["id"] = str(values["id"])
     fields = {name: values.pop(name) for name in Passage.__dataclass_fields__.keys() & values}
-    metadata = typed(fields, "metadata", dict, {}) | values
+    metadata = _typed(fields, "metadata", dict, {}) | values
     if len(metadata) > MAX_NOTES:
         raise BadRequest(
             f"{where} has {len(metadata)} fields of metadata, of which {MAX_NOTES} characters are allowed in all",
@@ -210,13 +250,13 @@ def _message(message: Any, where: str) -> dict[str, str]:
 
 
 def _list(given: Mapping[str, Any], name: str, limit: int) -> list[Any]:
-    items: list[Any] = typed(given, name, list, [])
+    items: list[Any] = _typed(given, name, list, [])
     if len(items) > limit:
         raise BadRequest(f"{name} has {len(items)} items; the maximum is {limit}", name)
     return items
 
 
-def typed(given: Mapping[str, Any], name: str, kind: Any, default: Any) -> Any:
+def _typed(given: Mapping[str, Any], name: str, kind: Any, default: Any) -> Any:
     """A field of a body. Raises BadRequest if it has another type."""
     value = given.get(name, default)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
