@@ -48,28 +48,33 @@ class Gate:
     """
 
     def __init__(self) -> None:
-        self._entry = asyncio.Lock()  # first come, first served; an exclusive user holds it to the end
+        self._changed = asyncio.Condition()
         self._inside = 0
-        self._empty = asyncio.Event()
-        self._empty.set()
+        self._waiting = 0
 
     @contextlib.asynccontextmanager
     async def shared(self) -> AsyncIterator[None]:
-        async with self._entry:
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._waiting)
             self._inside += 1
-            self._empty.clear()
         try:
             yield
         finally:
-            self._inside -= 1
-            if not self._inside:
-                self._empty.set()
+            async with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
 
     @contextlib.asynccontextmanager
     async def exclusive(self) -> AsyncIterator[None]:
-        async with self._entry:
-            await self._empty.wait()
-            yield
+        self._waiting += 1
+        try:
+            async with self._changed:
+                await self._changed.wait_for(lambda: not self._inside)
+                yield
+        finally:
+            self._waiting -= 1
+            async with self._changed:
+                self._changed.notify_all()
 
 
 class MilvusRetrieval(Retrieval):
