@@ -84,6 +84,8 @@ class MilvusRetrieval(Retrieval):
         self._milvus = connection
         self._prefix = f"fusionkv{rows.FORMAT}_{_digest(scope)}_"
         self._tasks: set[asyncio.Task[Any]] = set()
+        # Milvus Lite fails if a collection is created twice at the same time ("File exists").
+        self._creating = asyncio.Lock()
         # By corpus, and by document; entries disappear when no change uses them.
         self._gates: weakref.WeakValueDictionary[str, Gate] = weakref.WeakValueDictionary()
         self._locks: weakref.WeakValueDictionary[tuple[str, str], asyncio.Lock] = weakref.WeakValueDictionary()
@@ -244,7 +246,8 @@ class MilvusRetrieval(Retrieval):
             await self._checked_collection(corpus, model)
         except NotFound:
             name = self._collection(corpus)
-            await self._milvus.create(name, dim)
+            async with self._creating:
+                await self._milvus.create(name, dim)
             await self._milvus.write(name, [rows.of_corpus(corpus, model, dim)])
 
     async def _checked_collection(self, corpus: str, model: ModelIdentity) -> str:
