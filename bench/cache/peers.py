@@ -79,6 +79,7 @@ class FusionKV:
         self._namespace = hashlib.sha256(b"near" if near else b"far").digest()
         # With a lease of 1 ms the bytes are streamed, as they are to another machine.
         self._lease_ms = 0 if near else 1
+        self._leases: list[tuple[CacheClient, int]] = []
 
     async def put(self, number: int, data: memoryview) -> None:
         path = [SYSTEM, _digest(number)]
@@ -97,9 +98,12 @@ class FusionKV:
     async def _find(self, client: CacheClient, number: int) -> Entry | None:
         path: list[tuple[bytes, Sequence[bytes]]] = [(SYSTEM, ()), (_digest(number), ())]
         found = await client.lookup(self._namespace, path, lease_ms=self._lease_ms, timeout=30)
+        self._leases.append((client, found.lease))
         return found.hits[1].entry
 
     async def close(self) -> None:
+        for client, lease in self._leases:
+            await client.release(lease)
         for client in self._clients:
             await client.delete(namespace=self._namespace)
             await client.close()
