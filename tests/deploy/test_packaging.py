@@ -16,11 +16,11 @@ import pytest
 from tests.commands import run_python
 
 EXTRAS = {
-    "protos": {"prometheus", "compress"},
+    "protos": {"prometheus"},
     "kernels": {"worker", "gpu"},
     "kvcache_service": {"cache", "mooncake"},
     "fusion_worker": {"worker", "gguf", "gpu", "gds", "ray"},
-    "gateway": {"embed", "gateway", "http", "langchain", "llama-index", "milvus"},
+    "gateway": {"compress", "embed", "gateway", "http", "langchain", "llama-index", "milvus"},
     "vllm_connector": {"vllm", "worker"},
     "models": {"worker"},
     "bench": {"worker", "cache", "gateway", "gguf", "gpu", "gds", "http", "mooncake"},
