@@ -26,7 +26,6 @@ _START_SECONDS = 120.0
 _BATCH = 8
 # Maximum characters of a text: most models accept at most 512 tokens.
 _CHARACTERS = 1 << 14
-_MODULE = "fusionkv.gateway.embed.local"  # of the process
 _EMBED, _RERANK = "embed", "rerank"
 # Computes the reply to a message.
 Answer = Callable[[dict[str, Any]], Message]
@@ -115,7 +114,7 @@ class _LocalModel:
         # An OpenMP thread that waits releases its core to the workers.
         environ = {"OMP_NUM_THREADS": str(self._threads), "OMP_WAIT_POLICY": "PASSIVE"}
         environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-        argv = _MODULE, self.task, str(self._directory), str(self._threads)
+        argv = __name__, self.task, str(self._directory), str(self._threads)
         try:
             async with asyncio.timeout(_START_SECONDS):
                 self._process = await ChildProcess.start(*argv, environ=environ)
