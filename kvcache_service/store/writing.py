@@ -256,7 +256,7 @@ class Writer:
         self._batch, self._written = [], self._received
 
         def write() -> None:
-            for tier, place in blocking:
+            for tier, place in blocking if batch else ():
                 tier.write(place, at, batch)
 
         return write

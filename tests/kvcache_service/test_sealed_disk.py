@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionkv.kvcache_service.client import HitKind
+from fusionkv.kvcache_service.config import Config
+from fusionkv.kvcache_service.store.store import Store
+from fusionkv.kvcache_service.store.writing import reserve
+from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.kvcache_service.tiers.sealed_disk import BLOCK_BYTES, DiskKeys, SealedDiskTier
 from fusionkv.protos.runtime.errors import DataLoss, NotFound
 from fusionkv.protos.runtime.watched import ID_BYTES, BadFile
@@ -38,6 +43,27 @@ def fill(tier: SealedDiskTier) -> dict[int, bytes]:
         tier.commit(tools.record([tools.digest(str(size))], data), place, 1.0)
         stored[place.offset] = data
     return stored
+
+
+@pytest.mark.parametrize("memory", [4096, 32 * MIB])
+@pytest.mark.parametrize("size", [*SIZES, 9 * MIB + 7])
+async def test_an_entry_that_a_thread_fills_comes_back(tmp_path: Path, memory: int, size: int) -> None:
+    """As one that is copied from the remote tier; with little memory, on the disk alone."""
+    data, made = payload(size, size), tools.record("S", payload(size, size))
+    with opened(tmp_path, FIRST) as tier, ThreadPoolExecutor(1) as threads:
+        store = Store(Config(), [MemoryTier(memory), tier])
+        writer = reserve(store, made, copied=True)
+        assert writer is not None
+
+        def read(at: int, into: memoryview) -> None:
+            into[:] = data[at : at + len(into)]
+
+        await writer.fill(read, threads)
+        assert await writer.commit()
+        place = store.residents.get(made.key).places["disk"]
+        assert bytes(tier.read(place, 0, size)) == data
+        store.residents.tiers[0].close()
+        store.threads.shutdown()
 
 
 def unreadable(tier: SealedDiskTier) -> int:
