@@ -151,6 +151,8 @@ class Writer:
 
         Args:
             read: Fills a buffer with the bytes from an offset, which is a multiple of 4 MiB. Its errors are raised.
+
+        Raises ResourceExhausted if the bytes cannot be written.
         """
         size, places = self._entry.record.size, self._places
         memory = next((tier for tier, place in places.items() if tier.space(place, 0, 0) is not None), None)

@@ -46,8 +46,10 @@ class MemoryTier(Tier):
 
     def reserve(self, size: int, victims: Iterable[Place] = ()) -> tuple[Place, list[int]]:
         place, freed = super().reserve(size, victims)
-        if place.offset + place.size > self._allocated - _STEP_BYTES // 2 and self._allocated < self.capacity_bytes:
-            end = min(self.capacity_bytes, place.offset + place.size + _STEP_BYTES)
+        used = place.offset + place.size
+        if used > self._allocated - _STEP_BYTES // 2 and self._allocated < self.capacity_bytes:
+            # Whole steps: a range must start at a page.
+            end = min(self.capacity_bytes, (used // _STEP_BYTES + 2) * _STEP_BYTES)
             threading.Thread(target=_allocate, args=(self._map, self._allocated, end), daemon=True).start()
             self._allocated = end
         return place, freed
