@@ -258,7 +258,7 @@ def device_of(name: str) -> torch.device:
 
 
 def wrap(name: str, network: Any, tokenizer: Any, fingerprint: bytes, max_tokens: int, ranks: Ranks = ALONE) -> Model:
-    """Makes a Model of a network and a fast tokenizer in memory, and packs the network's linear layers.
+    """Makes a Model of a network and a fast tokenizer in memory; packs the network's linear layers, freezes weights.
 
     network: a transformers model, already split if there are several ranks. max_tokens: maximum tokens of a prompt
     and its answer. Raises as `check_supported`.
@@ -268,7 +268,7 @@ def wrap(name: str, network: Any, tokenizer: Any, fingerprint: bytes, max_tokens
     parameter = next(network.parameters())
     ends = getattr(network.generation_config, "eos_token_id", None) or config.eos_token_id
     ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
-    pack(network)
+    pack(network.requires_grad_(False))
     return Model(
         name=name,
         family=config.model_type,

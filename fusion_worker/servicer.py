@@ -35,9 +35,6 @@ SERVICE = pb.DESCRIPTOR.services_by_name["FusionService"]
 _MAX_LABEL = _MAX_RECIPE = 256
 # The cache service's limit in a lookup.
 _MAX_VARIANTS = 64
-# Chunks in each prompt that a correction is learned from: 1,400 tokens at a gateway's default chunk size
-# (docs/correction.md).
-_LESSON_CHUNKS = 6
 _MAX_REASON = 512  # characters
 
 
@@ -213,17 +210,17 @@ class FusionServicer:
 
     async def _correction(self, sample: Prompt, corpus: str) -> pb.EncodeResponse:
         corrector = self.answerer.corrector
-        if await corrector.find(sample.tenant, corpus) is not None:
+        if await corrector.learned(sample.tenant, corpus):
             return pb.EncodeResponse(existed=True)
         if len({chunk.digest for chunk in sample.chunks}) < 2:
             raise InvalidArgument("learning a correction needs at least two different chunks")
-        largest = len(sample.system) + _LESSON_CHUNKS * max(map(len, sample.chunks))
+        largest = len(sample.system) + sum(sorted(map(len, sample.chunks))[-2:])
         if largest > self._model.max_tokens:
             raise InvalidArgument(
-                f"the system prompt and {_LESSON_CHUNKS} chunks of the longest chunk's size have {largest} tokens, "
-                f"which exceeds the model's limit of {self._model.max_tokens}"
+                f"the system prompt and the two longest chunks have {largest} tokens, which exceeds the model's "
+                f"limit of {self._model.max_tokens}"
             )
-        await corrector.study(sample, corpus, _LESSON_CHUNKS)
+        await corrector.study(sample, corpus)
         return pb.EncodeResponse()
 
     def _verdicts(self) -> list[answer_pb2.Verdict]:

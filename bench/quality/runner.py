@@ -109,14 +109,14 @@ class Runner:
     async def _learned(self, task: Task, like: Prompt) -> Correction | None:
         """Learns the correction of a whole file's passages, or of all samples of a task without a library.
 
-        It is learned from prompts of random passages, as many as `like` has, and not from the evaluated prompts. None
-        if the passages are too few.
+        It is learned as ahead of time in a worker, and not from the evaluated prompts; None if there are too few
+        passages. like: any prompt, for its system prompt.
         """
         prompts = () if task.library else [self._ask(task, sample).prompt for sample in task.samples]
         chunks = self._neighbours.among(task.library, prompts).chunks
         digest = blake2b(b"".join(chunk.digest for chunk in chunks), digest_size=8).hexdigest()
         corpus = f"{task.name} {digest}"
-        await self._corrector.study(replace(like, chunks=chunks), corpus, len(like.chunks))
+        await self._corrector.study(replace(like, chunks=chunks), corpus)
         return await self._corrector.find(like.tenant, corpus)
 
     def _ask(self, task: Task, sample: Sample) -> Asked:

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from transformers import AttentionInterface
@@ -149,6 +149,46 @@ class Batch:
         """int64, the wanted rows, and a batch of only those, which writes no KV. Only for a batch that `narrows`."""
         assert self.wanted is not None
         return self._last(self.wanted)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """Writes a layer's keys and values to the pool, and attends to it. As `Attending.attend`."""
+        rotation = self.rotations[layer]
+        if layer in self.states:
+            self.states[layer] = States(query, key, value, scaling, window)
+            if layer == max(self.states):
+                return torch.zeros_like(query)
+        k_pool, v_pool = self.pool[layer]
+        stored = slice(len(self.ids) - len(self.slots), None)
+        k_pool.index_copy_(0, self.slots, key[stored])
+        v_pool.index_copy_(0, self.slots, value[stored])
+        groups = query.shape[1] // k_pool.shape[1]
+        for votes in self.votes:
+            by_head = [
+                attention_scores(
+                    query[:, head * groups : (head + 1) * groups],
+                    k_pool[:, head : head + 1],
+                    votes.span,
+                    rotation,
+                    scaling,
+                    window,
+                )
+                for head in range(k_pool.shape[1])
+            ]
+            votes.layers.append(torch.stack(by_head))
+        scores = {probe.span: probe.scores for probe in self.probes if layer in probe.layers}
+        out = sparse_attention(query, k_pool, v_pool, self.spans, rotation, scaling, window, scores)
+        for span, temper in self.tempered:
+            part = slice(span.start, span.stop)
+            out[part] = tempered_attention(query[part], k_pool, v_pool, span, temper, rotation, scaling, window)
+        return out
 
     def _all_spans(self) -> list[QuerySpan]:
         """Tempered and other spans, in the order of their rows."""
@@ -366,6 +406,24 @@ def logits(model: Model, hidden: torch.Tensor) -> torch.Tensor:
     return model.network.lm_head(hidden).float()
 
 
+class Attending(Protocol):
+    """What a model's rows attend to."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """A layer's attention, [rows, q_heads, head_dim].
+
+        query: [rows, q_heads, head_dim]. key, value: [rows, kv_heads, head_dim]. window: of a sliding-window layer.
+        """
+
+
 def _attend(
     module: Any,
     query: torch.Tensor,
@@ -373,39 +431,10 @@ def _attend(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float,
-    fusionkv_batch: Batch,
+    fusionkv_batch: Attending,
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention for transformers: query [1, q_heads, rows, head_dim], key and value [1, kv_heads, rows, head_dim]."""
-    batch, layer = fusionkv_batch, module.layer_idx
-    rotation = batch.rotations[layer]
-    rows, fresh = query[0].transpose(0, 1), (key[0].transpose(0, 1), value[0].transpose(0, 1))
-    if layer in batch.states:
-        batch.states[layer] = States(rows, *fresh, scaling, sliding_window)
-        if layer == max(batch.states):
-            return torch.zeros_like(rows)[None], None
-    k_pool, v_pool = batch.pool[layer]
-    stored = slice(len(batch.ids) - len(batch.slots), None)
-    k_pool.index_copy_(0, batch.slots, fresh[0][stored])
-    v_pool.index_copy_(0, batch.slots, fresh[1][stored])
-    groups = rows.shape[1] // k_pool.shape[1]
-    for votes in batch.votes:
-        by_head = [
-            attention_scores(
-                rows[:, head * groups : (head + 1) * groups],
-                k_pool[:, head : head + 1],
-                votes.span,
-                rotation,
-                scaling,
-                sliding_window,
-            )
-            for head in range(k_pool.shape[1])
-        ]
-        votes.layers.append(torch.stack(by_head))
-    scores = {probe.span: probe.scores for probe in batch.probes if layer in probe.layers}
-    out = sparse_attention(rows, k_pool, v_pool, batch.spans, rotation, scaling, sliding_window, scores)
-    for span, temper in batch.tempered:
-        part = slice(span.start, span.stop)
-        out[part] = tempered_attention(rows[part], k_pool, v_pool, span, temper, rotation, scaling, sliding_window)
-    return out[None], None
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return fusionkv_batch.attend(module.layer_idx, q, k, v, scaling, sliding_window)[None], None

@@ -25,7 +25,8 @@ class PackedLinear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dtype = compute_dtype(x.dtype)
-        if dtype != x.dtype and x.shape[:-1].numel() >= _UNPACKED_ROWS:
+        # The packed product has no gradient.
+        if x.requires_grad or (dtype != x.dtype and x.shape[:-1].numel() >= _UNPACKED_ROWS):
             bias = None if self.bias is None else self.bias.to(dtype)
             return torch.nn.functional.linear(x.to(dtype), self.packed.to_dense(dtype), bias).to(x.dtype)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")

@@ -38,7 +38,7 @@ PLACES = 1 + _FIRST + len(_DECAYS)
 _TABLE_TOKENS = 512
 # Few are in use: one for each RoPE of a model and length of a system prompt. A chunk of 32k tokens has one of 16 MB.
 _TABLES = 8
-# How a correction is made, in its file's name: one made otherwise is not read, but learned again.
+# What a fit depends on.
 MADE = repr((RIDGE, STRENGTH, _HALF, _FIRST, _DECAYS)).encode()
 
 
@@ -121,9 +121,14 @@ class PlacedCorrection(NamedTuple):
         """Tells corrections and steps apart."""
         return self.correction.name + bytes([self.step])
 
+    @property
+    def share(self) -> float:
+        """How much of the change that the map predicts is applied."""
+        return self.step / _STEPS
+
     def apply(self, kv: torch.Tensor, out: torch.Tensor, base: int, rotations: Sequence[Rotation]) -> None:
         """As `Correction.apply`."""
-        self.correction.apply(kv, out, base, rotations, self.step / _STEPS)
+        self.correction.apply(kv, out, base, rotations, self.share)
 
 
 class Average(NamedTuple):
@@ -173,7 +178,7 @@ class Fit:
 
         alone_base: behind the system prompt. base: behind `base - alone_base` tokens of context more.
         """
-        x, y = _pairs(alone, alone_base, rotations), _pairs(behind, base, rotations)
+        x, y = pairs(alone, alone_base, rotations), pairs(behind, base, rotations)
         where = places(x.shape[2], x.device).expand(*x.shape[:3], PLACES)
         inputs = torch.cat([x, where], -1).mul_(change_share(base - alone_base))
         self.tokens += x.shape[2]
@@ -231,10 +236,10 @@ def _factors(rotation: Rotation, base: int, tokens: int, device: torch.device) -
     return cos.to(device), sin.to(device)
 
 
-def _pairs(kv: torch.Tensor, base: int, rotations: Sequence[Rotation]) -> torch.Tensor:
+def pairs(kv: torch.Tensor, base: int, rotations: Sequence[Rotation]) -> torch.Tensor:
     """float32 [layers, kv_heads, tokens, 2 * head_dim]: a token's key, turned back to position 0, and its value."""
-    pairs = torch.cat([kv[:, 0].transpose(1, 2).float(), kv[:, 1].transpose(1, 2).float()], -1)
+    out = torch.cat([kv[:, 0].transpose(1, 2).float(), kv[:, 1].transpose(1, 2).float()], -1)
     for layers, rotation, cos, sin in _blocks(rotations, base, kv.shape[2], kv.device):
-        keys = pairs[layers, ..., : kv.shape[-1]].transpose(1, 2)
+        keys = out[layers, ..., : kv.shape[-1]].transpose(1, 2)
         keys[:] = rotation.apply(keys, cos[:, None], -sin[:, None])
-    return pairs
+    return out

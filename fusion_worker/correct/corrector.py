@@ -1,6 +1,8 @@
 """Learns a correction of reused KV for every corpus, ahead of time or from the first prompts about it."""
 
 import asyncio
+import bisect
+import itertools
 import logging
 import random
 from collections import OrderedDict
@@ -15,20 +17,27 @@ from safetensors import SafetensorError
 from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk, SlotRange, behind, lay_out
 from fusionkv.fusion_worker.compute.scheduler import ForwardJob
-from fusionkv.fusion_worker.correct.correction import MADE, Correction, Fit, shape
+from fusionkv.fusion_worker.correct import correction as fitting
+from fusionkv.fusion_worker.correct import distillation
+from fusionkv.fusion_worker.correct.correction import Correction, Fit, shape
+from fusionkv.fusion_worker.correct.distillation import LESSONS, STEPS, Distillation, Lesson
 from fusionkv.fusion_worker.library import cache
 from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.models import Model
-from fusionkv.fusion_worker.prompt import Chunk, Prompt
+from fusionkv.fusion_worker.prompt import Prompt
 from fusionkv.fusion_worker.transfer.storage import Storage
 from fusionkv.kernels.segments import KVSegment
 from fusionkv.protos.runtime.cancellation import to_the_end
 
 log = logging.getLogger(__name__)
-# With SmolLM2 and 1,400 tokens a prompt, five prompts teach no more than two.
+# Of the fit, which comes first. With SmolLM2 and 1,400 tokens a prompt, five prompts teach it no more than two.
 PROMPTS, TOKENS = 4, 1000
-# Drawn from a corpus that is learned ahead of time, at most: short chunks take more than four prompts.
-_MOST_DRAWN = 16
+# Of a prompt that is drawn from a corpus to learn ahead of time, at most, if that is two chunks or more.
+_DRAWN_TOKENS = 1400
+# Such prompts, at most: short chunks take more than four prompts to fit.
+_MOST_DRAWN = 16 + LESSONS
+# How a correction is made, in its file's name: one made otherwise is not read, but learned again.
+MADE = fitting.MADE + distillation.MADE
 _MOST_WAITING = 8
 # Of corrections in memory: 40 corpora with SmolLM2, three with a model of 8B. The last one stays, however large.
 _MOST_BYTES = 256 << 20
@@ -36,15 +45,19 @@ _MOST_NAMES = 4096  # of corpora, most of them without a correction
 # Corpora that are learned about at the same time; whoever comes in between starts again.
 _MOST_LESSONS = 2
 
-# A chunk's KV alone, its KV behind other chunks, and where it starts there.
-_Pair = tuple[torch.Tensor, torch.Tensor, int]
-
 
 @dataclass(slots=True)
 class _Lessons:
-    """What was learned about a corpus so far. seen: prompts, by their digests. lock: held by the one that learns."""
+    """What was learned about a corpus so far.
+
+    Attributes:
+        distillation: after the fit.
+        seen: prompts, by their digests.
+        lock: held by the one that learns.
+    """
 
     fit: Fit
+    distillation: Distillation | None = None
     seen: set[bytes] = field(default_factory=set)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -78,20 +91,29 @@ class Corrector:
         self._known.move_to_end(file)
         return self._known[file]
 
+    async def learned(self, tenant: str, corpus: str) -> bool:
+        """Whether there is a correction, and no more to learn for it."""
+        return await self.find(tenant, corpus) is not None and self._file(tenant, corpus) not in self._lessons
+
     def offer(self, prompt: Prompt, corpus: str) -> None:
-        """A prompt to learn from, as long as the corpus has no correction and few wait."""
-        known, full = self._known.get(self._file(prompt.tenant, corpus)), self._waiting.qsize() >= _MOST_WAITING
-        if len(prompt.chunks) > 1 and not full and known is None:
+        """A prompt to learn from, as long as there is more to learn about the corpus and few wait."""
+        file, full = self._file(prompt.tenant, corpus), self._waiting.qsize() >= _MOST_WAITING
+        if len(prompt.chunks) > 1 and not full and (self._known.get(file) is None or file in self._lessons):
             self._waiting.put_nowait((prompt, corpus))
 
-    async def learn(self, prompt: Prompt, corpus: str) -> None:
-        """Computes a prompt's chunks behind each other and each alone; makes the correction after the last of a few.
+    async def learn(self, prompt: Prompt, corpus: str, idle: asyncio.Event | None = None) -> None:
+        """Computes a prompt's chunks behind each other and each alone, and learns from the difference.
+
+        The first few prompts give a correction by least squares; it is trained on those that follow.
+
+        Args:
+            idle: waited for before every step of the training.
 
         Raises:
             ResourceExhausted: the prompt does not fit the pool.
         """
         file, digest = self._file(prompt.tenant, corpus), b"".join(part.digest for part in prompt.parts)
-        if await self.find(prompt.tenant, corpus) is not None:
+        if await self.learned(prompt.tenant, corpus):
             return
         lessons = self._lessons.setdefault(file, _Lessons(Fit(self._shape)))
         self._lessons.move_to_end(file)
@@ -99,21 +121,18 @@ class Corrector:
             self._lessons.popitem(last=False)
         # The same prompt may come twice at once, and a fit is not thread-safe.
         async with lessons.lock:
-            if digest in lessons.seen or await self.find(prompt.tenant, corpus) is not None:
+            if digest in lessons.seen or await self.learned(prompt.tenant, corpus):
                 return
-            pairs = await self._pairs(prompt)
+            lesson = await self._lesson(prompt)
             # All or nothing of a prompt, even if the caller leaves: chunks added before would count again.
             lessons.seen.add(digest)
-            await to_the_end(asyncio.to_thread(self._add, lessons.fit, len(prompt.system), pairs))
-            if len(lessons.seen) >= PROMPTS and lessons.fit.tokens >= TOKENS:
-                correction = await asyncio.to_thread(lessons.fit.solve)
-                log.info("learned a correction of reused KV from %d tokens of a corpus", lessons.fit.tokens)
-                await asyncio.to_thread(self._keep, correction, file)
-                self._remember(file, correction.on(self._model.device))
-                self._lessons.pop(file, None)
+            if lessons.distillation is None:
+                await self._fit(lessons, lesson, file)
+            else:
+                await self._train(lessons.distillation, lesson, file, idle)
 
-    async def study(self, sample: Prompt, corpus: str, count: int) -> bool:
-        """Learns from prompts of `count` random chunks each, before any question; whether there is a correction now.
+    async def study(self, sample: Prompt, corpus: str) -> bool:
+        """Learns from prompts of random chunks, before any question; whether there is a correction now.
 
         sample: its chunks come from all over the corpus; two or more that differ.
 
@@ -123,9 +142,12 @@ class Corrector:
         chunks = [*{chunk.digest: chunk for chunk in sample.chunks}.values()]
         # The same draws for the same corpus, so that a correction can be made again.
         chance = random.Random(corpus)
+        room = min(_DRAWN_TOKENS, self._model.max_tokens - len(sample.system))
         for _ in range(_MOST_DRAWN):
-            drawn = tuple(chance.sample(chunks, min(count, len(chunks))))
-            await self.learn(replace(sample, chunks=drawn, question=()), corpus)
+            mixed = chance.sample(chunks, len(chunks))
+            ends = list(itertools.accumulate(map(len, mixed)))
+            drawn = mixed[: max(2, bisect.bisect(ends, room))]
+            await self.learn(replace(sample, chunks=tuple(drawn), question=()), corpus)
         return await self.find(sample.tenant, corpus) is not None
 
     async def settle(self) -> None:
@@ -136,6 +158,40 @@ class Corrector:
         """Returns when nothing is computed any more."""
         self._task.cancel()
         await asyncio.wait([self._task])
+
+    async def _fit(self, lessons: _Lessons, lesson: Lesson, file: Path) -> None:
+        """Adds a lesson to the fit, and makes a correction of it after the last of a few."""
+        await to_the_end(asyncio.to_thread(self._add, lessons.fit, lesson))
+        if len(lessons.seen) >= PROMPTS and lessons.fit.tokens >= TOKENS:
+            correction = await asyncio.to_thread(lessons.fit.solve)
+            log.info("learned a correction of reused KV from %d tokens of a corpus", lessons.fit.tokens)
+            if self._model.ranks.count == 1:
+                self._remember(file, correction.on(self._model.device))
+                lessons.distillation = Distillation(self._model, correction)
+            else:  # each rank has only its heads' part of the model, without gradients over ranks
+                await self._finish(correction, file)
+
+    async def _train(
+        self, distillation: Distillation, lesson: Lesson, file: Path, idle: asyncio.Event | None
+    ) -> None:
+        """Trains a correction on a lesson, and keeps it after the last one."""
+        try:
+            for _ in range(STEPS):
+                if idle is not None:
+                    await idle.wait()
+                await to_the_end(asyncio.to_thread(distillation.step, lesson))
+        except torch.OutOfMemoryError:
+            log.warning("the training of a correction of reused KV ended early: the GPU's memory is full")
+        else:
+            if not distillation.finished:
+                return
+            log.info("trained a correction of reused KV on %d prompts", LESSONS)
+        await self._finish(distillation.correction, file)
+
+    async def _finish(self, correction: Correction, file: Path) -> None:
+        await asyncio.to_thread(self._keep, correction, file)
+        self._remember(file, correction.on(self._model.device))
+        self._lessons.pop(file, None)
 
     def _remember(self, file: Path, correction: Correction | None) -> None:
         self._known[file] = correction
@@ -174,30 +230,29 @@ class Corrector:
                 if self._idle is not None:
                     await self._idle.wait()
                 if self._pool.slots_for(prompt.tokens) <= self._pool.free + self._pool.idle:
-                    await self.learn(prompt, corpus)
+                    await self.learn(prompt, corpus, self._idle)
             except Exception:
                 log.exception("nothing was learned from a prompt")
             finally:
                 self._waiting.task_done()
 
-    async def _pairs(self, prompt: Prompt) -> list[_Pair]:
+    async def _lesson(self, prompt: Prompt) -> Lesson:
         """Computes the chunks behind each other, and all but the first once more behind the system prompt alone."""
-        base, pairs = len(prompt.system), list[_Pair]()
+        base, alone = len(prompt.system), list[torch.Tensor]()
         async with self._loader.plain(prompt.question_start) as placement:
             runs = placement.fresh
             await self._run(prompt.ids[: prompt.question_start].tolist(), 0, runs)
             together = await self._kv(runs, prompt.question_start)
             seen, own = lay_out(torch.arange(base, device=self._model.device), runs), behind(runs, base)
-            chunks: Sequence[tuple[int, Chunk]] = [*zip(prompt.starts[1:], prompt.chunks, strict=True)]
-            for start, chunk in chunks[1:]:
+            for chunk in prompt.chunks[1:]:
                 await self._run(chunk.ids, base, own, seen)
-                alone = await self._kv(own, len(chunk))
-                pairs.append((alone, together[:, :, start : start + len(chunk)], start))
-        return pairs
+                alone.append(await self._kv(own, len(chunk)))
+        return Lesson(prompt, together, alone, prompt.starts[2:])
 
-    def _add(self, fit: Fit, base: int, pairs: Sequence[_Pair]) -> None:
-        for alone, there, start in pairs:
-            fit.add(alone, base, there, start, self._model.rotations)
+    def _add(self, fit: Fit, lesson: Lesson) -> None:
+        for alone, start in zip(lesson.alone, lesson.starts, strict=True):
+            there = lesson.together[:, :, start : start + alone.shape[2]]
+            fit.add(alone, lesson.base, there, start, self._model.rotations)
 
     async def _run(
         self, ids: Sequence[int], start: int, runs: Sequence[SlotRange], seen: tuple[KVSegment, ...] = ()

@@ -2,12 +2,13 @@
 
 import asyncio
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 
-from fusionkv.fusion_worker.correct import corrector
+from fusionkv.fusion_worker.correct import corrector, distillation
 from fusionkv.fusion_worker.correct.correction import (
     PLACES,
     RIDGE,
@@ -19,6 +20,7 @@ from fusionkv.fusion_worker.correct.correction import (
     shape,
 )
 from fusionkv.fusion_worker.correct.corrector import PROMPTS
+from fusionkv.fusion_worker.correct.distillation import LESSONS, STEPS, Distillation, Lesson
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.kernels.segments import Rotation
 from fusionkv.kvcache_service import keys
@@ -26,6 +28,7 @@ from fusionkv.protos.runtime.errors import InvalidArgument
 from tests.fusion_worker.oracle import CLOSE, Parts, error, last_of, oracle, random_ids
 
 LENGTHS = (9, 12, 7)
+TRAINED = PROMPTS + LESSONS  # prompts
 LAYERS, HEADS, DIM = 2, 2, 8
 LESSON = [random_ids(90, n) for n in range(9)]  # enough to learn a correction
 ROTATIONS = (Rotation(torch.tensor([1.0, 0.1, 0.01]), False), Rotation(torch.tensor([0.5, 0.2, 0.05, 0.02]), False))
@@ -140,8 +143,9 @@ def corrected(plain: Any, system: Any, chunks: Any, weights: torch.Tensor) -> An
 async def taught(rig: Any) -> Correction:
     """Has a worker answer what it needs to learn a correction, and nothing less."""
     learns = rig.servicer.answerer.corrector
-    for number in range(PROMPTS):
-        assert await learns.find(rig.tenant, "") is None
+    for number in range(TRAINED):
+        assert (await learns.find(rig.tenant, "") is None) == (number < PROMPTS)
+        assert not await learns.learned(rig.tenant, "")
         chunks = [random_ids(90, 100 * number + n) for n in range(4)]
         await rig.ask(random_ids(5, 1), chunks, [7], recipe="full_reuse+corrected")
         await learns.settle()
@@ -164,6 +168,44 @@ async def test_what_is_reused_is_corrected(family: str, start: Any, parts: Parts
     await rig.ask(*parts, recipe="prophetkv+corrected", ratio=1.0, expected=plain.full_attention(parts))
 
 
+async def lesson_of(rig: Any, parts: Parts) -> Lesson:
+    """A lesson from a prompt without its question."""
+    system, *chunks = (Chunk(tuple(ids)) for ids in (parts[0], *parts[1]))
+    lesson: Lesson = await rig.servicer.answerer.corrector._lesson(Prompt(system, tuple(chunks), (), rig.tenant))
+    return lesson
+
+
+async def test_training_is_for_what_a_worker_answers(family: str, start: Any, parts: Parts) -> None:
+    """Its loss is the KL of answers over the corrected context from full attention, in plain transformers."""
+    system, chunks, _ = parts
+    rig, plain = await start(family), oracle(family)
+    lesson, model = await lesson_of(rig, parts), rig.servicer._model
+    first = 0.1 * random(*shape(model.kv.layers, model.kv.kv_heads, model.kv.head_dim), seed=0)
+    training = Distillation(model, Correction(first))
+    rows, losses = training._questions(lesson.prompt, Random(0)), []
+    contexts = plain.kv([*system, *(i for chunk in chunks for i in chunk)]), corrected(plain, system, chunks, first)
+    for row in rows.counted.tolist():
+        asked = [i for i, group in zip(rows.ids[: row + 1], rows.groups, strict=False) if group == rows.groups[row]]
+        full, reused = (plain.after(context, asked).log_softmax(-1) for context in contexts)
+        losses.append(float((full.exp() * (full - reused)).sum()))
+    assert len(losses) > 10
+    assert training.step(lesson) == pytest.approx(sum(losses) / len(losses), rel=1e-3)
+    assert not torch.equal(training.correction.weights, first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+async def test_training_makes_answers_closer(dtype: torch.dtype, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distillation, "RATE", 1e-2)  # a model with random weights changes little from step to step
+    rig = await start("llama", dtype=dtype)
+    lesson = await lesson_of(rig, ([1, 2], [random_ids(40, n) for n in range(4)], []))
+    fit = Fit(rig.servicer.answerer.corrector._shape)
+    rig.servicer.answerer.corrector._add(fit, lesson)
+    training = Distillation(rig.servicer._model, fit.solve())
+    losses = [training.step(lesson) for _ in range(LESSONS * STEPS)]
+    assert training.finished
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+
+
 async def test_a_corpus_is_learned_ahead_of_time(start: Any, parts: Any) -> None:
     rig = await start("llama")
     *before, last = LESSON
@@ -171,8 +213,8 @@ async def test_a_corpus_is_learned_ahead_of_time(start: Any, parts: Any) -> None
     assert [each.existed for each in encoded] == [False, True]
     asked = await rig.ask(*parts, recipe="full_reuse+corrected", corpus="ahead")
     assert asked.summary.chunks_corrected == 2
-    too_long = "the system prompt and 6 chunks of the longest chunk's size have 2405 tokens"
-    for few, message in (([], "at least two different chunks"), ([random_ids(400, 1)], too_long)):
+    too_long = "the system prompt and the two longest chunks have 2095 tokens"
+    for few, message in (([], "at least two different chunks"), ([random_ids(2000, 1)], too_long)):
         with pytest.raises(InvalidArgument, match=message):
             await rig.encode(parts[0], few, last, "CORRECTION", corpus="other")
 
@@ -232,11 +274,27 @@ async def test_what_is_learned_is_kept_and_its_tenants_own(start: Any) -> None:
     assert await find(other.tenant, "corpus") is None
 
 
+async def test_without_room_to_train_the_fit_is_kept(
+    start: Any, corrections: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(Distillation, "step", full)
+    rig = await start("llama")
+    ours = rig.servicer.answerer.corrector
+    sample = Prompt(Chunk((1, 2)), tuple(Chunk(tuple(ids)) for ids in LESSON), (), rig.tenant)
+    assert await ours.study(sample, "c")
+    assert await ours.learned(rig.tenant, "c")
+    assert ours._file(rig.tenant, "c") in (corrections / "corrections").iterdir()
+
+
 async def test_what_is_not_used_leaves_memory(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corrector, "_MOST_BYTES", 1)
     rig = await start("llama")
     ours = rig.servicer.answerer.corrector
     first = await taught(rig)
+    assert await ours.learned(rig.tenant, "")
     assert await ours.find(rig.tenant, "") is first, "the last one stays"
     assert await ours.find("d", "") is None
     again = await ours.find(rig.tenant, "")
