@@ -20,7 +20,7 @@ from fusionkv.fusion_worker.compute.scheduler import ForwardJob
 from fusionkv.fusion_worker.correct import correction as fitting
 from fusionkv.fusion_worker.correct import distillation
 from fusionkv.fusion_worker.correct.correction import Correction, Fit, shape
-from fusionkv.fusion_worker.correct.distillation import LESSONS, STEPS, Distillation, Lesson
+from fusionkv.fusion_worker.correct.distillation import Distillation, Lesson
 from fusionkv.fusion_worker.library import cache
 from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.models import Model
@@ -35,7 +35,7 @@ PROMPTS, TOKENS = 4, 1000
 # Of a prompt that is drawn from a corpus to learn ahead of time, at most, if that is two chunks or more.
 _DRAWN_TOKENS = 1400
 # Such prompts, at most: short chunks take more than four prompts to fit.
-_MOST_DRAWN = 16 + LESSONS
+_MOST_DRAWN = 16 + distillation.LESSONS
 # How a correction is made, in its file's name: one made otherwise is not read, but learned again.
 MADE = fitting.MADE + distillation.MADE
 _MOST_WAITING = 8
@@ -51,13 +51,13 @@ class _Lessons:
     """What was learned about a corpus so far.
 
     Attributes:
-        distillation: after the fit.
+        training: after the fit.
         seen: prompts, by their digests.
         lock: held by the one that learns.
     """
 
     fit: Fit
-    distillation: Distillation | None = None
+    training: Distillation | None = None
     seen: set[bytes] = field(default_factory=set)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -126,10 +126,10 @@ class Corrector:
             lesson = await self._lesson(prompt)
             # All or nothing of a prompt, even if the caller leaves: chunks added before would count again.
             lessons.seen.add(digest)
-            if lessons.distillation is None:
+            if lessons.training is None:
                 await self._fit(lessons, lesson, file)
             else:
-                await self._train(lessons.distillation, lesson, file, idle)
+                await self._train(lessons.training, lesson, file, idle)
 
     async def study(self, sample: Prompt, corpus: str) -> bool:
         """Learns from prompts of random chunks, before any question; whether there is a correction now.
@@ -167,26 +167,24 @@ class Corrector:
             log.info("learned a correction of reused KV from %d tokens of a corpus", lessons.fit.tokens)
             if self._model.ranks.count == 1:
                 self._remember(file, correction.on(self._model.device))
-                lessons.distillation = Distillation(self._model, correction)
+                lessons.training = Distillation(self._model, correction)
             else:  # each rank has only its heads' part of the model, without gradients over ranks
                 await self._finish(correction, file)
 
-    async def _train(
-        self, distillation: Distillation, lesson: Lesson, file: Path, idle: asyncio.Event | None
-    ) -> None:
+    async def _train(self, training: Distillation, lesson: Lesson, file: Path, idle: asyncio.Event | None) -> None:
         """Trains a correction on a lesson, and keeps it after the last one."""
         try:
-            for _ in range(STEPS):
+            for _ in range(distillation.STEPS):
                 if idle is not None:
                     await idle.wait()
-                await to_the_end(asyncio.to_thread(distillation.step, lesson))
+                await to_the_end(asyncio.to_thread(training.step, lesson))
         except torch.OutOfMemoryError:
             log.warning("the training of a correction of reused KV ended early: the GPU's memory is full")
         else:
-            if not distillation.finished:
+            if not training.finished:
                 return
-            log.info("trained a correction of reused KV on %d prompts", LESSONS)
-        await self._finish(distillation.correction, file)
+            log.info("trained a correction of reused KV on %d prompts", distillation.LESSONS)
+        await self._finish(training.correction, file)
 
     async def _finish(self, correction: Correction, file: Path) -> None:
         await asyncio.to_thread(self._keep, correction, file)
