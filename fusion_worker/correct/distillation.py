@@ -21,8 +21,8 @@ from fusionkv.fusion_worker.prompt import Prompt
 LESSONS, STEPS = 8, 5
 # Of Adam, falling to 0 along a cosine. 20 times as much undoes the fit.
 RATE = 5e-5
-# How much of the change by training is kept. All of it makes answers better at a ratio of 0, and worse than the fit does
-# where the most attended tokens are recomputed (docs/journal/correction.md).
+# Share of the trained change that is kept. All of it gives better answers at a ratio of 0, but worse ones than the
+# fit's where the most attended tokens are recomputed (docs/journal/correction.md).
 KEPT = 0.6
 # Questions of a step, and the tokens of each and of its answer.
 _QUESTIONS, _ASKED, _ANSWERED = 3, 16, 24
