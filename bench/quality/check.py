@@ -87,7 +87,7 @@ async def _check(args: argparse.Namespace, console: Console) -> int:
     if oracles.held:
         judged = {r.name: Judged(SAFE, r.ratio, "full attention by construction") for r in recipes if r.lossless}
         reusing = [recipe for recipe in recipes if not recipe.lossless]
-        judged |= await _judge(Runner(model, config, _CHUNK_TOKENS, auxiliary), tasks, reusing, console)
+        judged |= await _judge(Runner(model, config, _CHUNK_TOKENS, auxiliary, train=False), tasks, reusing, console)
     else:
         error = max(oracles.full_attention, oracles.full_reuse)
         why = f"the engine's logits differ by {error:.1e} from those of the model's own code"

@@ -53,8 +53,17 @@ _MAX_DEVIATIONS = 1024
 class Runner:
     """Measures with one model, pool and engine. Create and use it inside one event loop."""
 
-    def __init__(self, model: Model, config: WorkerConfig, chunk_tokens: int, auxiliary: Model | None = None) -> None:
+    def __init__(
+        self,
+        model: Model,
+        config: WorkerConfig,
+        chunk_tokens: int,
+        auxiliary: Model | None = None,
+        train: bool = True,
+    ) -> None:
+        """train: whether corrections are trained after the fit."""
         self._model = model
+        self._train = train
         # No answers are streamed, so steps need not be shorter during decoding.
         config = replace(config, max_mixed_tokens=config.max_step_tokens)
         self._pool = KVPool.of(model.kv, config.pool_bytes, config.page_tokens, model.device)
@@ -116,7 +125,7 @@ class Runner:
         chunks = self._neighbours.among(task.library, prompts).chunks
         digest = blake2b(b"".join(chunk.digest for chunk in chunks), digest_size=8).hexdigest()
         corpus = f"{task.name} {digest}"
-        await self._corrector.study(replace(like, chunks=chunks), corpus)
+        await self._corrector.study(replace(like, chunks=chunks), corpus, self._train)
         return await self._corrector.find(like.tenant, corpus)
 
     def _ask(self, task: Task, sample: Sample) -> Asked:

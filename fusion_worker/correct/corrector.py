@@ -131,10 +131,11 @@ class Corrector:
             else:
                 await self._train(lessons.training, lesson, file, idle)
 
-    async def study(self, sample: Prompt, corpus: str) -> bool:
+    async def study(self, sample: Prompt, corpus: str, train: bool = True) -> bool:
         """Learns from prompts of random chunks, before any question; whether there is a correction now.
 
-        sample: its chunks come from all over the corpus; two or more that differ.
+        sample: its chunks come from all over the corpus; two or more that differ. train: whether to go on after the
+        fit.
 
         Raises:
             ResourceExhausted: a drawn prompt does not fit the pool.
@@ -144,6 +145,8 @@ class Corrector:
         chance = random.Random(corpus)
         room = min(_DRAWN_TOKENS, self._model.max_tokens - len(sample.system))
         for _ in range(_MOST_DRAWN):
+            if not train and await self.find(sample.tenant, corpus) is not None:
+                break
             mixed = chance.sample(chunks, len(chunks))
             ends = list(itertools.accumulate(map(len, mixed)))
             drawn = mixed[: max(2, bisect.bisect(ends, room))]
