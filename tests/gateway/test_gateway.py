@@ -176,6 +176,7 @@ def test_the_default_recipe_needs_nothing_but_chunks_encoded_alone(client: Clien
         [*client.precompute("ahead", "prefix_cache")]
 
 
+@pytest.mark.slow
 def test_a_correction_is_learned_with_embeddings(cache: Any, start: Start, serve: Serve, tmp_path: Path) -> None:
     worker = start(cache=cache)
     embedder = str(sentence_models.write(tmp_path / "embedder"))
