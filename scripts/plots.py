@@ -100,7 +100,7 @@ def quality(page: str) -> None:
             shares = [100 * ratio + 0.2 * at for ratio, _ in mine]  # side by side where two are equal
             panel.errorbar(shares, means, spread, fmt="o-", ms=4, capsize=3, color=colour, label=name)
         panel.set(title=f"recovered, by {metric}", ylabel="%")
-        panel.set_ylim(0, 105)
+        panel.set_ylim(0, 115)
     panels[1].set_xlabel("% of the context's tokens recomputed")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     save(figure, IMAGES / "quality.svg")
