@@ -42,7 +42,7 @@ _MOST_WAITING = 8
 # Of corrections in memory: 40 corpora with SmolLM2, three with a model of 8B. The last one stays, however large.
 _MOST_BYTES = 256 << 20
 _MOST_NAMES = 4096  # of corpora, most of them without a correction
-# Corpora that are learned about at the same time; whoever comes in between starts again.
+# Corpora that are learned about at the same time. One more ends the oldest: a fit is lost, a training kept as it is.
 _MOST_LESSONS = 2
 
 
@@ -118,7 +118,9 @@ class Corrector:
         lessons = self._lessons.setdefault(file, _Lessons(Fit(self._shape)))
         self._lessons.move_to_end(file)
         while len(self._lessons) > _MOST_LESSONS:
-            self._lessons.popitem(last=False)
+            other, ended = self._lessons.popitem(last=False)
+            if ended.training is not None:
+                await self._finish(ended.training.correction, other)
         # The same prompt may come twice at once, and a fit is not thread-safe.
         async with lessons.lock:
             if digest in lessons.seen or await self.learned(prompt.tenant, corpus):

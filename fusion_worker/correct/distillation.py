@@ -32,9 +32,8 @@ class Lesson:
 
     Attributes:
         together: [layers, 2, tokens, kv_heads, head_dim], of the system prompt and all chunks.
-        alone: of every chunk but the first, written for positions from `base` on.
+        alone: the same of every chunk but the first, written for positions from `base` on.
         starts: positions of these chunks in the prompt.
-        base: tokens of the system prompt.
     """
 
     prompt: Prompt
@@ -44,6 +43,7 @@ class Lesson:
 
     @property
     def base(self) -> int:
+        """Tokens of the system prompt."""
         return len(self.prompt.system)
 
 

@@ -295,6 +295,20 @@ async def test_without_room_to_train_the_fit_is_kept(
     assert ours._file(rig.tenant, "c") in (corrections / "corrections").iterdir()
 
 
+async def test_a_training_that_makes_room_for_another_is_kept(
+    start: Any, corrections: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(corrector, "_MOST_LESSONS", 1)
+    rig = await start("llama")
+    ours = rig.servicer.answerer.corrector
+    sample = Prompt(Chunk((1, 2)), tuple(Chunk(tuple(ids)) for ids in LESSON), (), rig.tenant)
+    assert await ours.study(sample, "fitted", train=False)
+    assert not await ours.learned(rig.tenant, "fitted")
+    await ours.learn(sample, "another")
+    assert await ours.learned(rig.tenant, "fitted")
+    assert ours._file(rig.tenant, "fitted") in (corrections / "corrections").iterdir()
+
+
 async def test_what_is_not_used_leaves_memory(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corrector, "_MOST_BYTES", 1)
     rig = await start("llama")
