@@ -105,6 +105,7 @@ def run(jobs: Sequence[Job], processes: int, threads: int) -> Iterator[tuple[Job
 
 
 def _start(threads: int, parent: int) -> None:
+    process.share_heaps()
     # Otherwise the processes of an evaluation that is killed keep their memory and finish their jobs for nobody.
     process.end_with_parent(parent=parent)
     import torch

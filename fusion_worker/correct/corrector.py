@@ -32,12 +32,12 @@ from fusionkv.protos.runtime.cancellation import to_the_end
 log = logging.getLogger(__name__)
 # Of the fit, which comes first. With SmolLM2 and 1,400 tokens a prompt, five prompts teach it no more than two.
 PROMPTS, TOKENS = 4, 1000
-# Of a prompt that is drawn from a corpus to learn ahead of time, at most, if that is two chunks or more.
+# Of a prompt that is drawn from a corpus to learn ahead of time: at least half, at most all, but two chunks or more.
 _DRAWN_TOKENS = 1400
 # Such prompts, at most: short chunks take more than four prompts to fit.
 _MOST_DRAWN = 16 + distillation.LESSONS
 # How a correction is made, in its file's name: one made otherwise is not read, but learned again.
-MADE = fitting.MADE + distillation.MADE
+MADE = repr((PROMPTS, TOKENS, _DRAWN_TOKENS)).encode() + fitting.MADE + distillation.MADE
 _MOST_WAITING = 8
 # Of corrections in memory: 40 corpora with SmolLM2, three with a model of 8B. The last one stays, however large.
 _MOST_BYTES = 256 << 20
@@ -145,13 +145,13 @@ class Corrector:
         chunks = [*{chunk.digest: chunk for chunk in sample.chunks}.values()]
         # The same draws for the same corpus, so that a correction can be made again.
         chance = random.Random(corpus)
-        room = min(_DRAWN_TOKENS, self._model.max_tokens - len(sample.system))
+        most = min(_DRAWN_TOKENS, self._model.max_tokens - len(sample.system))
         for _ in range(_MOST_DRAWN):
             if not train and await self.find(sample.tenant, corpus) is not None:
                 break
             mixed = chance.sample(chunks, len(chunks))
             ends = list(itertools.accumulate(map(len, mixed)))
-            drawn = mixed[: max(2, bisect.bisect(ends, room))]
+            drawn = mixed[: max(2, bisect.bisect(ends, chance.randint(most // 2, most)))]
             await self.learn(replace(sample, chunks=tuple(drawn), question=()), corpus)
         return await self.find(sample.tenant, corpus) is not None
 
@@ -177,17 +177,18 @@ class Corrector:
                 await self._finish(correction, file)
 
     async def _train(self, training: Distillation, lesson: Lesson, file: Path, idle: asyncio.Event | None) -> None:
-        """Trains a correction on a lesson, and keeps it after the last one."""
+        """Adds a lesson to a training; after the last one, trains the correction and keeps it."""
         try:
-            for _ in range(distillation.STEPS):
+            await to_the_end(asyncio.to_thread(training.add, lesson))
+            if not training.ready:
+                return
+            while not training.finished:
                 if idle is not None:
                     await idle.wait()
-                await to_the_end(asyncio.to_thread(training.step, lesson))
+                await to_the_end(asyncio.to_thread(training.step))
         except torch.OutOfMemoryError:
             log.warning("the training of a correction of reused KV ended early: the GPU's memory is full")
         else:
-            if not training.finished:
-                return
             log.info("trained a correction of reused KV on %d prompts", distillation.LESSONS)
         await self._finish(training.correction, file)
 

@@ -1,14 +1,14 @@
 """Trains a correction further: until answers over corrected KV are predicted as over full attention's KV.
 
 A least-squares fit weighs every change of KV alike, whether or not a question would notice. From that fit, gradient
-descent minimises the KL divergence of corrected reuse from full attention, over questions that quote the corpus: the
-start of a passage as the question, the text that follows it as the answer.
+descent minimises the KL divergence of corrected reuse from full attention, over questions that quote the corpus: a
+piece of a passage as the question, the text that follows it as the answer.
 """
 
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional
@@ -17,13 +17,14 @@ from fusionkv.fusion_worker.correct.correction import Correction, pairs, places
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Prompt
 
-# Prompts that it is trained on, and steps for each: with SmolLM2, two minutes on two CPU cores.
-LESSONS, STEPS = 8, 5
+# Prompts that it is trained on, and how often on each: with SmolLM2, two minutes on two CPU cores.
+LESSONS, EPOCHS = 10, 4
 # Of Adam, falling to 0 along a cosine. 20 times as much undoes the fit.
 RATE = 5e-5
-# Questions of a step, and the tokens of each and of its answer.
-_QUESTIONS, _ASKED, _ANSWERED = 3, 16, 24
-MADE = repr((LESSONS, STEPS, RATE, _QUESTIONS, _ASKED, _ANSWERED)).encode()
+# Questions about a prompt, the tokens of each and of its answer, and the weight of a question's token beside an
+# answer's.
+_QUESTIONS, _ASKED, _ANSWERED, _QUESTION_WEIGHT = 3, 16, 24, 0.3
+MADE = repr((LESSONS, EPOCHS, RATE, _QUESTIONS, _ASKED, _ANSWERED, _QUESTION_WEIGHT)).encode()
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,14 +52,33 @@ class Lesson:
 class _Questions:
     """Rows of several questions with their answers, each right after the same prompt.
 
-    ids, positions: int64 [rows]. groups: int64 [rows], the question that a row belongs to. counted: int64, the rows
-    whose predictions count: those that predict an answer.
+    ids, positions: int64 [rows]. groups: int64 [rows], the question that a row belongs to. weights: float32 [rows],
+    of its prediction in the loss.
     """
 
     ids: torch.Tensor
     positions: torch.Tensor
     groups: torch.Tensor
-    counted: torch.Tensor
+    weights: torch.Tensor
+
+    @property
+    def counted(self) -> torch.Tensor:
+        """The rows whose predictions count, int64."""
+        return self.weights.nonzero()[:, 0]
+
+
+@dataclass(frozen=True, eq=False)
+class _Exercise:
+    """What a step is trained on.
+
+    Attributes:
+        lesson: whose `together` ends with the first chunk.
+        wanted: full attention's log probabilities of the next token, float32 [counted rows, vocabulary], on the CPU.
+    """
+
+    lesson: Lesson
+    rows: _Questions
+    wanted: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,49 +122,71 @@ class Distillation:
         self._tail = model.tokenizer.encode(model.template.tail, add_special_tokens=False).ids
         self._weights = correction.weights.to(model.device, copy=True).requires_grad_()
         self._optimizer = torch.optim.Adam([self._weights], lr=RATE)
+        self._exercises: list[_Exercise] = []
         self._steps = 0
 
     @property
+    def ready(self) -> bool:
+        """Whether there are enough lessons to train on."""
+        return len(self._exercises) >= LESSONS
+
+    @property
     def finished(self) -> bool:
-        """Whether it was trained on all lessons."""
-        return self._steps >= LESSONS * STEPS
+        return self.ready and self._steps >= EPOCHS * LESSONS
 
     @property
     def correction(self) -> Correction:
         """The correction as trained so far."""
         return Correction(self._weights.detach().clone())
 
-    def step(self, lesson: Lesson) -> float:
-        """One step of gradient descent, over questions to the lesson. Returns the KL before it, in nats a token."""
-        rows = self._questions(lesson.prompt, random.Random(self._steps))
+    def add(self, lesson: Lesson) -> None:
+        """Draws questions about a lesson's prompt, and has full attention answer them.
+
+        Keeps in the CPU's memory: the chunks' KV, and full attention's predictions (SmolLM2: 1,400 tokens, 75 MB).
+        """
+        rows = self._questions(lesson.prompt, random.Random(len(self._exercises)))
         with torch.no_grad():
-            together = [kv.to(self._model.device) for kv in lesson.together]
-            wanted = self._predictions(_Context(together, rows))
-        found = self._predictions(_Context(self._corrected(lesson), rows))
-        loss = functional.kl_div(found, wanted, reduction="batchmean", log_target=True)
+            wanted = self._predictions(_Context([kv.to(self._model.device) for kv in lesson.together], rows))
+        kept = replace(lesson, together=lesson.together[:, :, : lesson.starts[0]].clone())
+        self._exercises.append(_Exercise(kept, rows, wanted.cpu()))
+
+    def step(self) -> float:
+        """One step of gradient descent, on one lesson. Returns the loss before it: a weighted mean of KL, in nats."""
+        epoch, number = divmod(self._steps, len(self._exercises))
+        exercise = random.Random(epoch).sample(self._exercises, len(self._exercises))[number]
+        rows = exercise.rows
+        found = self._predictions(_Context(self._corrected(exercise.lesson), rows))
+        wanted = exercise.wanted.to(found.device)
+        kl = functional.kl_div(found, wanted, reduction="none", log_target=True).sum(-1)
+        weights = rows.weights[rows.counted]
+        loss = (kl * weights).sum() / weights.sum()
         self._optimizer.zero_grad()
         loss.backward()
         for group in self._optimizer.param_groups:
-            group["lr"] = RATE * (1 + math.cos(math.pi * self._steps / (LESSONS * STEPS))) / 2
+            group["lr"] = RATE * (1 + math.cos(math.pi * self._steps / (EPOCHS * len(self._exercises)))) / 2
         self._optimizer.step()
         self._steps += 1
         return loss.item()
 
     def _questions(self, prompt: Prompt, chance: random.Random) -> _Questions:
         start = prompt.question_start
-        ids, positions, groups, counted = (list[int]() for _ in range(4))
+        ids, positions, groups, weights = list[int](), list[int](), list[int](), list[float]()
         for group in range(_QUESTIONS):
             text = chance.choice(prompt.chunks[1:]).ids
             at = chance.randint(0, max(0, len(text) - _ASKED - _ANSWERED))
             quote = text[at : at + _ASKED + _ANSWERED]
             cut = max(1, len(quote) * _ASKED // (_ASKED + _ANSWERED))
             rows = [*quote[:cut], *self._tail, *quote[cut:]]
-            counted += range(len(ids) + cut + len(self._tail) - 1, len(ids) + len(rows))
+            # Of the template, only the last token's prediction counts: the answer's first token.
+            asked = cut if self._tail else cut - 1
+            weights += [_QUESTION_WEIGHT] * asked
+            weights += [0.0] * (cut + len(self._tail) - 1 - asked)
+            weights += [1.0] * (len(quote) - cut + 1)
             ids += rows
             positions += range(start, start + len(rows))
             groups += [group] * len(rows)
         device = self._model.device
-        return _Questions(*(torch.tensor(each, device=device) for each in (ids, positions, groups, counted)))
+        return _Questions(*(torch.tensor(each, device=device) for each in (ids, positions, groups, weights)))
 
     def _predictions(self, context: _Context) -> torch.Tensor:
         """Log probabilities of the next token, float32 [counted rows, vocabulary]."""

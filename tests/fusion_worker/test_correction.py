@@ -36,8 +36,8 @@ ROTATIONS = (Rotation(torch.tensor([1.0, 0.1, 0.01]), False), Rotation(torch.ten
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training on a prompt is one step."""
-    monkeypatch.setattr(distillation, "STEPS", 1)
+    """Training takes a step a prompt."""
+    monkeypatch.setattr(distillation, "EPOCHS", 1)
 
 
 def random(*shape: int, seed: int) -> torch.Tensor:
@@ -188,14 +188,20 @@ async def test_training_is_for_what_a_worker_answers(family: str, start: Any, pa
     lesson, model = await lesson_of(rig, parts), rig.servicer._model
     first = 0.1 * random(*shape(model.kv.layers, model.kv.kv_heads, model.kv.head_dim), seed=0)
     training = Distillation(model, Correction(first))
+    training._tail = [3, 5, 8]
+    training.add(lesson)
     rows, losses = training._questions(lesson.prompt, Random(0)), []
     contexts = plain.kv([*system, *(i for chunk in chunks for i in chunk)]), corrected(plain, system, chunks, first)
-    for row in rows.counted.tolist():
+    counted = rows.counted.tolist()
+    for row in counted:
         asked = [i for i, group in zip(rows.ids[: row + 1], rows.groups, strict=False) if group == rows.groups[row]]
         full, reused = (plain.after(context, asked).log_softmax(-1) for context in contexts)
         losses.append(float((full.exp() * (full - reused)).sum()))
     assert len(losses) > 10
-    assert training.step(lesson) == pytest.approx(sum(losses) / len(losses), rel=1e-3)
+    assert len(rows.ids) == len(losses) + 2 * 3, "of the template, only the last token counts: it predicts an answer"
+    weights = rows.weights[counted].tolist()
+    loss = sum(weight * kl for weight, kl in zip(weights, losses, strict=True)) / sum(weights)
+    assert training.step() == pytest.approx(loss, rel=1e-3)
     assert not torch.equal(training.correction.weights, first)
 
 
@@ -207,7 +213,10 @@ async def test_training_makes_answers_closer(dtype: torch.dtype, start: Any, mon
     fit = Fit(rig.servicer.answerer.corrector._shape)
     rig.servicer.answerer.corrector._add(fit, lesson)
     training = Distillation(rig.servicer._model, fit.solve())
-    losses = [training.step(lesson) for _ in range(LESSONS)]
+    for _ in range(LESSONS):
+        assert not training.ready
+        training.add(lesson)
+    losses = [training.step() for _ in range(LESSONS)]
     assert training.finished
     assert sum(losses[-2:]) < 0.8 * sum(losses[:2])
 
@@ -280,13 +289,14 @@ async def test_what_is_learned_is_kept_and_its_tenants_own(start: Any) -> None:
     assert await find(other.tenant, "corpus") is None
 
 
+@pytest.mark.parametrize("where", ["add", "step"])
 async def test_without_room_to_train_the_fit_is_kept(
-    start: Any, corrections: Path, monkeypatch: pytest.MonkeyPatch
+    where: str, start: Any, corrections: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(Distillation, "step", full)
+    monkeypatch.setattr(Distillation, where, full)
     rig = await start("llama")
     ours = rig.servicer.answerer.corrector
     sample = Prompt(Chunk((1, 2)), tuple(Chunk(tuple(ids)) for ids in LESSON), (), rig.tenant)
