@@ -335,6 +335,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remote", ["mooncake"], indirect=True)
 def test_closing_a_mooncake_client_waits_for_its_calls(remote: Remote) -> None:
     # Mooncake's client ends the process with SIGSEGV if it is closed during a call: in five of six tries.

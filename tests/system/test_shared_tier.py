@@ -189,6 +189,7 @@ async def test_a_service_that_ends_writes_back_what_it_has(two: Services, remote
         assert found == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remote", ["redis", "mooncake"], indirect=True)
 async def test_a_service_ends_while_the_remote_tier_stands_still(two: Services, remote: Remote) -> None:
     assert await put(two.clients[0], "x", b"data")
