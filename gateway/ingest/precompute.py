@@ -25,7 +25,7 @@ _BATCH = 16
 # The papers use 10; searching more than a few hundred takes longer than encoding.
 _MAX_NEIGHBOURS = 256
 # Chunks that a worker learns a correction from, if possible of different documents.
-_SAMPLE = 32
+_SAMPLE = 128
 # Attempts to encode a chunk: on a busy machine, storing it may take longer than the worker waits.
 _ATTEMPTS, _PAUSE_SECONDS = 3, 1.0
 
