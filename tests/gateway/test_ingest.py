@@ -169,7 +169,7 @@ async def test_a_prompt_that_a_worker_refuses_costs_no_tokens(
         meter.admit()
 
 
-@pytest.mark.parametrize("documents", [2, 33, 63, 100])
+@pytest.mark.parametrize("documents", [2, 129, 300])
 async def test_a_correction_is_learned_from_documents_of_the_whole_corpus(rig: Rig, documents: int) -> None:
     rig.workers.vocabulary.model.modifiers.add(name="corrected")
     rig.workers.vocabulary.model.recipes.add(name="r", takes_modifiers=True)
@@ -180,9 +180,9 @@ async def test_a_correction_is_learned_from_documents_of_the_whole_corpus(rig: R
     assert lesson.mode == lesson.MODE_CORRECTION
     numbers = {(await rig.chunks(f"{number:03}"))[0][0].ids: number for number in range(documents)}
     sampled = [numbers[tuple(part.ids)] for part in (*lesson.before, lesson.chunk)]
-    assert len(sampled) == min(32, documents)
+    assert len(sampled) == min(128, documents)
     assert sampled == sorted(set(sampled))
-    assert max(np.diff([-1, *sampled, documents])) <= 1 + -(-documents // 32), (
+    assert max(np.diff([-1, *sampled, documents])) <= 1 + -(-documents // 128), (
         "no large part of the corpus is left out"
     )
 
