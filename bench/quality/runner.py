@@ -207,6 +207,8 @@ class Runner:
             answer.values["agreement"] = float(answer.first.argmax() == full.first.argmax())
             answer.values["kl"] = float(metrics.kl(full.first, answer.first))
             answer.values |= self._encoded(asked, cell) | away.get(cell, {})
+        for answer in answers.values():
+            answer.first = answer.given = None  # views of logits, 6 MB a cell with SmolLM2
         if NO_CONTEXT in cells:
             answers[NO_CONTEXT] = await self._without_context(asked)
         return [answers[cell] for cell in cells]
