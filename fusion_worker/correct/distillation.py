@@ -1,8 +1,7 @@
 """Trains a correction further: until answers over corrected KV are predicted as over full attention's KV.
 
 A least-squares fit weighs every change of KV alike, whether or not a question would notice. From that fit, gradient
-descent minimises the KL divergence of corrected reuse from full attention, over questions that quote the corpus: a
-piece of a passage as the question, the text that follows it as the answer.
+descent minimises the KL divergence of corrected reuse from full attention, over questions that the model asks itself.
 """
 
 import math
@@ -13,7 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional
 
+from fusionkv.fusion_worker.correct import questions
 from fusionkv.fusion_worker.correct.correction import Correction, pairs, places
+from fusionkv.fusion_worker.correct.questions import Context, Questions, ask, log_probabilities
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Prompt
 
@@ -21,10 +22,7 @@ from fusionkv.fusion_worker.prompt import Prompt
 LESSONS, EPOCHS = 10, 4
 # Of Adam, falling to 0 along a cosine. 20 times as much undoes the fit.
 RATE = 5e-5
-# Questions about a prompt, the tokens of each and of its answer, and the weight of a question's token beside an
-# answer's.
-_QUESTIONS, _ASKED, _ANSWERED, _QUESTION_WEIGHT = 3, 16, 24, 0.3
-MADE = repr((LESSONS, EPOCHS, RATE, _QUESTIONS, _ASKED, _ANSWERED, _QUESTION_WEIGHT)).encode()
+MADE = repr((LESSONS, EPOCHS, RATE)).encode() + questions.MADE
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,68 +47,17 @@ class Lesson:
 
 
 @dataclass(frozen=True, eq=False)
-class _Questions:
-    """Rows of several questions with their answers, each right after the same prompt.
-
-    ids, positions: int64 [rows]. groups: int64 [rows], the question that a row belongs to. weights: float32 [rows],
-    of its prediction in the loss.
-    """
-
-    ids: torch.Tensor
-    positions: torch.Tensor
-    groups: torch.Tensor
-    weights: torch.Tensor
-
-    @property
-    def counted(self) -> torch.Tensor:
-        """The rows whose predictions count, int64."""
-        return self.weights.nonzero()[:, 0]
-
-
-@dataclass(frozen=True, eq=False)
 class _Exercise:
     """What a step is trained on.
 
     Attributes:
         lesson: whose `together` ends with the first chunk.
-        wanted: full attention's log probabilities of the next token, float32 [counted rows, vocabulary], on the CPU.
+        wanted: full attention's last hidden states, [counted rows, hidden], on the CPU.
     """
 
     lesson: Lesson
-    rows: _Questions
+    rows: Questions
     wanted: torch.Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class _Context:
-    """What the rows of questions attend to: a prompt's KV, and the earlier rows of their own question.
-
-    kv: [2, tokens, kv_heads, head_dim] of each layer, with keys at their positions.
-    """
-
-    kv: Sequence[torch.Tensor]
-    rows: _Questions
-
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        window: int | None,
-    ) -> torch.Tensor:
-        """As `Batch.attend`; gradients flow through it."""
-        keys, values = (torch.cat([old, new]) for old, new in zip(self.kv[layer], (key, value), strict=True))
-        rows, context = self.rows, torch.arange(self.kv[layer].shape[1], device=query.device)
-        at = torch.cat([context, rows.positions])
-        own = rows.groups[:, None] == rows.groups
-        seen = torch.cat([own.new_ones(len(own), len(context)), own], 1) & (at <= rows.positions[:, None])
-        if window is not None:
-            seen &= at > rows.positions[:, None] - window
-        q, k, v = (x.transpose(0, 1)[None] for x in (query, keys, values))
-        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scaling, enable_gqa=True)
-        return out[0].transpose(0, 1)
 
 
 class Distillation:
@@ -119,7 +66,6 @@ class Distillation:
     def __init__(self, model: Model, correction: Correction) -> None:
         """correction: where it starts. Takes four times its memory more."""
         self._model = model
-        self._tail = model.tokenizer.encode(model.template.tail, add_special_tokens=False).ids
         self._weights = correction.weights.to(model.device, copy=True).requires_grad_()
         self._optimizer = torch.optim.Adam([self._weights], lr=RATE)
         self._exercises: list[_Exercise] = []
@@ -140,13 +86,14 @@ class Distillation:
         return Correction(self._weights.detach().clone())
 
     def add(self, lesson: Lesson) -> None:
-        """Draws questions about a lesson's prompt, and has full attention answer them.
+        """Has the model ask questions about a lesson's prompt, and answer them with full attention.
 
-        Keeps in the CPU's memory: the chunks' KV, and full attention's predictions (SmolLM2: 56 MB for 1,400 tokens).
+        Keeps the chunks' KV in the CPU's memory (SmolLM2: 32 MB for 1,400 tokens).
         """
-        rows = self._questions(lesson.prompt, random.Random(len(self._exercises)))
+        kv = [layer.to(self._model.device) for layer in lesson.together]
+        rows = ask(self._model, lesson.prompt, kv, len(self._exercises))
         with torch.no_grad():
-            wanted = self._predictions(_Context([kv.to(self._model.device) for kv in lesson.together], rows))
+            wanted = Context(kv).states(self._model, rows)
         kept = replace(lesson, together=lesson.together[:, :, : lesson.starts[0]].clone())
         self._exercises.append(_Exercise(kept, rows, wanted.cpu()))
 
@@ -154,9 +101,10 @@ class Distillation:
         """One step of gradient descent, on one lesson. Returns the loss before it: a weighted mean of KL, in nats."""
         epoch, number = divmod(self._steps, len(self._exercises))
         exercise = random.Random(epoch).sample(self._exercises, len(self._exercises))[number]
-        rows = exercise.rows
-        found = self._predictions(_Context(self._corrected(exercise.lesson), rows))
-        wanted = exercise.wanted.to(found.device)
+        model, rows = self._model, exercise.rows
+        found = log_probabilities(model, Context(self._corrected(exercise.lesson)).states(model, rows))
+        with torch.no_grad():
+            wanted = log_probabilities(model, exercise.wanted.to(model.device))
         kl = functional.kl_div(found, wanted, reduction="none", log_target=True).sum(-1)
         weights = rows.weights[rows.counted]
         loss = (kl * weights).sum() / weights.sum()
@@ -167,34 +115,6 @@ class Distillation:
         self._optimizer.step()
         self._steps += 1
         return loss.item()
-
-    def _questions(self, prompt: Prompt, chance: random.Random) -> _Questions:
-        start = prompt.question_start
-        ids, positions, groups, weights = list[int](), list[int](), list[int](), list[float]()
-        for group in range(_QUESTIONS):
-            text = chance.choice(prompt.chunks[1:]).ids
-            at = chance.randint(0, max(0, len(text) - _ASKED - _ANSWERED))
-            quote = text[at : at + _ASKED + _ANSWERED]
-            cut = max(1, len(quote) * _ASKED // (_ASKED + _ANSWERED))
-            rows = [*quote[:cut], *self._tail, *quote[cut:]]
-            # Of the template, only the last token's prediction counts: the answer's first token.
-            asked = cut if self._tail else cut - 1
-            weights += [_QUESTION_WEIGHT] * asked
-            weights += [0.0] * (cut + len(self._tail) - 1 - asked)
-            weights += [1.0] * (len(quote) - cut + 1)
-            ids += rows
-            positions += range(start, start + len(rows))
-            groups += [group] * len(rows)
-        device = self._model.device
-        return _Questions(*(torch.tensor(each, device=device) for each in (ids, positions, groups, weights)))
-
-    def _predictions(self, context: _Context) -> torch.Tensor:
-        """Log probabilities of the next token, float32 [counted rows, vocabulary]."""
-        rows, network = context.rows, self._model.network
-        out = network.model(
-            input_ids=rows.ids[None], position_ids=rows.positions[None], use_cache=False, fusionkv_batch=context
-        )
-        return network.lm_head(out.last_hidden_state[0, rows.counted]).float().log_softmax(-1)
 
     def _corrected(self, lesson: Lesson) -> list[torch.Tensor]:
         """The KV of a lesson's prompt with all chunks but the first reused and corrected, as for `_Context`."""

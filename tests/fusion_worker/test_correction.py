@@ -1,14 +1,14 @@
 """The correction of reused KV: the fit, the map, and what a worker makes of both."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 import torch
 
-from fusionkv.fusion_worker.correct import corrector, distillation
+from fusionkv.fusion_worker.correct import corrector, distillation, questions
 from fusionkv.fusion_worker.correct.correction import (
     PLACES,
     RIDGE,
@@ -21,6 +21,7 @@ from fusionkv.fusion_worker.correct.correction import (
 )
 from fusionkv.fusion_worker.correct.corrector import PROMPTS
 from fusionkv.fusion_worker.correct.distillation import LESSONS, Distillation, Lesson
+from fusionkv.fusion_worker.correct.questions import ask
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.kernels.segments import Rotation
 from fusionkv.kvcache_service import keys
@@ -36,8 +37,9 @@ ROTATIONS = (Rotation(torch.tensor([1.0, 0.1, 0.01]), False), Rotation(torch.ten
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training takes a step a prompt."""
+    """Training takes a step a prompt, with two questions."""
     monkeypatch.setattr(distillation, "EPOCHS", 1)
+    monkeypatch.setattr(questions, "COUNT", 2)
 
 
 def random(*shape: int, seed: int) -> torch.Tensor:
@@ -188,26 +190,46 @@ async def test_training_is_for_what_a_worker_answers(family: str, start: Any, pa
     lesson, model = await lesson_of(rig, parts), rig.servicer._model
     first = 0.1 * random(*shape(model.kv.layers, model.kv.kv_heads, model.kv.head_dim), seed=0)
     training = Distillation(model, Correction(first))
-    training._tail = [3, 5, 8]
     training.add(lesson)
-    rows, losses = training._questions(lesson.prompt, Random(0)), []
+    rows, losses = ask(model, lesson.prompt, [*lesson.together], 0), list[float]()
     contexts = plain.kv([*system, *(i for chunk in chunks for i in chunk)]), corrected(plain, system, chunks, first)
-    counted = rows.counted.tolist()
+    counted, answers = rows.counted.tolist(), 0
     for row in counted:
         asked = [i for i, group in zip(rows.ids[: row + 1], rows.groups, strict=False) if group == rows.groups[row]]
         full, reused = (plain.after(context, asked).log_softmax(-1) for context in contexts)
         losses.append(float((full.exp() * (full - reused)).sum()))
-    assert len(losses) > 10
-    assert len(rows.ids) == len(losses) + 2 * 3, "of the template, only the last token counts: it predicts an answer"
+        if rows.weights[row] == 1 and (rows.groups[row] == rows.groups[row + 1 :][:1]).any():
+            assert rows.ids[row + 1] == full.argmax(), "full attention answers, greedily"
+            answers += 1
+    assert answers > 10
     weights = rows.weights[counted].tolist()
     loss = sum(weight * kl for weight, kl in zip(weights, losses, strict=True)) / sum(weights)
     assert training.step() == pytest.approx(loss, rel=1e-3)
     assert not torch.equal(training.correction.weights, first)
 
 
+async def test_a_question_ends_with_the_template(start: Any) -> None:
+    """Of which only the last token's prediction counts: that of the answer's first token."""
+    rig = await start("llama")
+    lesson = await lesson_of(rig, ([1, 2], [random_ids(40, n) for n in range(4)], []))
+    model = rig.servicer._model
+    template = replace(model.template, tail="<|end|>")
+    rows = ask(replace(model, template=template), lesson.prompt, [*lesson.together], 0)
+    for group in range(2):
+        own = rows.groups == group
+        text, weights = model.tokenizer.decode(rows.ids[own].tolist()), rows.weights[own].tolist()
+        assert "\nAnswer:<|end|>" in text
+        start_of_answer = weights.index(1.0)
+        assert model.tokenizer.decode(rows.ids[own][: start_of_answer + 1].tolist()).endswith("<|end|>")
+        assert weights[start_of_answer - 6 : start_of_answer] == [0.0] * 6
+        assert weights[: start_of_answer - 6] == pytest.approx([questions._QUESTION_WEIGHT] * (start_of_answer - 6))
+        assert set(weights[start_of_answer:]) == {1.0}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 async def test_training_makes_answers_closer(dtype: torch.dtype, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distillation, "RATE", 1e-2)  # a model with random weights changes little from step to step
+    monkeypatch.setattr(distillation, "EPOCHS", 4)
     rig = await start("llama", dtype=dtype)
     lesson = await lesson_of(rig, ([1, 2], [random_ids(40, n) for n in range(4)], []))
     fit = Fit(rig.servicer.answerer.corrector._shape)
@@ -216,9 +238,9 @@ async def test_training_makes_answers_closer(dtype: torch.dtype, start: Any, mon
     for _ in range(LESSONS):
         assert not training.ready
         training.add(lesson)
-    losses = [training.step() for _ in range(LESSONS)]
+    first, *_, last = [sum(training.step() for _ in range(LESSONS)) for _ in range(4)]
     assert training.finished
-    assert sum(losses[-2:]) < 0.8 * sum(losses[:2])
+    assert last < 0.8 * first, "of the same questions"
 
 
 async def test_a_corpus_is_learned_ahead_of_time(start: Any, parts: Any) -> None:
