@@ -117,7 +117,7 @@ class Distillation:
         return loss.item()
 
     def _corrected(self, lesson: Lesson) -> list[torch.Tensor]:
-        """The KV of a lesson's prompt with all chunks but the first reused and corrected, as for `_Context`."""
+        """The KV of a lesson's prompt with all chunks but the first reused and corrected, as for `Context`."""
         model, changed = self._model, list[torch.Tensor]()
         for alone, start in zip(lesson.alone, lesson.starts, strict=True):
             x = pairs(alone.to(model.device), lesson.base, model.rotations)
