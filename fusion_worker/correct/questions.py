@@ -15,7 +15,7 @@ from fusionkv.fusion_worker.prompt import Prompt
 
 # Questions about a prompt, and the most tokens of each, and of its answer.
 COUNT, _ASKED, _ANSWERED = 6, 20, 24
-# Of a passage that is asked about.
+# Tokens of a passage that are quoted to ask about it.
 _QUOTED = 40
 _REQUEST = '\n\nWrite one short question about this text: "{}..."'
 _OPENINGS = ("Who", "When", "Where", "What", "Which", "How many", "What is the name of")
