@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 # Of the fit, which comes first. With SmolLM2 and 1,400 tokens each, five prompts teach it no more than two.
 PROMPTS, TOKENS = 4, 1000
 # Of a prompt that is drawn from a corpus to learn ahead of time: a quarter to all of it, but two chunks or more. With
-# half as many, prompts of 2,500 tokens recover 3 points less of the KL at a ratio of 0.15 (MuSiQue, trained on quotes).
+# half as many, and quotes as questions, prompts of 2,500 tokens recover 3 points less of the KL at a ratio of 0.15
+# (MuSiQue).
 _DRAWN_TOKENS = 2800
 # Such prompts, at most: short chunks take more than four prompts to fit.
 _MOST_DRAWN = 16 + distillation.LESSONS
