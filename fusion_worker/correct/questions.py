@@ -24,15 +24,17 @@ _INSTRUCTION = "\n\nAnswer the question using the passages, in as few words as p
 _HEAT = 0.7
 # The weight of a question's token beside an answer's.
 _QUESTION_WEIGHT = 0.3
+# The group of the prompt's tokens, and of rows that all questions begin with.
+_SHARED = -1
 MADE = repr((COUNT, _ASKED, _ANSWERED, _QUOTED, _REQUEST, _OPENINGS, _INSTRUCTION, _HEAT, _QUESTION_WEIGHT)).encode()
 
 
 @dataclass(frozen=True, eq=False)
 class Questions:
-    """Rows of several questions with their answers, each right after the same prompt.
+    """Rows of several questions with their answers, right after the same prompt. What all begin with comes once.
 
-    ids, positions: int64 [rows]. groups: int64 [rows], the question that a row belongs to. weights: float32 [rows],
-    of its prediction in the loss.
+    ids, positions: int64 [rows]. groups: int64 [rows], the question that a row belongs to; -1, to all. weights:
+    float32 [rows], of its prediction in the loss.
     """
 
     ids: torch.Tensor
@@ -56,15 +58,14 @@ class Context:
         """kv: [2, tokens, kv_heads, head_dim] of each layer, with keys at their positions."""
         self._kv = [*kv]
         self._positions = torch.arange(kv[0].shape[1], device=kv[0].device)
-        # Of each token; -1, which no question has, for the prompt's.
-        self._groups = torch.full_like(self._positions, -1)
+        self._groups = torch.full_like(self._positions, _SHARED)
 
     def states(self, model: Model, rows: Questions) -> torch.Tensor:
         """The last hidden states of the counted rows, [counted rows, hidden]. Gradients flow through them."""
         self._rows = rows
         self._positions = torch.cat([self._positions, rows.positions])
         self._groups = torch.cat([self._groups, rows.groups])
-        self._seen = (self._groups == -1) | (self._groups == rows.groups[:, None])
+        self._seen = (self._groups == _SHARED) | (self._groups == rows.groups[:, None])
         self._seen &= self._positions <= rows.positions[:, None]
         ids, positions = rows.ids[None], rows.positions[None]
         out = model.network.model(input_ids=ids, position_ids=positions, use_cache=False, fusionkv_batch=self)
@@ -112,12 +113,14 @@ def ask(model: Model, prompt: Prompt, kv: Sequence[torch.Tensor], seed: int) -> 
     tail, ends = encode(model.template.tail), model.ends | {*encode("\n")}
     passages = [chance.choice(prompt.chunks[1:]).ids[:_QUOTED] for _ in range(COUNT)]
     openings = [encode(chance.choice(_OPENINGS)) for _ in passages]
-    requests = [[*before, *p, *after, *tail, *o] for p, o in zip(passages, openings, strict=True)]
-    asked = _continued(model, kv, requests, start, _ASKED, ends, torch.Generator().manual_seed(seed))
-    closing = [*encode("\nAnswer:"), *tail]
-    texts = [[*encode(_INSTRUCTION), *o, *a, *closing] for o, a in zip(openings, asked, strict=True)]
-    answers = _continued(model, kv, texts, start, _ANSWERED, ends)
-    parts = []
+    requests = [[*p, *after, *tail, *o] for p, o in zip(passages, openings, strict=True)]
+    asked = _continued(model, kv, before, requests, start, _ASKED, ends, torch.Generator().manual_seed(seed))
+    instruction, closing = encode(_INSTRUCTION), [*encode("\nAnswer:"), *tail]
+    texts = [[*o, *a, *closing] for o, a in zip(openings, asked, strict=True)]
+    answers = _continued(model, kv, instruction, texts, start, _ANSWERED, ends)
+    # The instruction counts once for each question.
+    parts = [(_SHARED, start, instruction, [_QUESTION_WEIGHT * COUNT] * len(instruction))]
+    start += len(instruction)
     for group, (text, answer) in enumerate(zip(texts, answers, strict=True)):
         # Of the template, only the last token's prediction counts: the answer's first token.
         template = max(0, len(tail) - 1)
@@ -129,18 +132,24 @@ def ask(model: Model, prompt: Prompt, kv: Sequence[torch.Tensor], seed: int) -> 
 def _continued(
     model: Model,
     kv: Sequence[torch.Tensor],
+    shared: Sequence[int],
     texts: Sequence[Sequence[int]],
     start: int,
     most: int,
     ends: Set[int],
     generator: torch.Generator | None = None,
 ) -> list[list[int]]:
-    """What follows each text, up to one of `ends` or `most` tokens; the most likely tokens, without a generator."""
+    """What follows the shared tokens with each text, up to one of `ends` or `most` tokens.
+
+    The most likely tokens, without a generator.
+    """
     context, added = Context(kv), [list[int]() for _ in texts]
-    running = {group: (start, text) for group, text in enumerate(texts)}
+    first = [(_SHARED, start, shared, [0.0] * len(shared))]
+    running = {group: (start + len(shared), text) for group, text in enumerate(texts)}
     for _ in range(most):
         parts = [(g, at, ids, [0.0] * (len(ids) - 1) + [1.0]) for g, (at, ids) in running.items()]
-        found = log_probabilities(model, context.states(model, _rows(parts, model.device))).cpu()
+        found = log_probabilities(model, context.states(model, _rows([*first, *parts], model.device))).cpu()
+        first = []
         if generator is None:
             tokens = found.argmax(-1)
         else:

@@ -195,7 +195,8 @@ async def test_training_is_for_what_a_worker_answers(family: str, start: Any, pa
     contexts = plain.kv([*system, *(i for chunk in chunks for i in chunk)]), corrected(plain, system, chunks, first)
     counted, answers = rows.counted.tolist(), 0
     for row in counted:
-        asked = [i for i, group in zip(rows.ids[: row + 1], rows.groups, strict=False) if group == rows.groups[row]]
+        own = (questions._SHARED, rows.groups[row])
+        asked = [i for i, group in zip(rows.ids[: row + 1], rows.groups, strict=False) if group in own]
         full, reused = (plain.after(context, asked).log_softmax(-1) for context in contexts)
         losses.append(float((full.exp() * (full - reused)).sum()))
         if rows.weights[row] == 1 and (rows.groups[row] == rows.groups[row + 1 :][:1]).any():
