@@ -18,7 +18,7 @@ from fusionkv.fusion_worker.correct.questions import Context, Questions, ask, lo
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Prompt
 
-# Prompts that it is trained on, and how often on each: with SmolLM2, two and a half minutes on two CPU cores.
+# Prompts that it is trained on, and how often on each: with SmolLM2, two minutes on two CPU cores.
 LESSONS, EPOCHS = 8, 3
 # Of Adam, falling to 0 along a cosine. 1e-3 undoes the fit.
 RATE = 8e-5
