@@ -35,7 +35,7 @@ class Clock:
         return self.now
 
 
-def refused(meter: Meter, match: str = "") -> float:
+def refused(meter: Meter, match: str | None = None) -> float:
     """Seconds after which to try again."""
     with pytest.raises(ResourceExhausted, match=match) as raised:
         meter.admit()
