@@ -229,7 +229,7 @@ async def test_a_question_ends_with_the_template(start: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 async def test_training_makes_answers_closer(dtype: torch.dtype, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distillation, "RATE", 0.4)  # a model with random weights changes little from step to step
+    monkeypatch.setattr(distillation, "RATE", 0.72)  # a model with random weights changes little from step to step
     monkeypatch.setattr(distillation, "EPOCHS", 4)
     rig = await start("llama", dtype=dtype)
     lesson = await lesson_of(rig, ([1, 2], [random_ids(40, n) for n in range(4)], []))
