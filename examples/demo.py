@@ -94,7 +94,7 @@ def choose(console: Console, model: str | None) -> Setting:
         str(references[0]) if references else "", ROOT / "examples/corpus", WORDS_ALONE, 10, "document", True
     )
     world = Setting(
-        model or REAL_MODEL, ROOT / "examples/world", {"CHUNK_TOKENS": "512", "TOP_K": "10"}, 0, "rank", False
+        model or REAL_MODEL, ROOT / "examples/world", {"CHUNK_TOKENS": "512", "TOP_K": "10"}, 0, "ends", False
     )
     if model is not None and Path(model).resolve() in references:
         return replace(small, model=model)
@@ -303,7 +303,7 @@ def main() -> int:
     )
     parser.add_argument("--corpora", type=Path, help="folders of *.md, and questions.json (default: examples/world)")
     parser.add_argument("--questions", type=int, default=10, help="number of questions (default: %(default)s)")
-    parser.add_argument("--order", choices=ORDER_NAMES, help="order of the chunks in a prompt (default: rank)")
+    parser.add_argument("--order", choices=ORDER_NAMES, help="order of the chunks in a prompt (default: ends)")
     parser.add_argument(
         "--neighbours", type=int, help="encode every chunk after so many similar ones (default: 0, alone)"
     )

@@ -135,7 +135,8 @@ class Pipeline:
             recipe = plan.as_encoded(recipe, passages, vocabulary)
         retrieved = time.perf_counter()
         with tracer.start_as_current_span("gateway.plan") as span:
-            passages = plan.order(passages, request.order)
+            default = pb.ORDER_UNSPECIFIED if request.passages else pb.ORDER_ENDS
+            passages = plan.order(passages, request.order or default)
             # Tokenising a long question takes up to 0.1 s, which must not block other requests.
             parts = request, conversation, recipe, passages, vocabulary, tenant.salt
             worker_request = await asyncio.to_thread(plan.build, *parts)

@@ -91,7 +91,7 @@ async def questions(client: AsyncClient, corpus: str, count: int, seconds: float
             sentence = _sentence(chance.choice(nearby), chance)
             # In the order in which the gateway puts passages into a prompt.
             together = await retry_while_busy(
-                lambda sentence=sentence: client.retrieve(corpus, sentence),  # type: ignore[misc]
+                lambda sentence=sentence: client.retrieve(corpus, sentence, order="ends"),  # type: ignore[misc]
                 seconds,
             )
             if len(together) > 1:

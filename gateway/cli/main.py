@@ -230,8 +230,8 @@ def _parser() -> argparse.ArgumentParser:
     ask.add_argument(
         "--order",
         choices=ORDER_NAMES,
-        default="rank",
-        help="order of the chunks in the prompt (default: %(default)s, best first)",
+        default="ends",
+        help="order of the chunks in the prompt (default: %(default)s, best first, then from worst to second best)",
     )
     ask.add_argument(
         "--filter",

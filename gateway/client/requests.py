@@ -14,7 +14,8 @@ from fusionkv.gateway.client.results import Passage
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime import errors
 
-ORDERS = dict(zip(ORDER_NAMES, (pb.ORDER_DOCUMENT, pb.ORDER_RANK, pb.ORDER_RANK_REVERSED), strict=True))
+_NUMBERS = (pb.ORDER_DOCUMENT, pb.ORDER_RANK, pb.ORDER_RANK_REVERSED, pb.ORDER_ENDS)
+ORDERS = dict(zip(ORDER_NAMES, _NUMBERS, strict=True))
 
 T = TypeVar("T", bound=Message)
 
@@ -34,7 +35,8 @@ class Options(TypedDict, total=False):
         recipe: the recipe that fuses cached chunks.
         ratio: share of context tokens to recompute, 0 to 1.
         top_k: number of chunks to retrieve.
-        order: order of the chunks in the prompt: rank (default, best first), document or rank_reversed.
+        order: order of the chunks in the prompt: ends (best first, then from worst to second best; the default of a
+            corpus), rank (best first), rank_reversed or document. Passages keep their order by default.
         max_tokens: maximum length of the answer.
         temperature: sampling temperature; 0 is greedy.
         top_p: sample from the most likely tokens of this total probability.
@@ -95,7 +97,7 @@ def generate(corpus: str = "", question: str = "", **options: Unpack[Options]) -
         question=question,
         passages=[_passage(number, passage) for number, passage in enumerate(passages)],
         messages=[_message(number, message) for number, message in enumerate(messages)],
-        order=order_of(given.pop("order", "rank")),
+        order=order_of(given.pop("order", None)),
         sampling=of(pb.Sampling, **sampling, top_k=given.pop("sample_top_k", 0)),
         **given,
     )
@@ -120,7 +122,9 @@ def _message(number: int, message: Mapping[str, str]) -> pb.Message:
     return of(pb.Message, f" of message {number}", role=ROLES[role], text=content)
 
 
-def order_of(name: str) -> pb.Order:
+def order_of(name: str | None) -> pb.Order:
+    if name is None:
+        return pb.ORDER_UNSPECIFIED
     if name not in ORDERS:
         raise errors.InvalidArgument(f"unknown order {name!r}; known: {', '.join(ORDERS)}")
     return ORDERS[name]

@@ -321,13 +321,15 @@ class Corpus:
 
     def __init__(self, texts: list[str]) -> None:
         self.asked: list[str] = []
+        self.orders: list[str] = []
         self.passages = tuple(Passage("d", i, text, 1.0, 40) for i, text in enumerate(texts))
 
     async def list(self, corpus: str) -> list[Item]:
         return [Item("d", 1, len(self.passages), 100, 1000)] * bool(self.passages)
 
-    async def retrieve(self, corpus: str, question: str) -> tuple[Passage, ...]:
+    async def retrieve(self, corpus: str, question: str, order: str = "rank") -> tuple[Passage, ...]:
         self.asked.append(question)
+        self.orders.append(order)
         return self.passages
 
 
@@ -342,7 +344,7 @@ async def test_questions_join_two_sentences() -> None:
         assert len(begun) == 2
         assert all(len(words.split()) == 6 and any(words in text for text in TEXTS) for words in begun)
         assert all(words in record["answers"][0] for words in begun)
-    # Passages in the order in which the gateway puts them into a prompt.
+    assert {*corpus.orders[1::2]} == {"ends"}, "the order in which the gateway puts passages into a prompt"
     assert corpus.asked[::2] == ["d"] * (len(corpus.asked) // 2)
     assert all(any(question in text for text in TEXTS) for question in corpus.asked[1::2])
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fusionkv.gateway.client import langchain, requests, results
+from fusionkv.gateway.client import ORDER_NAMES, langchain, requests, results
 from fusionkv.gateway.client.client import Client
 from fusionkv.gateway.client.results import Sources, Summary, Token
 from fusionkv.gateway.http import replies
@@ -35,13 +35,15 @@ def test_an_answer_streams_sources_tokens_and_one_summary(client: Client) -> Non
 
 
 def test_sources_come_in_the_order_asked_for(client: Client) -> None:
-    document, rank, reverse = (
-        [p.document for p in client.ask("base", "code of Name4?", order=order, max_tokens=1).sources]
-        for order in ("document", "rank", "rank_reversed")
+    document, rank, reverse, ends, default = (
+        [p.document for p in client.ask("base", "code of Name4?", max_tokens=1, **order).sources]
+        for order in (*({"order": name} for name in ORDER_NAMES), {})
     )
     assert document == sorted(rank)
     assert rank[0] == "page-4.txt"
     assert reverse == rank[::-1]
+    assert default == ends == rank[:1] + rank[:0:-1]
+    assert [p.document for p in client.retrieve("base", "code of Name4?")] == rank
 
 
 def test_stop_strings_and_seeds_reach_the_worker(client: Client) -> None:

@@ -110,7 +110,7 @@ def test_everything_that_can_be_asked() -> None:
 def test_the_model_and_our_own_fields(model: str, own: dict[str, Any], more: dict[str, Any]) -> None:
     nothing = {"n": 1, "user": "u", "metadata": {}, "tools": [], "presence_penalty": 0.0, "seed": None}
     made = requests.completion({**GOOD, **nothing, "model": model, "fusionkv": own}).request
-    wanted = {"corpus": "notes", "order": pb.ORDER_RANK, **own, **more}
+    wanted = {"corpus": "notes", **own, **more}
     said = [pb.Message(role=pb.ROLE_USER, text="Which colour?")]
     assert made == pb.GenerateRequest(messages=said, sampling=pb.Sampling(max_tokens=1), **wanted)
 
@@ -138,7 +138,6 @@ def test_passages_and_roles() -> None:
         ],
         messages=[pb.Message(role=role, text=text) for role, text in zip(roles, texts, strict=True)],
         ratio=0.5,
-        order=pb.ORDER_RANK,
         sampling=pb.Sampling(seed=0),
     )
     assert requests.completion({**GOOD, "passages": documents}).request.passages == made.passages

@@ -60,6 +60,7 @@ PASSAGES = [(chunk("b", 1), 0.9), (chunk("a", 2), 0.8), (chunk("b", 0, variant=b
         (pb.ORDER_DOCUMENT, [("a", 2), ("b", 0), ("b", 1)]),
         (pb.ORDER_RANK, [("b", 1), ("a", 2), ("b", 0)]),
         (pb.ORDER_RANK_REVERSED, [("b", 0), ("a", 2), ("b", 1)]),
+        (pb.ORDER_ENDS, [("b", 1), ("b", 0), ("a", 2)]),
     ],
 )
 def test_order(order: pb.Order, keys: list[tuple[str, int]]) -> None:
