@@ -6,6 +6,8 @@ PY := .venv/bin/python -P
 PROTOS := $(wildcard protos/*/v1/*.proto)
 CODE := protos kvcache_service fusion_worker kernels gateway vllm_connector models bench examples scripts tests setup.py
 ARGS ?=
+# Services are started hundreds of times: modules are compiled once, also where containers turn that off.
+unexport PYTHONDONTWRITEBYTECODE
 # As many files at once as there are cores.
 PYTEST := OMP_NUM_THREADS=1 .venv/bin/pytest -n auto --dist loadfile --no-loadscope-reorder
 
