@@ -105,6 +105,7 @@ async def bench(
                     progress.advance(task)
                     prompt = _prompt(passages, context, 0)
                     chosen = {row: await _chosen(servicer, prompt, *row) for row in recipes}
+                    await servicer.settle()  # this prompt teaches a correction, too
                     pairs: dict[tuple[str, float], list[_Pair]] = {row: [] for row in recipes}
                     for _ in range(repeats):
                         baseline = await _ttft(servicer, prompt, "full_attention", 1.0)

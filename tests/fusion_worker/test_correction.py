@@ -21,7 +21,8 @@ from fusionkv.fusion_worker.correct.correction import (
 )
 from fusionkv.fusion_worker.correct.corrector import PROMPTS
 from fusionkv.fusion_worker.correct.distillation import LESSONS, Distillation, Lesson
-from fusionkv.fusion_worker.correct.questions import ask
+from fusionkv.fusion_worker.correct.questions import Questions, ask
+from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.kernels.segments import Rotation
 from fusionkv.kvcache_service import keys
@@ -183,6 +184,11 @@ async def lesson_of(rig: Any, parts: Parts) -> Lesson:
     return lesson
 
 
+def asked_about(lesson: Lesson, model: Model) -> Questions:
+    """What the model asks itself about a lesson's prompt."""
+    return ask(model, lesson.prompt, [layer.to(model.device) for layer in lesson.together], 0)
+
+
 async def test_training_is_for_what_a_worker_answers(family: str, start: Any, parts: Parts) -> None:
     """Its loss is the KL of answers over the corrected context from full attention, in plain transformers."""
     system, chunks, _ = parts
@@ -191,12 +197,12 @@ async def test_training_is_for_what_a_worker_answers(family: str, start: Any, pa
     first = 0.1 * random(*shape(model.kv.layers, model.kv.kv_heads, model.kv.head_dim), seed=0)
     training = Distillation(model, Correction(first))
     training.add(lesson)
-    rows, losses = ask(model, lesson.prompt, [*lesson.together], 0), list[float]()
+    rows, losses = asked_about(lesson, model), list[float]()
     contexts = plain.kv([*system, *(i for chunk in chunks for i in chunk)]), corrected(plain, system, chunks, first)
     counted, answers = rows.counted.tolist(), 0
     for row in counted:
         own = (questions._SHARED, rows.groups[row])
-        asked = [i for i, group in zip(rows.ids[: row + 1], rows.groups, strict=False) if group in own]
+        asked = [i for i, group in zip(rows.ids[: row + 1].tolist(), rows.groups, strict=False) if group in own]
         full, reused = (plain.after(context, asked).log_softmax(-1) for context in contexts)
         losses.append(float((full.exp() * (full - reused)).sum()))
         if rows.weights[row] == 1 and (rows.groups[row] == rows.groups[row + 1 :][:1]).any():
@@ -206,7 +212,7 @@ async def test_training_is_for_what_a_worker_answers(family: str, start: Any, pa
     weights = rows.weights[counted].tolist()
     loss = sum(weight * kl for weight, kl in zip(weights, losses, strict=True)) / sum(weights)
     assert training.step() == pytest.approx(loss, rel=1e-3)
-    assert not torch.equal(training.correction.weights, first)
+    assert not torch.equal(training.correction.weights.cpu(), first)
 
 
 async def test_a_question_ends_with_the_template(start: Any) -> None:
@@ -215,7 +221,7 @@ async def test_a_question_ends_with_the_template(start: Any) -> None:
     lesson = await lesson_of(rig, ([1, 2], [random_ids(40, n) for n in range(4)], []))
     model = rig.servicer._model
     template = replace(model.template, tail="<|end|>")
-    rows = ask(replace(model, template=template), lesson.prompt, [*lesson.together], 0)
+    rows = asked_about(lesson, replace(model, template=template))
     for group in range(2):
         own = rows.groups == group
         text, weights = model.tokenizer.decode(rows.ids[own].tolist()), rows.weights[own].tolist()
