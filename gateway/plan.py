@@ -288,8 +288,7 @@ def build(
         sampling=fusion_pb2.Sampling(**{field.name: value for field, value in request.sampling.ListFields()}),
         model_fingerprint=vocabulary.model.fingerprint,
         tenant=tenant,
-        # The worker's name for a corpus, whose quality it monitors, differs between tenants.
-        corpus=f"{tenant_label(tenant)}/{request.corpus}" if tenant else request.corpus,
+        corpus=corpus_name(tenant, request.corpus),
         explain=request.explain,
     )
     if request.HasField("ratio"):
@@ -300,6 +299,11 @@ def build(
 def tokens(request: fusion_pb2.GenerateRequest) -> int:
     """Length of a request's prompt in tokens."""
     return len(request.system.ids) + sum(len(chunk.ids) for chunk in request.chunks) + len(request.question.ids)
+
+
+def corpus_name(tenant: str, corpus: str) -> str:
+    """The name by which workers monitor a corpus's quality and learn its correction; it differs between tenants."""
+    return f"{tenant_label(tenant)}/{corpus}" if tenant else corpus
 
 
 def tenant_label(tenant: str) -> str:

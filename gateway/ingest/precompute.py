@@ -17,7 +17,7 @@ from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime import cancellation
-from fusionkv.protos.runtime.errors import InvalidArgument, Unavailable
+from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted, Unavailable
 
 log = logging.getLogger(__name__)
 # Chunks per batch, whose variants are stored in one commit.
@@ -52,6 +52,11 @@ class _Pass:
         """Whether the recipe uses the corpus's correction."""
         return "corrected" in self.recipe.name.split("+")[1:]
 
+    @property
+    def name(self) -> str:
+        """The workers' name for the corpus."""
+        return plan.corpus_name(self.tenant.salt, self.corpus)
+
     async def batches(self) -> AsyncGenerator[tuple[list[tuple[Chunk, np.ndarray]], int]]:
         """Yields batches of chunks with their embeddings, and the known number of all chunks.
 
@@ -76,7 +81,7 @@ class _Pass:
             request.mode = request.MODE_EXACT
             return request
         request = self.tokens([*await self._nearest(chunk, vector), chunk])
-        request.mode, request.corpus = request.MODE_NEIGHBOURS, self.corpus if self.corrected else ""
+        request.mode, request.corpus = request.MODE_NEIGHBOURS, self.name if self.corrected else ""
         return request
 
     async def _nearest(self, chunk: Chunk, vector: np.ndarray) -> list[Chunk]:
@@ -103,7 +108,7 @@ class _Pass:
         if len({chunk.ids for chunk in sample}) < 2:
             return None
         request = self.tokens(sample[:_SAMPLE])
-        request.mode, request.corpus = request.MODE_CORRECTION, self.corpus
+        request.mode, request.corpus = request.MODE_CORRECTION, self.name
         return request
 
     def tokens(self, chunks: Sequence[Chunk]) -> fusion_pb2.EncodeRequest:
@@ -145,7 +150,10 @@ class Precompute:
         yield pb.PrecomputeResponse(total=total)
         # First: the correction also applies to the neighbours that chunks are encoded with.
         if not request.name and work.corrected and (lesson := await work.lesson()) is not None:
-            await self._workers.encode(lesson)
+            try:
+                await self._workers.encode(lesson)
+            except ResourceExhausted as error:
+                log.warning("the correction of corpus %s is not learned ahead of time: %s", work.name, error)
         async for batch, total in work.batches():
             if batch:
                 tenant.meter.check_tokens()

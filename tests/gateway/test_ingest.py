@@ -187,6 +187,27 @@ async def test_a_correction_is_learned_from_documents_of_the_whole_corpus(rig: R
     )
 
 
+async def test_chunks_are_encoded_where_no_correction_can_be_learned(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig.workers.vocabulary.model.modifiers.add(name="corrected")
+    rig.workers.vocabulary.model.recipes.add(name="r", takes_modifiers=True)
+    for name in ("a.txt", "b.txt"):
+        await rig.ingest(name, f"It is {name}.")
+    encode = rig.workers.encode
+
+    async def small(request: Any) -> Any:
+        if request.mode == request.MODE_CORRECTION:
+            raise ResourceExhausted("the pool is too small")
+        return await encode(request)
+
+    monkeypatch.setattr(rig.workers, "encode", small)
+    request = pb.PrecomputeRequest(corpus="c", recipe="r+corrected")
+    progress = [p async for p in rig.precompute.run(rig.tenant, request)]
+    assert (progress[-1].done, len(rig.workers.encoded)) == (2, 2)
+    assert "the correction of corpus c is not learned ahead of time: the pool is too small" in caplog.text
+
+
 async def test_what_was_encoded_ahead_of_time_stays_with_its_chunk(rig: Rig) -> None:
     rig.workers.vocabulary.model.recipes.add(name="r", neighbours=1)
     await rig.ingest("d.txt", "\n\n".join(PARAGRAPHS))
