@@ -30,12 +30,14 @@ def chunk_digest(tokens: Sequence[int]) -> bytes:
     return _digest(b"chunk", [struct.pack(f"<{len(tokens)}I", *tokens)])
 
 
-def neighbours_variant(neighbours: Iterable[bytes], corrected: bool = False) -> bytes:
+def neighbours_variant(neighbours: Iterable[bytes], correction: bytes = b"") -> bytes:
     """Variant digest of a chunk encoded after these neighbours, given by digest, in order (FusionRAG 3.1).
 
-    corrected: whether the corpus's correction was used (docs/correction.md).
+    correction: how the corpus's correction was made, if it was used (docs/correction.md).
     """
-    return _digest(b"corrected neighbours" if corrected else b"neighbours", list(neighbours))
+    if correction:
+        return _digest(b"corrected neighbours", [correction, *neighbours])
+    return _digest(b"neighbours", list(neighbours))
 
 
 def versions_variant(most: int) -> bytes:

@@ -11,6 +11,7 @@ from fusionkv.bench.quality.data.samples import Library
 from fusionkv.bench.quality.report.cells import Cell
 from fusionkv.fusion_worker.compute.kv_pool import slots_of
 from fusionkv.fusion_worker.correct.correction import Correction
+from fusionkv.fusion_worker.correct.corrector import MADE
 from fusionkv.fusion_worker.load.anchors import AnchoredChunk
 from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.load.lookup import RESTORED, corrected
@@ -169,7 +170,7 @@ def _after(
     whole = Prompt(prompt.system, (*near, chunk), (), prompt.tenant)
     alone = [loader.locator.alone(whole, i, start, namespace) for i, start in enumerate(whole.starts)]
     *before, own = (corrected(w, len(prompt.system), correction) for w in alone if len(w.chunk))
-    variant = keys.neighbours_variant((n.digest for n in near), correction is not None)
+    variant = keys.neighbours_variant((n.digest for n in near), MADE if correction is not None else b"")
     path = (prompt.system.digest, chunk.digest)
     key = keys.entry_key(namespace, path, variant)
     new = ChunkSource(chunk, own.position, own.position, path, key, variant, alone=False)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from fusionkv.fusion_worker.correct.correction import Correction
+from fusionkv.fusion_worker.correct.corrector import MADE
 from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.load.lookup import CacheFault, corrected
 from fusionkv.fusion_worker.prompt import ChunkSource, Prompt
@@ -52,7 +53,7 @@ class Encoder:
         namespace = self._loader.namespace(prompt.tenant)
         *neighbours, chunk = prompt.chunks
         before = Prompt(prompt.system, tuple(neighbours), (), prompt.tenant)
-        variant = keys.neighbours_variant((n.digest for n in neighbours), correction is not None)
+        variant = keys.neighbours_variant((n.digest for n in neighbours), MADE if correction is not None else b"")
         path = (prompt.system.digest, chunk.digest)
         key = keys.entry_key(namespace, path, variant)
         try:
