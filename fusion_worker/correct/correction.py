@@ -8,14 +8,15 @@ number, a hundredth of a prefill.
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from fusionkv.kernels.correction import correct
 from fusionkv.kernels.cpu.compute_dtype import compute_dtype
@@ -51,10 +52,11 @@ def change_share(before: int) -> float:
 class Correction:
     """From a token's key, value and place to what is added to its key and value.
 
-    weights: float32 [layers, kv_heads, 2 * head_dim + PLACES, 2 * head_dim].
+    weights: float32 [layers, kv_heads, 2 * head_dim + PLACES, 2 * head_dim]. trained: whether that is its end.
     """
 
     weights: torch.Tensor
+    trained: bool = False
     _used: torch.Tensor | None = field(default=None, init=False, repr=False)
 
     @cached_property
@@ -93,21 +95,22 @@ class Correction:
 
     def on(self, device: torch.device) -> "Correction":
         """The same on a device, where it is applied without being copied first."""
-        return Correction(self.weights.to(device))
+        return replace(self, weights=self.weights.to(device))
 
     def save(self, path: Path) -> None:
         """Puts it into a file, in one step. Raises OSError."""
         partial = path.with_suffix(f".{os.getpid()}.partial")
-        save_file({"weights": self.weights.cpu()}, partial)
+        save_file({"weights": self.weights.cpu()}, partial, {"trained": str(self.trained)})
         partial.replace(path)
 
     @classmethod
     def load(cls, path: Path, shape: torch.Size) -> "Correction":
-        """Raises OSError, KeyError, SafetensorError or ValueError when it is no correction of this shape."""
-        weights = load_file(path)["weights"]
+        """Raises OSError, SafetensorError or ValueError when it is no correction of this shape."""
+        with safe_open(path, "pt") as file:
+            weights, about = file.get_tensor("weights"), file.metadata() or {}
         if weights.shape != shape or weights.dtype != torch.float32 or not weights.isfinite().all():
             raise ValueError(f"it holds {weights.dtype} {[*weights.shape]}, not finite float32 {[*shape]}")
-        return cls(weights)
+        return cls(weights, about.get("trained") == "True")
 
 
 class PlacedCorrection(NamedTuple):

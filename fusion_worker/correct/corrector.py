@@ -2,14 +2,21 @@
 
 import asyncio
 import bisect
+import contextlib
 import itertools
 import logging
+import os
 import random
+import threading
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -24,12 +31,15 @@ from fusionkv.fusion_worker.correct.distillation import Distillation, Lesson
 from fusionkv.fusion_worker.library import cache
 from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.models import Model
-from fusionkv.fusion_worker.prompt import Prompt
+from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.fusion_worker.transfer.storage import Storage
 from fusionkv.kernels.segments import KVSegment
 from fusionkv.protos.runtime.cancellation import to_the_end
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
+# The priority of learning: beside it, a request's threads get 90% of a core.
+_NICE = 10
 # Of the fit, which comes first. With SmolLM2 and 1,400 tokens each, five prompts teach it no more than two.
 PROMPTS, TOKENS = 4, 1000
 # Of a prompt that is drawn from a corpus to learn ahead of time: a quarter to all of it, but two chunks or more. With
@@ -44,8 +54,9 @@ _MOST_WAITING = 8
 # Of corrections in memory: 40 corpora with SmolLM2, three with a model of 8B. The last one stays, however large.
 _MOST_BYTES = 256 << 20
 _MOST_NAMES = 4096  # of corpora, most of them without a correction
-# Corpora that are learned about at the same time. One more ends the oldest: a fit is lost, a training kept as it is.
-_MOST_LESSONS = 2
+# Corpora that are learned about at the same time. A new one waits until one of these is done, or until nothing was
+# learned about it for so many seconds: what followed its fit is then lost.
+_MOST_LESSONS, _PATIENCE_SECONDS = 2, 600.0
 
 
 @dataclass(slots=True)
@@ -53,14 +64,17 @@ class _Lessons:
     """What was learned about a corpus so far.
 
     Attributes:
-        training: after the fit.
+        fit: None once there is a correction.
+        training: of the correction.
         seen: prompts, by their digests.
+        learned_at: when the last of them was learned from, by the monotonic clock.
         lock: held by the one that learns.
     """
 
-    fit: Fit
-    training: Distillation | None = None
+    fit: Fit | None
+    training: Distillation | None
     seen: set[bytes] = field(default_factory=set)
+    learned_at: float = field(default_factory=time.monotonic)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -81,7 +95,9 @@ class Corrector:
         # None: there is none yet, in no file either.
         self._known: OrderedDict[Path, Correction | None] = OrderedDict()
         self._lessons: OrderedDict[Path, _Lessons] = OrderedDict()
+        self._studies = asyncio.Lock()
         self._waiting: asyncio.Queue[tuple[Prompt, str]] = asyncio.Queue()
+        self._thread = ThreadPoolExecutor(1, "fusionkv-learn", _step_back)
         self._task = asyncio.create_task(self._loop())
         self._idle = idle
 
@@ -89,19 +105,25 @@ class Corrector:
         """The correction of a corpus; None before there is one."""
         file = self._file(tenant, corpus)
         if file not in self._known:
-            self._remember(file, await asyncio.to_thread(self._read, file))
+            found = await asyncio.to_thread(self._read, file)
+            if file not in self._known:  # nothing was learned meanwhile
+                self._remember(file, found)
         self._known.move_to_end(file)
         return self._known[file]
 
     async def learned(self, tenant: str, corpus: str) -> bool:
         """Whether there is a correction, and no more to learn for it."""
-        return await self.find(tenant, corpus) is not None and self._file(tenant, corpus) not in self._lessons
+        found = await self.find(tenant, corpus)
+        return found is not None and found.trained
 
     def offer(self, prompt: Prompt, corpus: str) -> None:
         """A prompt to learn from, as long as there is more to learn about the corpus and few wait."""
         file, full = self._file(prompt.tenant, corpus), self._waiting.qsize() >= _MOST_WAITING
-        if len(prompt.chunks) > 1 and not full and (self._known.get(file) is None or file in self._lessons):
-            self._waiting.put_nowait((prompt, corpus))
+        known = self._known.get(file)
+        if len(prompt.chunks) > 1 and not full and not (known is not None and known.trained) and self._has_room(file):
+            # As long as a drawn prompt: the KV of all prompts of a training is kept until its end.
+            chunks = _first(prompt.chunks, _DRAWN_TOKENS - len(prompt.system))
+            self._waiting.put_nowait((replace(prompt, chunks=chunks, question=()), corpus))
 
     async def learn(self, prompt: Prompt, corpus: str, idle: asyncio.Event | None = None) -> None:
         """Computes a prompt's chunks behind each other and each alone, and learns from the difference.
@@ -115,47 +137,60 @@ class Corrector:
             ResourceExhausted: the prompt does not fit the pool.
         """
         file, digest = self._file(prompt.tenant, corpus), b"".join(part.digest for part in prompt.parts)
-        if await self.learned(prompt.tenant, corpus):
+        known = await self.find(prompt.tenant, corpus)
+        if known is not None and known.trained:
             return
-        lessons = self._lessons.setdefault(file, _Lessons(Fit(self._shape)))
+        if file not in self._lessons:
+            training = None if known is None else Distillation(self._model, known)
+            self._lessons[file] = _Lessons(Fit(self._shape) if known is None else None, training)
+        lessons = self._lessons[file]
         self._lessons.move_to_end(file)
         while len(self._lessons) > _MOST_LESSONS:
-            other, ended = self._lessons.popitem(last=False)
-            if ended.training is not None:
-                await self._finish(ended.training.correction, other)
+            self._lessons.popitem(last=False)
         # The same prompt may come twice at once, and a fit is not thread-safe.
         async with lessons.lock:
-            if digest in lessons.seen or await self.learned(prompt.tenant, corpus):
-                return
-            lesson = await self._lesson(prompt)
-            # All or nothing of a prompt, even if the caller leaves: chunks added before would count again.
-            lessons.seen.add(digest)
-            if lessons.training is None:
-                await self._fit(lessons, lesson, file)
-            else:
-                await self._train(lessons.training, lesson, file, idle)
+            enough = lessons.training is not None and lessons.training.ready
+            if digest not in lessons.seen and not enough and self._lessons.get(file) is lessons:
+                lesson = await self._lesson(prompt)
+                # All or nothing of a prompt, even if the caller leaves: chunks added before would count again.
+                lessons.seen.add(digest)
+                lessons.learned_at = time.monotonic()
+                if lessons.fit is not None:
+                    await self._fit(lessons, lessons.fit, lesson, file)
+                elif lessons.training is not None:
+                    await self._teach(lessons.training, partial(lessons.training.add, lesson), file)
+        await self._train(lessons, file, idle)
 
     async def study(self, sample: Prompt, corpus: str, train: bool = True) -> bool:
         """Learns from prompts of random chunks, before any question; whether there is a correction now.
 
-        sample: its chunks come from all over the corpus; two or more that differ. train: whether to go on after the
-        fit.
+        One corpus at a time.
+
+        Args:
+            sample: its chunks come from all over the corpus; two or more that differ.
+            train: whether to go on after the fit.
 
         Raises:
             ResourceExhausted: a drawn prompt does not fit the pool.
         """
+        file, system = self._file(sample.tenant, corpus), len(sample.system)
         chunks = [*{chunk.digest: chunk for chunk in sample.chunks}.values()]
         # The same draws for the same corpus, so that a correction can be made again.
         chance = random.Random(corpus)
-        most = min(_DRAWN_TOKENS, self._model.max_tokens - len(sample.system))
-        for _ in range(_MOST_DRAWN):
-            if not train and await self.find(sample.tenant, corpus) is not None:
-                break
-            mixed = chance.sample(chunks, len(chunks))
-            ends = list(itertools.accumulate(map(len, mixed)))
-            drawn = mixed[: max(2, bisect.bisect(ends, chance.randint(most // 4, most)))]
-            await self.learn(replace(sample, chunks=tuple(drawn), question=()), corpus)
-        return await self.find(sample.tenant, corpus) is not None
+        most = max(1, min(_DRAWN_TOKENS, self._model.max_tokens - system, self._pool.capacity - system))
+        async with self._studies:
+            for _ in range(_MOST_DRAWN):
+                known = await self.find(sample.tenant, corpus)
+                if known is not None and (known.trained or not train):
+                    break
+                mixed = chance.sample(chunks, len(chunks))
+                drawn = _first(mixed, chance.randint(most // 4, most))
+                await self.learn(replace(sample, chunks=drawn, question=()), corpus)
+            lessons = self._lessons.get(file)
+            if train and lessons is not None and lessons.training is not None:
+                # There are fewer different prompts than a training takes.
+                await self._finish(lessons.training.correction, file)
+            return await self.find(sample.tenant, corpus) is not None
 
     async def settle(self) -> None:
         """Waits until every prompt offered so far was looked at."""
@@ -165,39 +200,58 @@ class Corrector:
         """Returns when nothing is computed any more."""
         self._task.cancel()
         await asyncio.wait([self._task])
+        await asyncio.to_thread(self._thread.shutdown)
 
-    async def _fit(self, lessons: _Lessons, lesson: Lesson, file: Path) -> None:
+    def _has_room(self, file: Path) -> bool:
+        """Whether a prompt about this corpus would end no lessons that go on."""
+        if file in self._lessons or len(self._lessons) < _MOST_LESSONS:
+            return True
+        return time.monotonic() - next(iter(self._lessons.values())).learned_at > _PATIENCE_SECONDS
+
+    async def _in_thread(self, compute: Callable[[], T]) -> T:
+        """Computes in a thread of low priority, to the end even if the caller leaves."""
+        return await to_the_end(asyncio.wrap_future(self._thread.submit(compute)))
+
+    async def _fit(self, lessons: _Lessons, fit: Fit, lesson: Lesson, file: Path) -> None:
         """Adds a lesson to the fit, and makes a correction of it after the last of a few."""
-        await to_the_end(asyncio.to_thread(self._add, lessons.fit, lesson))
-        if len(lessons.seen) >= PROMPTS and lessons.fit.tokens >= TOKENS:
-            correction = await asyncio.to_thread(lessons.fit.solve)
-            log.info("learned a correction of reused KV from %d tokens of a corpus", lessons.fit.tokens)
-            if self._model.ranks.count == 1:
-                self._remember(file, correction.on(self._model.device))
-                lessons.training = Distillation(self._model, correction)
-            else:  # each rank has only its heads' part of the model, without gradients over ranks
-                await self._finish(correction, file)
+        await self._in_thread(partial(self._add, fit, lesson))
+        if len(lessons.seen) < PROMPTS or fit.tokens < TOKENS:
+            return
+        correction = await self._in_thread(fit.solve)
+        log.info("learned a correction of reused KV from %d tokens of a corpus", fit.tokens)
+        if self._model.ranks.count > 1:  # each has only its heads' part of the model, without gradients over ranks
+            await self._finish(correction, file)
+            return
+        await self._found(correction, file)
+        lessons.fit, lessons.training = None, Distillation(self._model, correction)
 
-    async def _train(self, training: Distillation, lesson: Lesson, file: Path, idle: asyncio.Event | None) -> None:
-        """Adds a lesson to a training; after the last one, trains the correction and keeps it."""
+    async def _train(self, lessons: _Lessons, file: Path, idle: asyncio.Event | None) -> None:
+        """Trains a correction if there are enough lessons, a step at a time, so that others can go on with it."""
+        while (training := lessons.training) is not None and training.ready and self._lessons.get(file) is lessons:
+            if idle is not None:
+                await idle.wait()
+            async with lessons.lock:
+                if self._lessons.get(file) is lessons:
+                    await self._teach(training, training.step, file)
+                    if training.finished and self._lessons.get(file) is lessons:
+                        log.info("trained a correction of reused KV on %d prompts", distillation.LESSONS)
+                        await self._finish(training.correction, file)
+
+    async def _teach(self, training: Distillation, part: Callable[[], object], file: Path) -> None:
+        """Computes a part of a training, and ends the training if the GPU's memory is full."""
         try:
-            await to_the_end(asyncio.to_thread(training.add, lesson))
-            if not training.ready:
-                return
-            while not training.finished:
-                if idle is not None:
-                    await idle.wait()
-                await to_the_end(asyncio.to_thread(training.step))
+            await self._in_thread(part)
         except torch.OutOfMemoryError:
             log.warning("the training of a correction of reused KV ended early: the GPU's memory is full")
-        else:
-            log.info("trained a correction of reused KV on %d prompts", distillation.LESSONS)
-        await self._finish(training.correction, file)
+            await self._finish(training.correction, file)
 
     async def _finish(self, correction: Correction, file: Path) -> None:
+        await self._found(replace(correction, trained=True), file)
+        self._lessons.pop(file, None)
+
+    async def _found(self, correction: Correction, file: Path) -> None:
         await asyncio.to_thread(self._keep, correction, file)
         self._remember(file, correction.on(self._model.device))
-        self._lessons.pop(file, None)
 
     def _remember(self, file: Path, correction: Correction | None) -> None:
         self._known[file] = correction
@@ -212,7 +266,7 @@ class Corrector:
             return Correction.load(file, self._shape).on(self._model.device)
         except FileNotFoundError:
             return None
-        except (OSError, SafetensorError, KeyError, ValueError) as error:
+        except (OSError, SafetensorError, ValueError) as error:
             log.warning("the correction in %s can't be read, and is learned again: %s", file, error)
             return None
 
@@ -270,3 +324,15 @@ class Corrector:
         """KV of the first tokens in the runs, [layers, 2, tokens, kv_heads of all ranks, head_dim], on the CPU."""
         chunk = PooledChunk(b"", tokens, 0, tuple(runs), asyncio.get_running_loop().create_future())
         return self._storage.numbers(await asyncio.to_thread(self._storage.take_out, chunk), tokens)
+
+
+def _first(chunks: Sequence[Chunk], tokens: int) -> tuple[Chunk, ...]:
+    """As many of the chunks as have at most `tokens` tokens, and at least two."""
+    ends = list(itertools.accumulate(map(len, chunks)))
+    return tuple(chunks[: max(2, bisect.bisect(ends, tokens))])
+
+
+def _step_back() -> None:
+    """Lowers the priority of this thread, and of those that torch starts from it."""
+    with contextlib.suppress(OSError):  # the container may not allow it
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICE)

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Iterable
+from collections.abc import Awaitable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
             task.cancel()
 
 
-async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
+async def to_the_end(work: Awaitable[T]) -> T:
     """Completes `work` even if the caller is cancelled, and raises the cancellation afterwards."""
     task = asyncio.ensure_future(work)
     try:

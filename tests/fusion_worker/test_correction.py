@@ -1,6 +1,8 @@
 """The correction of reused KV: the fit, the map, and what a worker makes of both."""
 
 import asyncio
+import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -177,6 +179,11 @@ async def test_what_is_reused_is_corrected(family: str, start: Any, parts: Parts
     await rig.ask(*parts, recipe="prophetkv+corrected", ratio=1.0, expected=plain.full_attention(parts))
 
 
+def sample(rig: Any, chunks: Any = LESSON) -> Prompt:
+    """Chunks to draw prompts from."""
+    return Prompt(Chunk((1, 2)), tuple(Chunk(tuple(ids)) for ids in chunks), (), rig.tenant)
+
+
 async def lesson_of(rig: Any, parts: Parts) -> Lesson:
     """A lesson from a prompt without its question."""
     system, *chunks = (Chunk(tuple(ids)) for ids in (parts[0], *parts[1]))
@@ -318,6 +325,23 @@ async def test_what_is_learned_is_kept_and_its_tenants_own(start: Any) -> None:
     assert await find(other.tenant, "corpus") is None
 
 
+async def test_learning_yields_to_requests(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the priority of its thread, which torch's threads inherit; that of the others is as before."""
+    usual, found = os.getpriority(os.PRIO_PROCESS, 0), list[int]()
+
+    def step(training: Distillation) -> None:
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        training._steps += 1
+
+    monkeypatch.setattr(Distillation, "step", step)
+    await taught(await start("llama"))
+    assert len(found) == LESSONS
+    assert min(found) > usual
+    priorities = [os.getpriority(os.PRIO_PROCESS, thread.native_id or 0) for thread in threading.enumerate()]
+    assert priorities.count(usual) > 1
+    assert os.getpriority(os.PRIO_PROCESS, 0) == usual
+
+
 @pytest.mark.parametrize("where", ["add", "step"])
 async def test_without_room_to_train_the_fit_is_kept(
     where: str, start: Any, corrections: Path, monkeypatch: pytest.MonkeyPatch
@@ -328,24 +352,88 @@ async def test_without_room_to_train_the_fit_is_kept(
     monkeypatch.setattr(Distillation, where, full)
     rig = await start("llama")
     ours = rig.servicer.answerer.corrector
-    sample = Prompt(Chunk((1, 2)), tuple(Chunk(tuple(ids)) for ids in LESSON), (), rig.tenant)
-    assert await ours.study(sample, "c")
+    assert await ours.study(sample(rig), "c")
     assert await ours.learned(rig.tenant, "c")
     assert ours._file(rig.tenant, "c") in (corrections / "corrections").iterdir()
 
 
-async def test_a_training_that_makes_room_for_another_is_kept(
-    start: Any, corrections: Path, monkeypatch: pytest.MonkeyPatch
+async def test_what_gives_way_to_another_corpus_goes_on_from_its_fit(
+    start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In the same worker, and in one that starts later."""
     monkeypatch.setattr(corrector, "_MOST_LESSONS", 1)
     rig = await start("llama")
     ours = rig.servicer.answerer.corrector
-    sample = Prompt(Chunk((1, 2)), tuple(Chunk(tuple(ids)) for ids in LESSON), (), rig.tenant)
-    assert await ours.study(sample, "fitted", train=False)
-    assert not await ours.learned(rig.tenant, "fitted")
-    await ours.learn(sample, "another")
-    assert await ours.learned(rig.tenant, "fitted")
-    assert ours._file(rig.tenant, "fitted") in (corrections / "corrections").iterdir()
+    assert await ours.study(sample(rig), "c", train=False)
+    fit = (await ours.find(rig.tenant, "c")).weights
+    await ours.learn(sample(rig), "another")
+    for each in (ours, (await start("llama")).servicer.answerer.corrector):
+        assert torch.equal((await each.find(rig.tenant, "c")).weights, fit)
+        assert not await each.learned(rig.tenant, "c")
+    assert await each.study(sample(rig), "c")
+    assert await each.learned(rig.tenant, "c")
+    assert not torch.equal((await each.find(rig.tenant, "c")).weights, fit)
+
+
+async def test_learning_ahead_of_time_needs_no_idle_worker(start: Any) -> None:
+    """Even if a training has begun that waits for one."""
+    rig = await start("llama")
+    ours, idle, whole = rig.servicer.answerer.corrector, asyncio.Event(), sample(rig)
+    for number in range(1, TRAINED):
+        await ours.learn(sample(rig, [random_ids(90, 100 * number + n) for n in range(4)]), "c")
+    waiting = asyncio.create_task(ours.learn(whole, "c", idle))
+    (lessons,) = ours._lessons.values()
+    await rig.until(lambda: lessons.training.ready)
+    assert not await ours.learned(rig.tenant, "c")
+    assert await ours.study(whole, "c")
+    assert await ours.learned(rig.tenant, "c")
+    idle.set()
+    await waiting
+
+
+@pytest.mark.parametrize("patience", [600.0, -1.0])
+async def test_corpora_that_take_turns(patience: float, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A third one is learned about when one of the first two is done, or was not asked about for long."""
+    monkeypatch.setattr(corrector, "_PATIENCE_SECONDS", patience)
+    rig = await start("llama")
+    ours, corpora = rig.servicer.answerer.corrector, "abc"
+
+    async def ask(number: int, corpus: str) -> None:
+        ours.offer(sample(rig, [random_ids(90, 100 * number + n) for n in range(4)]), corpus)
+        await ours.settle()
+
+    for number in range(TRAINED):
+        for corpus in corpora:
+            await ask(number, corpus)
+    assert [await ours.learned(rig.tenant, c) for c in corpora] == [patience > 0, patience > 0, False]
+    for number in range(TRAINED):
+        await ask(TRAINED + number, "c")
+    assert await ours.learned(rig.tenant, "c")
+
+
+async def test_three_chunks_make_fewer_prompts_than_a_training_takes(start: Any) -> None:
+    rig = await start("llama")
+    ours = rig.servicer.answerer.corrector
+    assert await ours.study(sample(rig, [random_ids(200, n) for n in range(3)]), "c")
+    assert await ours.learned(rig.tenant, "c")
+    assert not ours._lessons
+
+
+async def test_of_a_long_prompt_a_part_is_learned_from(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The KV of all prompts stays in memory until the training ends."""
+    monkeypatch.setattr(corrector, "_DRAWN_TOKENS", 300)
+    rig = await start("llama")
+    ours = rig.servicer.answerer.corrector
+    ours.offer(sample(rig), "c")
+    await ours.settle()
+    (lessons,) = ours._lessons.values()
+    assert lessons.fit.tokens == 2 * 90, "all but the first chunk"
+
+
+async def test_drawn_prompts_fit_into_the_pool(start: Any) -> None:
+    large = await start("llama")
+    rig = await start("llama", pool_bytes=600 * large.model.kv.token_bytes)
+    assert await rig.servicer.answerer.corrector.study(sample(rig), "c")
 
 
 async def test_what_is_not_used_leaves_memory(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
