@@ -106,7 +106,7 @@ def choose(console: Console, model: str | None) -> Setting:
             "this project, which only answers questions about generated reports."
         )
         return small
-    if not fetched(console, EMBEDDER, "91 MB"):
+    if not fetched(console, EMBEDDER, "84 MB"):
         console.print(f"[yellow]{EMBEDDER} could not be fetched:[/] documents are searched by words only.")
         return replace(world, gateway=world.gateway | WORDS_ALONE)
     return world

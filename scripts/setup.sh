@@ -91,9 +91,10 @@ install_tools() {
 
 # For the tests over a Mooncake Store, 50 MB.
 install_mooncake() {
-    local libraries="libibverbs1 libnuma1 librdmacm1"
+    local libraries="libcurl4 libibverbs1 libnuma1 librdmacm1" names="curl.so.4 ibverbs.so.1 numa.so.1 rdmacm.so.1"
+    local load='import ctypes, sys; [ctypes.CDLL("lib" + name) for name in sys.argv[1:]]'
     # shellcheck disable=SC2086
-    if ! { dpkg -s $libraries >/dev/null 2>&1 || apt_install $libraries; }; then
+    if ! { $venv/bin/python -c "$load" $names 2>/dev/null || apt_install $libraries; }; then
         echo "$libraries are missing: the tests over a Mooncake Store are skipped"
     elif ! pip_install -c constraints.txt mooncake-transfer-engine-non-cuda nvidia-cuda-runtime-cu12; then
         echo "pip could not fetch Mooncake: the tests over a Mooncake Store are skipped"
