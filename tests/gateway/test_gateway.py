@@ -178,14 +178,15 @@ def test_the_default_recipe_needs_nothing_but_chunks_encoded_alone(client: Clien
         [*client.precompute("ahead", "prefix_cache")]
 
 
-def test_a_tenant_uses_what_was_learned_ahead_of_time(cache: Any, start: Start, serve: Serve) -> None:
+def test_a_tenant_uses_what_was_learned_ahead_of_time(
+    cache: Any, start: Start, serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FUSIONKV_MODELS", str(tmp_path))  # nothing that an earlier run has learned
     client, _ = serve(start(cache=cache), "--tenant", "acme")
     for i in range(9):
         client.ingest("c", f"{i}.txt", f"Of Name{i}: " + f"a{i} b{i} c{i} " * 20)
     assert [*client.precompute("c")][-1].done == 9
-    assert client.ask(
-        "c", "Name1, a2, b3 and c4?", recipe="midlayer+corrected", max_tokens=1
-    ).summary.chunks_corrected
+    assert client.ask("c", "Name1, a2, b3 and c4?", max_tokens=1).summary.chunks_corrected > 0
 
 
 @pytest.mark.slow
