@@ -113,14 +113,13 @@ class Corrector:
 
     async def learned(self, tenant: str, corpus: str) -> bool:
         """Whether there is a correction, and no more to learn for it."""
-        found = await self.find(tenant, corpus)
-        return found is not None and found.trained
+        return self._is_final(await self.find(tenant, corpus))
 
     def offer(self, prompt: Prompt, corpus: str) -> None:
         """A prompt to learn from, as long as there is more to learn about the corpus and few wait."""
         file, full = self._file(prompt.tenant, corpus), self._waiting.qsize() >= _MOST_WAITING
-        known = self._known.get(file)
-        if len(prompt.chunks) > 1 and not full and not (known is not None and known.trained) and self._has_room(file):
+        final = self._is_final(self._known.get(file))
+        if len(prompt.chunks) > 1 and not full and not final and self._has_room(file):
             # As long as a drawn prompt: the KV of all prompts of a training is kept until its end.
             chunks = _first(prompt.chunks, _DRAWN_TOKENS - len(prompt.system))
             self._waiting.put_nowait((replace(prompt, chunks=chunks, question=()), corpus))
@@ -138,7 +137,7 @@ class Corrector:
         """
         file, digest = self._file(prompt.tenant, corpus), b"".join(part.digest for part in prompt.parts)
         known = await self.find(prompt.tenant, corpus)
-        if known is not None and known.trained:
+        if self._is_final(known):
             return
         if file not in self._lessons:
             training = None if known is None else Distillation(self._model, known)
@@ -181,7 +180,7 @@ class Corrector:
         async with self._studies:
             for _ in range(_MOST_DRAWN):
                 known = await self.find(sample.tenant, corpus)
-                if known is not None and (known.trained or not train):
+                if self._is_final(known) or (known is not None and not train):
                     break
                 mixed = chance.sample(chunks, len(chunks))
                 drawn = _first(mixed, chance.randint(most // 4, most))
@@ -202,6 +201,10 @@ class Corrector:
         await asyncio.wait([self._task])
         await asyncio.to_thread(self._thread.shutdown)
 
+    def _is_final(self, known: Correction | None) -> bool:
+        """Whether there is no more to learn. Under tensor parallelism no rank can train: it has only its heads."""
+        return known is not None and (known.trained or self._model.ranks.count > 1)
+
     def _has_room(self, file: Path) -> bool:
         """Whether a prompt about this corpus would end no lessons that go on."""
         if file in self._lessons or len(self._lessons) < _MOST_LESSONS:
@@ -219,11 +222,12 @@ class Corrector:
             return
         correction = await self._in_thread(fit.solve)
         log.info("learned a correction of reused KV from %d tokens of a corpus", fit.tokens)
-        if self._model.ranks.count > 1:  # each has only its heads' part of the model, without gradients over ranks
-            await self._finish(correction, file)
-            return
         await self._found(correction, file)
-        lessons.fit, lessons.training = None, Distillation(self._model, correction)
+        lessons.fit = None
+        if self._is_final(correction):
+            self._lessons.pop(file, None)
+        else:
+            lessons.training = Distillation(self._model, correction)
 
     async def _train(self, lessons: _Lessons, file: Path, idle: asyncio.Event | None) -> None:
         """Trains a correction if there are enough lessons, a step at a time, so that others can go on with it."""

@@ -375,6 +375,17 @@ async def test_what_gives_way_to_another_corpus_goes_on_from_its_fit(
     assert not torch.equal((await each.find(rig.tenant, "c")).weights, fit)
 
 
+async def test_a_fit_is_final_under_tensor_parallelism(start: Any) -> None:
+    """Whoever made it: the same model may have run on one GPU before."""
+    ours = (rig := await start("llama")).servicer.answerer.corrector
+    assert await ours.study(sample(rig), "c", train=False)
+    assert not await ours.learned(rig.tenant, "c")
+    ours._model = replace(ours._model, ranks=replace(ours._model.ranks, count=2))
+    assert await ours.learned(rig.tenant, "c")
+    ours.offer(sample(rig), "c")
+    assert ours._waiting.empty()
+
+
 async def test_learning_ahead_of_time_needs_no_idle_worker(start: Any) -> None:
     """Even if a training has begun that waits for one."""
     rig = await start("llama")
