@@ -38,17 +38,22 @@ class Failed(Exception):
 
 
 class Process:
-    """A process that logs to a file. It can be started again after `kill`."""
+    """A process that logs to a file. It can be started again after `kill`, on the same port."""
 
-    def __init__(self, folder: Path, name: str, command: Callable[[], Sequence[str]], port: int) -> None:
-        self.name, self.port = name, port
-        self.address = f"127.0.0.1:{port}"
+    def __init__(self, folder: Path, name: str, command: Callable[[int], Sequence[str]]) -> None:
+        self.name = name
+        # Held while nothing listens on it, or the system might give it to another program.
+        self._held = socket.socket()
+        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._held.bind(("127.0.0.1", 0))
+        self._port = int(self._held.getsockname()[1])
+        self.address = f"127.0.0.1:{self._port}"
         self._command, self._log = command, folder / f"{name}.log"
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         with self._log.open("ab") as out:
-            self._process = subprocess.Popen(self._command(), stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+            self._process = subprocess.Popen(self._command(self._port), stdin=subprocess.DEVNULL, stdout=out, stderr=out)
         end = time.monotonic() + START_SECONDS
         while not self._listens():
             if self._process.poll() is not None or time.monotonic() > end:
@@ -66,7 +71,7 @@ class Process:
 
     def _listens(self) -> bool:
         with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+            return probe.connect_ex(("127.0.0.1", self._port)) == 0
 
 
 @dataclass(frozen=True)
@@ -98,8 +103,7 @@ def cluster(folder: Path, remote: str, model: str) -> Iterator[Cluster]:
     made: list[Process] = []
 
     def process(name: str, command: Callable[[int], Sequence[str]]) -> Process:
-        port = _free_port()
-        made.append(Process(folder, name, lambda: [str(word) for word in command(port)], port))
+        made.append(Process(folder, name, command))
         return made[-1]
 
     def serve(name: str, port: int, *flags: object) -> Sequence[str]:

@@ -160,6 +160,9 @@ class WorkerClient:
         try:
             yield
         except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                # Such as a program that was given the address of a worker that is gone.
+                raise errors.Unavailable(f"{self.address} is not a fusion worker of this version") from error
             raise errors.from_rpc(error, f"fusion worker {self.address}") from error
 
     async def _forget_when_lost(self) -> None:

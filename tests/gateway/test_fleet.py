@@ -21,6 +21,8 @@ from fusionkv.gateway.workers import workers
 from fusionkv.gateway.workers.workers import PrefixAffinity, WorkerPool
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.fusion.v1.fusion_pb2_grpc import FusionServiceServicer
+from fusionkv.protos.kvcache.v1 import kvcache_pb2
+from fusionkv.protos.kvcache.v1.kvcache_pb2_grpc import KVCacheServiceServicer
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime import rpc
 from fusionkv.protos.runtime.errors import DeadlineExceeded, ServiceError, Unavailable
@@ -32,7 +34,7 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.system
 SERVICE = pb.DESCRIPTOR.services_by_name["FusionService"]
-
+OTHER = kvcache_pb2.DESCRIPTOR.services_by_name["KVCacheService"]
 
 IDS = pb.Tokens(ids=[1, 2, 3])
 ENCODE = pb.EncodeRequest(chunk=IDS, mode=pb.EncodeRequest.MODE_NEIGHBOURS)
@@ -115,6 +117,21 @@ async def test_workers_that_describe_one_model_differently_share_no_vocabulary_b
                     seen.append(await pool.model())
     assert [vocabulary.model.device for vocabulary in seen] == ["cuda:0", "cpu"] * 2
     assert seen[:2] == seen[2:]
+
+
+async def test_another_program_at_the_address_of_a_worker_is_passed_over() -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        other = await stack.enter_async_context(listening(rpc.handlers(OTHER, KVCacheServiceServicer())))
+        worker = await stack.enter_async_context(listening(rpc.handlers(SERVICE, Described("cpu"))))
+        alone, both = WorkerPool([other]), WorkerPool([other, worker])
+        stack.push_async_callback(alone.close)
+        stack.push_async_callback(both.close)
+        await until(lambda: all(member.client.connected for member in both.members))
+        member = next(member for member in both.members if member.client.address == worker)
+        with member.counted():
+            assert (await both.model()).model.device == "cpu"
+        with pytest.raises(Unavailable, match=f"^{other} is not a fusion worker of this version$"):
+            await alone.model()
 
 
 class Hung(Described):
