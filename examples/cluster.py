@@ -53,7 +53,8 @@ class Process:
 
     def start(self) -> None:
         with self._log.open("ab") as out:
-            self._process = subprocess.Popen(self._command(self._port), stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+            command = self._command(self._port)
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
         end = time.monotonic() + START_SECONDS
         while not self._listens():
             if self._process.poll() is not None or time.monotonic() > end:
