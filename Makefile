@@ -63,17 +63,17 @@ format: setup ## Formats Python and protos
 	.venv/bin/buf format --write protos
 
 .PHONY: proto
-proto: .venv/.packages ## Generates the gRPC stubs anew
+proto: .venv/.packages ## Regenerates the gRPC stubs
 	@scripts/setup.sh stubs
 	@touch .venv/.stubs
 
 .PHONY: proto-breaking
 proto-breaking: setup ## Refuses changes that break clients of an earlier commit: BASE=v0.1.0
-	@test -n "$(BASE)" || { echo "say against what: make proto-breaking BASE=<tag or commit>"; exit 2; }
+	@test -n "$(BASE)" || { echo "usage: make proto-breaking BASE=<tag or commit>"; exit 2; }
 	.venv/bin/buf breaking protos --against '.git#ref=$(BASE),subdir=protos'
 
 .PHONY: docs
-docs: setup ## Writes what follows from the code, and the site of the documentation: build/site/
+docs: setup ## Regenerates the pages that follow from the code, and builds the site: build/site/
 	@for page in configuration structure recipes; do \
 	  $(PY) scripts/$${page}_docs.py > build/$$page.md && mv build/$$page.md docs/$$page.md || exit 1; done
 	@$(PY) scripts/chart_schema.py > build/schema.json && mv build/schema.json k8s/fusionkv/values.schema.json
@@ -119,7 +119,7 @@ fuzz: setup ## Every decoder and RPC with inputs of any content, each for SECOND
 	@FUZZ_SECONDS=$(or $(SECONDS_EACH),60) FUZZ_SEED=$(or $(SEED),1) .venv/bin/pytest -q tests/fuzz -m '' --timeout 3600 $(ARGS)
 
 .PHONY: eval
-eval: setup ## Every recipe on the reference models' tasks, 500 samples a cell; report in build/eval/
+eval: setup ## Most recipes on the reference models' tasks, 500 samples a cell; report in build/eval/
 	@$(PY) -m fusionkv.bench.quality --auxiliary models/clip/tuned-1 $(ARGS)
 
 .PHONY: bench-peers
@@ -128,7 +128,7 @@ bench-peers: setup ## Speed of the cache service beside Redis, Mooncake Store an
 	@$(PY) -m fusionkv.bench.cache.peers --json build/bench/peers.json $(ARGS)
 
 .PHONY: vllm
-vllm: setup ## vLLM with our connector beside vLLM alone and with LMCache; ARGS="--data FILE"; build/bench/vllm.json
+vllm: setup ## vLLM with the connector beside vLLM alone and with LMCache; ARGS="--data FILE"; build/bench/vllm.json
 	@scripts/setup.sh vllm
 	@$(PY) -m fusionkv.fusion_worker.library get smollm2
 	@$(PY) -m fusionkv.bench.services.vllm --json build/bench/vllm.json $(ARGS)

@@ -65,7 +65,7 @@ class WorkerConfig:
     )
     max_loads: int = setting(8, "maximum number of chunks fetched at the same time, oldest request first", low=1)
     store: str = setting(
-        "plain", "storage format of KV: plain, int8 or fp8. Quantised KV is lossy, so it never counts as an exact hit"
+        "plain", "storage format of KV: plain, int8 or fp8. Quantised KV is lossy, so even an exact hit is stale"
     )
     lookup_timeout: float = setting(
         1.0, "maximum seconds for a lookup; past it, the cache service counts as down", low=0.001
