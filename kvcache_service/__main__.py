@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import socket
 import stat
 import sys
@@ -19,7 +20,7 @@ from fusionkv.kvcache_service.remote.tier import Engine, RemoteTier
 from fusionkv.kvcache_service.servicer import SERVICE, KVCacheServicer, handler
 from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.tiers.base import Tier
-from fusionkv.kvcache_service.tiers.disk import DiskTier, readable_files
+from fusionkv.kvcache_service.tiers.disk import SEGMENT_BYTES, DiskTier, readable_files
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.kvcache_service.tiers.sealed_disk import DiskKeys, SealedDiskTier
 from fusionkv.protos.observe import telemetry
@@ -27,6 +28,8 @@ from fusionkv.protos.runtime import process, rpc, settings
 
 log = logging.getLogger(__name__)
 NAME = "fusionkv-kvcache"
+# Open files beside those of the disk tier: about 25 of an idle service, and connections.
+_OTHER_FILES = 48
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     try:
         process.share_heaps()
-        process.check_files()
+        check_files(config)
         process.check_ports(config.listen, "--listen")
         telemetry.attach(NAME, config.metrics_listen)
         process.keep_freed_memory()
@@ -51,6 +54,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         telemetry.detach()
     return 0
+
+
+def check_files(config: Config) -> None:
+    """Raises the soft limit on open files to the hard one: a disk tier keeps every segment file open.
+
+    Raises OSError if that is too low for the service to start, or for a full disk tier.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    process.check_files()
+    needed = -(-config.disk_bytes // SEGMENT_BYTES) * (2 if config.disk_keys else 1) + _OTHER_FILES
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise OSError(
+            f"only {hard} open files are allowed, and a full disk tier needs {needed}: raise the limit (ulimit -n, "
+            "or LimitNOFILE of systemd), or lower disk_bytes"
+        )
 
 
 def make_store(config: Config) -> Store:
@@ -111,7 +130,7 @@ async def run(config: Config) -> None:
         await rpc.serve(
             NAME,
             config.listen,
-            {SERVICE.full_name: handler(KVCacheServicer(store, config, sharing))},
+            {SERVICE.full_name: handler(KVCacheServicer(store, sharing))},
             drain_seconds=config.drain_seconds,
             on_stop=sharing.flush if sharing else None,
             tls=config.server_tls,
@@ -145,14 +164,10 @@ def start_file_servers(config: Config, store: Store) -> list[FileServer]:
     for path in filter(None, map(path_of, config.listen)):
         try:
             file_servers.append(share_memory(path, memory.arena, memory.capacity_bytes, memory.file))
-        except OSError as error:
-            log.warning("can't share memory at %s, its bytes are streamed: %s", path, error)
-            continue
-        if files is not None:
-            try:
+            if files is not None:
                 file_servers.append(share_segments(segments_of(path), memory.arena, files.open_segment))
-            except OSError as error:
-                log.warning("can't share files beside %s, their bytes are streamed: %s", path, error)
+        except OSError as error:
+            log.warning("can't share memory and files beside %s, bytes are streamed: %s", path, error)
     return file_servers
 
 

@@ -230,7 +230,7 @@ class CacheClient:
         """
         data = data.cast("B")
         deadline = time.monotonic() + timeout
-        checksum = await _checksum(data)
+        checksum = await asyncio.to_thread(checksum_of, data) if len(data) > _HASH_INLINE_BYTES else checksum_of(data)
         header = pb.PutHeader(
             namespace=namespace,
             path=path,
@@ -406,10 +406,6 @@ class Rise:
                 del self._keys[key]
             with contextlib.suppress(errors.ServiceError):
                 await self._send(keys)
-
-
-async def _checksum(data: memoryview) -> bytes:
-    return await asyncio.to_thread(checksum_of, data) if len(data) > _HASH_INLINE_BYTES else checksum_of(data)
 
 
 def _put_message(part: pb.PutRequest | memoryview) -> bytes:

@@ -35,7 +35,7 @@ class Config:
     remote_ttl_seconds: float = setting(
         86_400.0, "seconds after its last use until an entry expires in Redis; Mooncake Store has no expiry", low=1
     )
-    remote_timeout: float = setting(2.0, "maximum seconds for a reply of Redis", low=0.001)
+    remote_timeout: float = setting(2.0, "maximum seconds for a reply of Redis; a call is tried twice", low=0.001)
     remote_lookup_ms: int = setting(
         50,
         "maximum milliseconds that a Lookup waits for the remote tier; past it, only local entries are found",
@@ -81,7 +81,7 @@ class Config:
         ServerTLS.of(self.tls_cert, self.tls_key, self.tls_client_ca)
         scheme, _, _ = self.remote_url.partition("://")
         if self.remote_url and scheme not in _SCHEMES:
-            raise ValueError(f"remote_url begins with one of {', '.join(f'{scheme}://' for scheme in _SCHEMES)}")
+            raise ValueError(f"remote_url must begin with one of {', '.join(f'{scheme}://' for scheme in _SCHEMES)}")
 
     @property
     def server_tls(self) -> ServerTLS | None:

@@ -7,10 +7,8 @@ digests of different kinds never collide.
 import hashlib
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 
 DIGEST_BYTES = 32
-_FRAME = DIGEST_BYTES.to_bytes(8, "little")
 
 
 def namespace(model: bytes, settings: Mapping[str, str], tenant: str) -> bytes:
@@ -76,16 +74,10 @@ def replica_key(namespace: bytes, system: bytes, chunk: bytes) -> bytes:
 
 def _digest(tag: bytes, parts: Sequence[bytes]) -> bytes:
     # A single call of the hash: another costs as much as 64 bytes, and a Lookup of 20 chunks makes up to 40 digests.
-    message = _framed(tag)
-    for part in parts:
-        message += _FRAME if len(part) == DIGEST_BYTES else len(part).to_bytes(8, "little")
-        message += part
+    message = b""
+    for part in (tag, *parts):
+        message += len(part).to_bytes(8, "little") + part
     return hashlib.sha256(message).digest()
-
-
-@lru_cache(maxsize=16)
-def _framed(tag: bytes) -> bytes:
-    return len(tag).to_bytes(8, "little") + tag
 
 
 MOST_VERSIONS = 16

@@ -32,6 +32,8 @@ _HEAD = struct.Struct(f"<{_NAME_BYTES}sQ")  # name, size
 _SEGMENT = struct.Struct("<I")
 _TIMEOUT_SECONDS = 2.0
 _ACCEPT_AGAIN_SECONDS = 0.1
+# Interval in which a client requests a memory tier again that it could not map.
+_OPEN_AGAIN_SECONDS = 60.0
 # Above this size, a copy (5 to 20 GB/s) would block the event loop; below it, a hop to a thread takes longer.
 _COPY_INLINE_BYTES = 8 << 20
 # Number of leases above which expired ones are dropped. A client that releases leases has one per request.
@@ -129,6 +131,7 @@ class LocalTiers:
         self._path = path_of(address)
         self._name = b""
         self._bytes: memoryview | None = None
+        self._open_again = 0.0
         self._leases: dict[int, float] = {}
         self._files: OrderedDict[int, int] = OrderedDict()
         self._refused = False
@@ -148,12 +151,17 @@ class LocalTiers:
         """Maps the memory tier of this name; None if it is not local or not shared. Unmapped with the last view."""
         if self._path is None or not name:
             return None
-        if self._name != name:
-            self._name, self._bytes, self._refused = name, None, False
+        new, now = self._name != name, time.monotonic()
+        if new or (self._bytes is None and now >= self._open_again):
+            self._name, self._bytes, self._refused, self._open_again = name, None, False, now + _OPEN_AGAIN_SECONDS
             try:
                 received, view = await asyncio.to_thread(receive, self._path)
+            except asyncio.CancelledError:
+                self._name = b""  # the next response tries again
+                raise
             except OSError as error:
-                log.warning("bytes of the cache service at %s are streamed: %s", self._address, error)
+                if new:
+                    log.warning("bytes of the cache service at %s are streamed: %s", self._address, error)
             else:
                 # Segment files of an earlier start of the service are not used any more.
                 self.close()
@@ -180,7 +188,9 @@ class LocalTiers:
         return time.monotonic() < self._leases.get(lease, 0.0)
 
     async def read(self, extent: tuple[int, int], reader: Callable[[int, int], bytes]) -> bytes:
-        """Runs a reader, as for `CacheClient.read`, in a thread at an extent. See `opened` for the lease.
+        """Runs a reader, as for `CacheClient.read`, in a thread at an extent.
+
+        The caller checks afterwards that the lease is still `held`.
 
         Returns:
             Checksum of the bytes read, which the caller compares; empty if they cannot be read.

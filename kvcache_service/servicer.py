@@ -10,7 +10,6 @@ from typing import Any
 import grpc
 
 from fusionkv.kvcache_service.client import RESERVED
-from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.index import record as records
 from fusionkv.kvcache_service.index.record import HitKind, Record
 from fusionkv.kvcache_service.keys import DIGEST_BYTES
@@ -49,10 +48,10 @@ def handler(servicer: "KVCacheServicer") -> grpc.GenericRpcHandler:
 class KVCacheServicer:
     """Implements KVCacheService (protos/kvcache) with one store."""
 
-    def __init__(self, store: Store, config: Config, sharing: Sharing | None = None) -> None:
+    def __init__(self, store: Store, sharing: Sharing | None = None) -> None:
         """sharing: access to a remote tier; None without one."""
         self._store = store
-        self._config = config
+        self._config = store.config
         self._sharing = sharing
         self._arena = next((t.arena for t in store.residents.tiers if isinstance(t, MemoryTier)), b"")
         self._files = readable_files(store.residents.tiers)
@@ -173,6 +172,8 @@ class KVCacheServicer:
         deleted = await self._store.delete(keys or self._store.residents.index.namespace_keys(namespace))
         if sharing is not None:
             await sharing.delete(shared, namespace)
+            # A Lookup may have found entries there after the first deletion, and copied them here.
+            await self._store.delete(keys or self._store.residents.index.namespace_keys(namespace))
         return pb.DeleteResponse(deleted=deleted)
 
     async def Stats(self, request: pb.StatsRequest, context: grpc.aio.ServicerContext) -> pb.StatsResponse:

@@ -15,7 +15,8 @@ MAX_SIGNATURE_BYTES = 63
 _PLAIN, _SIGNED = 1, 2
 NEWEST = _SIGNED
 """The highest record version that can be read."""
-_VARIANT, _OFFERED = 1, 2
+# Flags.
+VARIANT, OFFERED = 1, 2
 # version, elements of the path, flags, size, tokens, base, checksum, place
 _HEAD = struct.Struct("<BHBQII16sQ")
 # Limits of the in-memory columns, above those of entries and tiers.
@@ -88,7 +89,7 @@ def encode(record: Record, offset: int) -> bytes:
     head = _HEAD.pack(
         _SIGNED if record.signature else _PLAIN,
         record.depth,
-        _VARIANT * bool(record.variant) | _OFFERED * record.offered,
+        VARIANT * bool(record.variant) | OFFERED * record.offered,
         record.size,
         record.tokens,
         record.base,
@@ -115,10 +116,10 @@ def decode(key: bytes, value: bytes) -> tuple[Record, int]:
         ValueError: `value` is not the output of `encode` for `key`.
     """
     _, depth, flags, size, tokens, base, digest, offset = _head(key, value)
-    names, at = value[_HEAD.size : -8], DIGEST_BYTES * (1 + (flags & _VARIANT))
+    names, at = value[_HEAD.size : -8], DIGEST_BYTES * (1 + (flags & VARIANT))
     end = at + DIGEST_BYTES * depth
     namespace, variant, trail, signature = names[:DIGEST_BYTES], names[DIGEST_BYTES:at], names[at:end], names[end:]
-    offered = bool(flags & _OFFERED)
+    offered = bool(flags & OFFERED)
     return Record(key, namespace, trail, variant, size, tokens, base, digest, offered, signature), offset
 
 
@@ -129,7 +130,7 @@ def _head(key: bytes, value: bytes) -> tuple[Any, ...]:
     head = _HEAD.unpack_from(value)
     version, depth, flags, size, *_, offset = head
     possible = version in (_PLAIN, _SIGNED) and depth > 0 and len(key) == DIGEST_BYTES
-    signature_bytes = len(value) - _HEAD.size - 8 - DIGEST_BYTES * (1 + (flags & _VARIANT) + depth)
+    signature_bytes = len(value) - _HEAD.size - 8 - DIGEST_BYTES * (1 + (flags & VARIANT) + depth)
     fits = signature_bytes == 0 if version == _PLAIN else 0 < signature_bytes <= MAX_SIGNATURE_BYTES
     if not possible or not fits or size > _MAX_BYTES or offset > _MAX_OFFSET:
         raise ValueError(f"an index record of version {version} that is invalid in versions 1 to {_SIGNED}")

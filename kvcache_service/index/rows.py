@@ -10,14 +10,13 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from fusionkv.kvcache_service.index.record import MAX_SIGNATURE_BYTES, Record
+from fusionkv.kvcache_service.index.record import MAX_SIGNATURE_BYTES, OFFERED, VARIANT, Record
 from fusionkv.kvcache_service.keys import DIGEST_BYTES
 
 # key, chunk, variant, checksum, size, tokens, base, flags
 _FIXED = struct.Struct("<32s32s32s16sIIIB3x")
 # Length and bytes.
 _SIGNATURE = struct.Struct(f"{1 + MAX_SIGNATURE_BYTES}p")
-_VARIANT, _OFFERED = 1, 2
 _NOWHERE = -1
 # A slot contains 32 bits of the digest and the row + 1; 0 is an empty slot.
 _ROW_BITS = 32
@@ -92,7 +91,7 @@ class Rows:
         return self._behind[row] != 0
 
     def add(self, record: Record, heat: float) -> int:
-        flags = _VARIANT * bool(record.variant) | _OFFERED * record.offered
+        flags = VARIANT * bool(record.variant) | OFFERED * record.offered
         numbers = (record.size, record.tokens, record.base, flags)
         fixed = _FIXED.pack(record.key, record.chunk, record.variant, record.checksum, *numbers)
         if not self._free:
@@ -137,8 +136,8 @@ class Rows:
         at = row * _SIGNATURE.size
         signature = _SIGNATURE.unpack_from(self._signatures, at)[0] if at < len(self._signatures) else b""
         return Record(
-            key, namespace, chunk + behind, variant if flags & _VARIANT else b"", size, tokens, base, checksum,
-            offered=bool(flags & _OFFERED), signature=signature,
+            key, namespace, chunk + behind, variant if flags & VARIANT else b"", size, tokens, base, checksum,
+            offered=bool(flags & OFFERED), signature=signature,
         )  # fmt: skip
 
     def belongs(self, row: int, namespace: bytes, system: bytes, chunk: bytes, variant: bytes) -> bool:

@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -19,7 +18,7 @@ from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.store.writing import reserve
 from fusionkv.kvcache_service.tiers.base import Unreachable
 from fusionkv.protos.observe import logs
-from fusionkv.protos.runtime.errors import DataLoss, InvalidArgument, Unavailable
+from fusionkv.protos.runtime.errors import DataLoss, Unavailable
 
 log = logging.getLogger(__name__)
 _faults = logs.RateLimitedLog(log)
@@ -55,7 +54,8 @@ class Sharing:
         self._lookup_seconds = store.config.remote_lookup_ms / 1000
         self._alive_seconds = min(_ALIVE_SECONDS, store.config.remote_ttl_seconds / 4)
         self._threads = ThreadPoolExecutor(_THREADS, "kvcache-remote")
-        # Of their own: copies take all of the others, and a late lookup counts as a tier that is unreachable.
+        # A pool of its own: copies may occupy every thread of the other one, and a lookup that is late because it
+        # waited for a thread would make the tier count as unreachable.
         self._lookups = ThreadPoolExecutor(_LOOKUP_THREADS, "kvcache-remote-lookup")
         self._turns = asyncio.Semaphore(_PULLS)
         self._found: dict[bytes, Record] = {}
@@ -66,6 +66,7 @@ class Sharing:
         """Time at which an entry was last known to be in the remote tier."""
         self._wake = asyncio.Event()
         self._kept_alive = time.monotonic()
+        self._closed = False
         self.reachable = True
         store.on_stored, store.on_used = self.stored, self.used
 
@@ -98,6 +99,8 @@ class Sharing:
             return {}
         better = {}
         for i, offered in zip(wanted, offers, strict=True):
+            if not offered:  # a ranker hashes the whole path up to its element
+                continue
             own = local[i][1]
             ranker = HitRanker(namespace, path[: i + 1], variants[i])
             best = ranker.best(own.record if own is not None else None, offered)
@@ -131,7 +134,9 @@ class Sharing:
 
     def used(self, key: bytes) -> None:
         """Schedules the renewal of an entry that was looked up, or put again."""
-        if self._confirmed.get(key, 0.0) + self._alive_seconds < time.monotonic() and len(self._used) < _MAX_ENTRIES:
+        old = self._confirmed.get(key, 0.0) + self._alive_seconds < time.monotonic()
+        # One that waits to be written back is renewed by that.
+        if old and key not in self._waiting and len(self._used) < _MAX_ENTRIES:
             self._used[key] = None
 
     async def known(self, keys: Sequence[bytes], namespace: bytes) -> list[Record]:
@@ -148,20 +153,20 @@ class Sharing:
         return [record for record in records if record is not None]
 
     async def delete(self, entries: Sequence[Record], namespace: bytes) -> None:
-        """Deletes entries from the remote tier, or all of a namespace.
+        """Deletes entries from the remote tier, or all of a namespace. Waits for copies of what was found before.
 
         Raises Unavailable if the tier is unreachable, or returned an error.
         """
-        for record in entries:
-            self._found.pop(record.key, None)
         try:
             if namespace:
-                self._found = {key: record for key, record in self._found.items() if record.namespace != namespace}
                 await self._call(self._tier.delete_all, namespace)
             else:
                 await self._call(self._tier.delete, entries)
         except OSError as error:
             raise Unavailable(f"can't delete in the remote tier: {error}") from error
+        keys = {record.key for record in entries}
+        await self.known([*keys], namespace)
+        self._found = {k: found for k, found in self._found.items() if k not in keys and found.namespace != namespace}
 
     async def run(self) -> None:
         """Writes back stored entries, renews used ones, and probes an unreachable tier, until cancelled."""
@@ -197,6 +202,7 @@ class Sharing:
 
     async def close(self) -> None:
         """Cancels copies in progress. `run` must be cancelled before."""
+        self._closed = True
         pulls = list(self._pulls.values())
         for pull in pulls:
             pull.cancel()
@@ -225,15 +231,22 @@ class Sharing:
         return local
 
     async def _copy_here(self, record: Record) -> bool:
+        if not self.reachable:  # known since this copy was requested; to reserve a place would evict entries
+            return False
         writer = reserve(self._store, record, copied=True)
         if writer is None:
             return True
+
+        def read(at: int, into: memoryview) -> None:
+            self._tier.read(record, at // BLOCK_BYTES, into)
+            if self._closed:  # by now, the files may belong to another process
+                raise OSError("the service has ended")
+
         try:
-            read = partial(self._tier.read, record)
-            await writer.fill(lambda at, into: read(at // BLOCK_BYTES, into), self._threads)
+            await writer.fill(read, self._threads)
             await writer.commit()
-        except (DataLoss, InvalidArgument, FileNotFoundError) as error:
-            if not isinstance(error, FileNotFoundError):
+        except (DataLoss, FileNotFoundError) as error:
+            if isinstance(error, DataLoss):
                 _faults.warning(f"entry {record.key.hex()} was damaged in the remote tier and is deleted", error)
             with contextlib.suppress(OSError):
                 await self._call(self._tier.delete, [record])
@@ -270,7 +283,7 @@ class Sharing:
     async def _copy_there(self, record: Record) -> None:
         """Raises NotFound if the entry is gone, DataLoss if it is damaged here, OSError as the tier does."""
         first, batch = 0, list[bytes]()
-        with self._store.pinned(record.key) as entry:
+        with self._store.pinned(record.key, record.checksum) as entry:
             async for frame in self._store.frames(entry):
                 batch.append(bytes(frame))
                 if len(batch) == _BATCH:

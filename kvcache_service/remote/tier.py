@@ -105,7 +105,12 @@ class RemoteTier:
                 raise FileNotFoundError(f"a block of {names[0]} and {len(names) - 1} more has expired or is damaged")
             return
         for name, view, value in zip(names, views, self.engine.get(names), strict=True):
-            view[:] = self._opened(self._keys, name, value, len(view))
+            if value is None:
+                raise FileNotFoundError(f"{name} has expired")
+            block = self._keys.open(value[:HEAD_BYTES], value[HEAD_BYTES:], name.encode(), name)
+            if len(block) != len(view):
+                raise FileNotFoundError(f"{name} has another size")
+            view[:] = block
 
     def write(self, record: Record, first: int, blocks: Sequence[bytes]) -> None:
         """Writes consecutive blocks of an entry, all of BLOCK_BYTES but the last."""
@@ -135,21 +140,10 @@ class RemoteTier:
     def _sealed(self, name: str, block: bytes) -> bytes:
         return block if self._keys is None else b"".join(self._keys.seal(block, name.encode()))
 
-    @staticmethod
-    def _opened(keys: DiskKeys, name: str, value: bytes | None, size: int) -> bytes:
-        block = b"" if value is None else keys.open(value[:HEAD_BYTES], value[HEAD_BYTES:], name.encode(), name)
-        if len(block) != size:
-            raise FileNotFoundError(f"{name} has expired or is damaged")
-        return block
-
-
-def blocks_of(record: Record) -> int:
-    return -(-record.size // BLOCK_BYTES)
-
 
 def _blocks(record: Record) -> list[str]:
     start = f"{_prefix(record.namespace)}{record.key.hex()}:{record.checksum.hex()}"
-    return [f"{start}:{number}" for number in range(blocks_of(record))]
+    return [f"{start}:{number}" for number in range(-(-record.size // BLOCK_BYTES))]
 
 
 def _index(record: Record) -> list[str]:

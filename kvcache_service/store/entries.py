@@ -142,6 +142,7 @@ class Residents:
         if self.finder is not None:
             for i, key in enumerate(path_keys(namespace, path)):
                 if self._row(key) is None and i:
+                    # `_row` adds what it finds to the index; any() stops at the first that exists.
                     alone = [path[0], path[i]]
                     any(self._row(entry_key(namespace, alone, v)) is not None for v in (*variants[i], b""))
         return [
@@ -162,7 +163,11 @@ class Residents:
     def warmest(self, count: int) -> list[bytes]:
         """Keys of the `count` hottest entries."""
         rows = self.index.rows
-        return [rows.key(row) for row in heapq.nlargest(count, rows, rows.heats.__getitem__)]
+        heats, offsets = np.frombuffer(rows.heats), np.frombuffer(self._places[self.home.name], np.int64)
+        members = np.flatnonzero(offsets >= 0)
+        if len(members) > count:
+            members = members[np.argpartition(-heats[members], count)[:count]]
+        return [rows.key(row) for row in members[np.argsort(-heats[members])].tolist()]
 
     def reserve(
         self, tier: Tier, size: int, colder_than: float = math.inf

@@ -181,9 +181,14 @@ class Store:
         entry = next((each for each in found if checksum in (b"", each.record.checksum)), None)
         if entry is None:
             raise NotFound(f"no entry {key.hex()}: never stored, evicted, deleted, or stored anew with other bytes")
+        with self._pin(entry):
+            yield entry
+
+    @contextlib.contextmanager
+    def _pin(self, entry: StoredEntry) -> Iterator[None]:
         entry.pins += 1
         try:
-            yield entry
+            yield
         finally:
             entry.pins -= 1
             self.residents.let_go(entry)
@@ -265,27 +270,25 @@ class Store:
         tier = residents.fastest(entry)
         source, intact = entry.places[tier.name], False
         fault: Exception = DataLoss("checksum mismatch")
-        entry.pins += 1
-        try:
-            with tracer.start_as_current_span("kvcache.read") as span:
-                span.set_attributes({"fusionkv.tier": tier.name, "fusionkv.bytes": record.size})
-                span.set_attribute("fusionkv.promoted", bool(copies))
-                intact = await self.in_thread(tier.copy, source, copies) == record.checksum
-        except OSError as error:
-            fault = error
-        finally:
-            entry.pins -= 1
-            for above, place in copies.items():
-                if intact and entry.visible:
-                    residents.settle(entry, above, place)
-                    self.counters.add("promotions", tier=above.name)
-                else:
-                    residents.cancel(above, place)
-        if not intact and not isinstance(fault, Unreachable):
-            self.counters.add("checksum.failures", tier=tier.name)
-            _faults.warning(f"entry {record.key.hex()} was damaged in the {tier.name} tier and is deleted", fault)
-            await self.drop(entry)
-        residents.let_go(entry)
+        with self._pin(entry):
+            try:
+                with tracer.start_as_current_span("kvcache.read") as span:
+                    span.set_attributes({"fusionkv.tier": tier.name, "fusionkv.bytes": record.size})
+                    span.set_attribute("fusionkv.promoted", bool(copies))
+                    intact = await self.in_thread(tier.copy, source, copies) == record.checksum
+            except OSError as error:
+                fault = error
+            finally:
+                for above, place in copies.items():
+                    if intact and entry.visible:
+                        residents.settle(entry, above, place)
+                        self.counters.add("promotions", tier=above.name)
+                    else:
+                        residents.cancel(above, place)
+            if not intact and not isinstance(fault, Unreachable):
+                self.counters.add("checksum.failures", tier=tier.name)
+                _faults.warning(f"entry {record.key.hex()} was damaged in the {tier.name} tier and is deleted", fault)
+                await self.drop(entry)
         if isinstance(fault, Unreachable):
             raise fault
         return intact
@@ -342,6 +345,7 @@ class Store:
         return asyncio.get_running_loop().run_in_executor(self.threads, function, *args)
 
     async def to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
+        """Completes `work` in the background even if the caller is cancelled, who no longer waits; `close` does."""
         return await asyncio.shield(background(self.tasks, work))
 
     async def save_heat(self) -> None:

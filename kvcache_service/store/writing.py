@@ -12,6 +12,7 @@ from fusionkv.kvcache_service.store.entries import StoredEntry
 from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.tiers.base import Place, Tier
 from fusionkv.kvcache_service.tiers.extents import NoSpace
+from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.protos.runtime.checksum import Checksum
 from fusionkv.protos.runtime.errors import DataLoss, InvalidArgument, ResourceExhausted
 
@@ -155,14 +156,14 @@ class Writer:
         Raises ResourceExhausted if the bytes cannot be written.
         """
         size, places = self._entry.record.size, self._places
-        memory = next((tier for tier, place in places.items() if tier.space(place, 0, 0) is not None), None)
+        memory = next((tier for tier in places if isinstance(tier, MemoryTier)), None)
         others = [(tier, place) for tier, place in places.items() if tier is not memory]
 
         def write() -> None:
             buffer = memoryview(bytearray(0 if memory else min(size, _BATCH_BYTES)))
             for at in range(0, size, _BATCH_BYTES):
                 length = min(_BATCH_BYTES, size - at)
-                space = (memory and memory.space(places[memory], at, length)) or buffer[:length]
+                space = memory.space(places[memory], at, length) if memory else buffer[:length]
                 read(at, space)
                 self._hasher.update(space)
                 try:

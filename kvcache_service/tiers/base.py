@@ -33,7 +33,7 @@ class Tier(Extents, ABC):
     """
 
     name: str
-    """Name of the tier in the API's enum `Tier`: "memory", "disk", "remote"."""
+    """Name of the tier in the API's enum `Tier`: "memory" or "disk"."""
     blocking: bool
     """Whether reads and writes may block, so that they must run in a thread."""
 
@@ -44,10 +44,6 @@ class Tier(Extents, ABC):
     @abstractmethod
     def read(self, place: Place, at: int, size: int) -> memoryview:
         """`size` bytes from byte `at` of the place; valid until the place is freed."""
-
-    def space(self, place: Place, at: int, size: int) -> memoryview | None:
-        """Memory in which `size` bytes from byte `at` of the place are stored; None for other tiers."""
-        return None
 
     def copy(self, place: Place, copies: "Mapping[Tier, Place]") -> bytes:
         """Copies a place to other tiers; returns the checksum of its bytes."""

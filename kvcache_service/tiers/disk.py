@@ -232,7 +232,7 @@ class DiskTier(Tier):
         missing.
         """
         mark = self._directory / "boot"
-        was = mark.read_text().strip() if mark.exists() else ""
+        was = mark.read_text(errors="replace").strip() if mark.exists() else ""
         return was in ("", "sync", _boot_id())
 
     def _mark(self, text: str) -> None:
@@ -271,7 +271,7 @@ def _open_durably(path: Path) -> int:
 
 
 def _lock(path: Path) -> int:
-    """Locks the directory until this process ends."""
+    """Locks the directory until the descriptor returned is closed, or this process ends."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

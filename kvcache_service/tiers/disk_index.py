@@ -24,8 +24,8 @@ _FILE = "data.mdb"
 _HEAT = struct.Struct("<d")
 _REWRITE = ("-m", "fusionkv.kvcache_service.tiers.index_file")
 # Exit statuses that prove damage. Others, such as SIGKILL, must not delete anything.
-_BROKEN = {DAMAGED, *(-number for number in (signal.SIGABRT, signal.SIGALRM, signal.SIGBUS, signal.SIGSEGV))}
-# Time limit of a rewrite, above what a slow disk needs.
+_BROKEN = {DAMAGED, *(-number for number in (signal.SIGABRT, signal.SIGBUS, signal.SIGPROF, signal.SIGSEGV))}
+# Limit of the CPU time of a rewrite, far above what an intact index needs.
 _REWRITE_SECONDS, _REWRITE_BYTES_A_SECOND = 60, 1 << 20
 
 

@@ -3,7 +3,7 @@
 LMDB does not validate pages. A damaged page may terminate the process by SIGABRT or SIGBUS (10 of 35 databases with
 three zeroed pages did), and a wrong number in the list of free pages makes later writes overwrite pages in use. So a
 separate process reads all entries first, and writes them to new pages. Its arguments are source, target, map bytes
-and time limit (s). Meanwhile, `IndexReader` finds single entries: a check takes 2 s per million entries.
+and limit of CPU seconds. Meanwhile, `IndexReader` finds single entries: a check takes 2 s per million entries.
 
 The file layout is that of `mdb.c` in LMDB 0.9 (`MDB_meta`, `MDB_page`, `MDB_node`, `MDB_db`), in native byte order.
 """
@@ -157,7 +157,8 @@ class IndexReader:
 
 def main() -> None:
     process.end_with_parent()
-    signal.alarm(int(sys.argv[4]))  # a damaged tree may contain a cycle
+    # A damaged tree may contain a cycle. Not by the clock: a paused machine or a slow disk is no damage.
+    signal.setitimer(signal.ITIMER_PROF, int(sys.argv[4]))
     try:
         rewrite(sys.argv[1], sys.argv[2], int(sys.argv[3]))
     except Later as error:

@@ -61,6 +61,7 @@ class MemoryTier(Tier):
             start += len(piece)
 
     def space(self, place: Place, at: int, size: int) -> memoryview:
+        """Memory in which `size` bytes from byte `at` of the place are stored."""
         start = place.offset + at
         return self._bytes[start : start + size]
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from fusionkv.kvcache_service import local
 from fusionkv.kvcache_service.local import (
     FileServer,
     LocalTiers,
@@ -156,6 +157,22 @@ async def test_without_a_doorway_bytes_are_streamed(service: Any, tmp_path: Path
         for _ in range(3):
             assert await near.fetched(await near.entry("S")) == (data, 1000)
     assert caplog.text.count("are streamed") == 1
+
+
+async def test_what_was_not_handed_over_is_asked_for_again(service: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(local, "_OPEN_AGAIN_SECONDS", 0.1)
+    name = service.store.residents.tiers[0].arena
+    window = LocalTiers(f"unix:{tmp_path / 's'}")
+    assert await window.open(name) is None
+    async with nearby(service, tmp_path / "s"):
+        assert await window.open(name) is None, "not at once"
+        await asyncio.sleep(0.1)
+        opening = asyncio.create_task(window.open(name))
+        await asyncio.sleep(0)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        assert await window.open(name) is not None
 
 
 async def test_a_service_started_anew_hands_over_anew(service: Any, tmp_path: Path) -> None:

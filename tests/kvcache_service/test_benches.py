@@ -13,6 +13,7 @@ from fusionkv.bench.cache import bench, scale
 from fusionkv.bench.cache.integrity import check_store
 from fusionkv.bench.cache.simulation import PAPER, SYSTEM, Baseline, Outcome, Service, compare, simulate
 from fusionkv.bench.cache.workload import Workload
+from fusionkv.bench.services.process import running
 from tests.commands import run_python
 from tests.system import redis_process
 
@@ -60,6 +61,12 @@ def test_a_small_row(tmp_path: Path) -> None:
     assert 0 < row.bytes_per_chunk < 10_000
     assert set(row.lookup_us) == {"exact", "alternative", "miss"}
     assert all(0 < median <= high for median, high in row.lookup_us.values())
+
+
+def test_a_service_that_does_not_start_is_told() -> None:
+    said = pytest.raises(OSError, match=r"kvcache_service did not start; to see why, run .* --nothing$")
+    with said, running("kvcache_service", "--nothing"):
+        pass
 
 
 async def test_the_store_that_it_opens_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import random
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.index.record import CHECKSUM_BYTES, Record, make
-from fusionkv.kvcache_service.tiers import index_file
+from fusionkv.kvcache_service.tiers import disk_index, index_file
 from fusionkv.kvcache_service.tiers.disk_index import DiskIndex
 
 NAMESPACE, SYSTEM = keys.namespace(b"pages", {}, ""), keys.chunk_digest([0])
@@ -156,6 +157,23 @@ def test_a_wrong_list_of_free_pages_harms_nothing(copied: Whole) -> None:
         live = churn(index, random.Random(3), 60, 10_000)
     with opened(folder) as index:
         assert {key for key, *_ in index.load()} == known | {record.key for record in live.values()}
+
+
+@pytest.mark.parametrize(("work", "status"), [("time.sleep(1.3)", 0), ("while True: pass", -signal.SIGPROF)])
+def test_only_time_of_the_processor_proves_damage(work: str, status: int) -> None:
+    """As when the machine is paused, or in a cycle of pages."""
+    program = f"""
+import sys, time
+from fusionkv.kvcache_service.tiers import index_file
+def rewrite(*_):
+    {work}
+index_file.rewrite = rewrite
+sys.argv[1:] = ["", "", "0", "1"]
+index_file.main()
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", program], check=False, timeout=60)
+    assert done.returncode == status
+    assert (status in disk_index._BROKEN) == (status != 0)
 
 
 def test_keys_out_of_order_are_noticed(copied: Whole, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from fusionkv.kvcache_service.remote.tier import Engine
 from fusionkv.kvcache_service.store.writing import reserve
 from fusionkv.kvcache_service.tiers.base import Unreachable
 from fusionkv.protos.runtime.errors import NotFound, ResourceExhausted, Unavailable
-from tests.kvcache_service.tools import MIB, nearby, payload, record, serving
+from tests.kvcache_service.tools import MIB, NAMESPACE, nearby, payload, record, serving
 from tests.waiting import until
 
 
@@ -259,7 +259,9 @@ async def test_while_it_is_away_nobody_asks_and_nothing_is_lost(serve: Any, engi
     assert await b.fetch(entry) == b"before"
     await a.put("U", b"meanwhile")
     await until(lambda: not a.sharing.reachable)
+    await a.find("U")
     assert (await a.client.stats()).remote.waiting == 1
+    assert not a.sharing._used, "it is renewed when it is written"
     with pytest.raises(Unavailable, match="remote tier"):
         await a.client.delete(namespace=bytes(32))
     engine.away = False
@@ -270,13 +272,17 @@ async def test_while_it_is_away_nobody_asks_and_nothing_is_lost(serve: Any, engi
 
 async def test_it_goes_away_between_lookup_and_fetch(serve: Any, engine: Dictionary) -> None:
     a, b = await serve(), await serve()
-    await share(a, "S", payload("x", MIB))
+    for name in "ST":
+        await share(a, name, payload("x", MIB))
     b.sharing._pulls.update((bytes([n]), asyncio.get_running_loop().create_future()) for n in range(4))  # all at work
-    entry = await b.entry("S")
+    found = [await b.entry(name) for name in "ST"]
     b.sharing._pulls.clear()
     engine.away = True
-    with pytest.raises(NotFound):
-        await b.fetch(entry)
+    asked = engine.calls.count("get")
+    for entry in found:
+        with pytest.raises(NotFound):
+            await b.fetch(entry)
+    assert engine.calls.count("get") == asked + 1, "by the first; no place is reserved for the second"
     assert await kind(b, "S") is HitKind.MISS
     engine.away = False
 
@@ -346,6 +352,17 @@ async def test_what_is_put_anew_while_it_is_written_is_written_again(serve: Any,
     assert await other.get("S") == b"data"
 
 
+async def test_other_bytes_put_anew_are_not_written_as_the_old_ones(serve: Any, engine: Dictionary) -> None:
+    service = await serve()
+    with engine.late("touch") as asked:
+        key, _ = await service.put("S", b"data")
+        await until(asked.is_set)
+        await service.client.delete([key])
+        await service.put("S", b"other")
+    await shared(service)
+    assert len(engine.blocks) == 1
+
+
 async def test_one_that_is_full_keeps_nothing_back(serve: Any, engine: Dictionary) -> None:
     service = await serve()
     engine.full = True
@@ -410,6 +427,39 @@ async def test_a_deletion_reaches_what_is_being_copied(serve: Any, engine: Dicti
         assert await kind(b, name) is HitKind.MISS, round
         await a.client.delete([key])
         assert engine.values == {}, round
+
+
+@pytest.mark.parametrize("method", ["remove", "remove_all"])
+async def test_a_lookup_brings_nothing_back_that_is_being_deleted(
+    serve: Any, engine: Dictionary, monkeypatch: Any, method: str
+) -> None:
+    a, b = await serve(), await serve()
+    key = await share(a, "S", b"data")
+    assert await b.get("S") == b"data"
+    asked, go, remove = threading.Event(), threading.Event(), getattr(engine, method)
+    monkeypatch.setattr(engine, method, lambda names: (asked.set(), go.wait(20), remove(names)))
+    named: Any = {"keys": [key]} if method == "remove" else {"namespace": NAMESPACE}
+    deletion = asyncio.create_task(b.client.delete(**named))
+    await until(asked.is_set)
+    assert await b.get("S") == b"data"
+    go.set()
+    assert await deletion == 1
+    assert len(b.store.residents) == 0
+    assert await kind(b, "S") is HitKind.MISS
+
+
+async def test_a_copy_writes_nothing_after_the_end(serve: Any, engine: Dictionary, monkeypatch: Any) -> None:
+    a, b = await serve(), await serve()
+    await share(a, "S", payload("x", MIB))
+    asked, go, get = threading.Event(), threading.Event(), engine.get
+    slow = lambda names: (asked.set(), go.wait(20), get(names))[-1]  # noqa: E731
+    monkeypatch.setattr(engine, "get", lambda names: (get if "{" in names[0] else slow)(names))
+    await b.find("S")
+    await until(asked.is_set)
+    await b.sharing.close()
+    go.set()
+    await b.settled()
+    assert not [*(b.config.data_dir / "segments").iterdir()]
 
 
 async def test_a_deletion_here_alone_leaves_it_there(serve: Any, engine: Dictionary) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import random
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from fusionkv.kvcache_service import servicer
 from fusionkv.kvcache_service.client import Entry, HitKind
+from fusionkv.kvcache_service.tiers.disk import DiskTier
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.kvcache.v1.kvcache_pb2_grpc import KVCacheServiceStub
 from fusionkv.protos.runtime import errors, frames
@@ -371,6 +373,30 @@ async def test_damage_on_disk_is_data_loss_and_deleted(start: Any, at: int | Non
     assert (await service.client.stats()).checksum_failures == 1 or at is None
     assert (await service.put(["S", "bad"], payload("bad", 600_000)))[1]
     assert await service.get("S", "bad") == payload("bad", 600_000)
+
+
+async def test_what_is_damaged_is_deleted_although_its_reader_left(start: Any, monkeypatch: Any) -> None:
+    service = await start(memory=1 * MIB, disk=16 * MIB)
+    store, key = service.store, (await on_disk_only(service)).key
+    damaged = store.residents.get(key)
+    store.residents.home.write(damaged.places["disk"], 0, [memoryview(b"?")])
+    asked, go, copy = threading.Event(), threading.Event(), DiskTier.copy
+    monkeypatch.setattr(DiskTier, "copy", lambda *args: (asked.set(), go.wait(20), copy(*args))[-1])
+
+    async def read() -> None:
+        with store.pinned(key) as entry:
+            await anext(store.frames(entry))
+
+    reading = asyncio.create_task(read())
+    await until(asked.is_set)
+    loading = store.loading[damaged]
+    reading.cancel()
+    await asyncio.wait([reading])
+    service.clock.now += 1000
+    store.leases.expire()
+    go.set()
+    assert not await loading
+    assert store.residents.get(key) is None
 
 
 async def test_a_disk_that_can_t_be_written_refuses_and_goes_on(start: Any) -> None:

@@ -261,6 +261,11 @@ def test_a_crash_of_the_machine_empties_a_tier_without_sync(filled: Filled, monk
     filled.reopened(filled.keys if sync else []).close()
 
 
+def test_a_garbled_mark_empties_a_tier(filled: Filled) -> None:
+    (filled.directory / "boot").write_bytes(b"\xff" * 64)
+    filled.reopened([]).close()
+
+
 def test_a_restart_of_the_machine_after_a_clean_stop_loses_nothing(filled: Filled, monkeypatch: Any) -> None:
     monkeypatch.setattr(disk, "_boot_id", lambda: "another boot")
     filled.reopened(filled.keys).close()

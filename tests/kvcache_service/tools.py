@@ -141,7 +141,7 @@ async def serving(
     sharing = Sharing(store, RemoteTier(engine)) if engine is not None else None
     writing = asyncio.create_task(sharing.run()) if sharing is not None else None
     try:
-        async with listening(handler(KVCacheServicer(store, config, sharing))) as at, insecure_channel(at) as channel:
+        async with listening(handler(KVCacheServicer(store, sharing))) as at, insecure_channel(at) as channel:
             client, stub = CacheClient(at), kvcache_pb2_grpc.KVCacheServiceStub(channel)
             try:
                 yield (service := Service(client, stub, config, store, clock, sharing))
@@ -184,7 +184,7 @@ def record(
 async def nearby(service: Service, socket: Path, *, hand_over: bool = True) -> AsyncIterator[Caller]:
     """Serves an open service on a unix socket too, with its memory handed over beside it; a caller there."""
     address, memory = f"unix:{socket}", service.store.residents.tiers[0]
-    async with listening(handler(KVCacheServicer(service.store, service.config, service.sharing)), address):
+    async with listening(handler(KVCacheServicer(service.store, service.sharing)), address):
         place = path_of(address)
         doorway = share_memory(place, memory.arena, memory.capacity_bytes, memory.file) if hand_over else None
         client = CacheClient(address)
