@@ -26,6 +26,7 @@ from rich.console import Console
 from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.gateway.client.results import Answer
 from fusionkv.protos.runtime.errors import ServiceError
+from fusionkv.protos.runtime.process import listens
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = Path(sys.executable).parent / "fusionkv"
@@ -56,7 +57,7 @@ class Process:
             command = self._command(self._port)
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
         end = time.monotonic() + START_SECONDS
-        while not self._listens():
+        while not listens(self.address):
             if self._process.poll() is not None or time.monotonic() > end:
                 raise Failed(f"{self.name} did not start:\n{self._log.read_text()[-3000:]}")
             time.sleep(0.05)
@@ -69,10 +70,6 @@ class Process:
     def signal(self, number: signal.Signals) -> None:
         assert self._process is not None
         self._process.send_signal(number)
-
-    def _listens(self) -> bool:
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", self._port)) == 0
 
 
 @dataclass(frozen=True)

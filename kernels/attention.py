@@ -16,8 +16,6 @@ from fusionkv.kernels.cpu import sparse_attention_cpu
 from fusionkv.kernels.gpu import has_triton
 from fusionkv.kernels.segments import QuerySpan, Rotation, Spans
 
-_NONE: Mapping[QuerySpan, torch.Tensor] = MappingProxyType({})
-
 
 def sparse_attention(
     q: torch.Tensor,
@@ -27,7 +25,7 @@ def sparse_attention(
     rotation: Rotation,
     scale: float,
     window: int | None = None,
-    scores: Mapping[QuerySpan, torch.Tensor] = _NONE,
+    scores: Mapping[QuerySpan, torch.Tensor] = MappingProxyType({}),
 ) -> torch.Tensor:
     """Attention of a ragged batch of rows over one layer of the pool.
 
@@ -81,7 +79,9 @@ def attention_scores(
 
 @dataclass(frozen=True, slots=True)
 class Temper:
-    """Changes keys at positions `[low, high)`: logits are divided by `temperature`, their mass taken to `scale`."""
+    """Changes keys at positions `[low, high)`: logits are divided by `temperature`, and their sum of
+    exponentials is raised to the power `scale`.
+    """
 
     low: int
     high: int

@@ -1,4 +1,4 @@
-"""Dense reference implementations, which tests compare all others with: gather all keys, mask, softmax."""
+"""Dense reference implementations, for tests and for GPUs without Triton: gather all keys, mask, softmax."""
 
 from collections.abc import Sequence
 

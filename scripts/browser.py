@@ -45,9 +45,9 @@ class Page:
         result: dict[str, Any] = got["result"]
         return result
 
-    async def size(self, width: int, height: int, *, dark: bool = False, scale: float = 1) -> None:
-        """Sets the window's size in CSS pixels; below 600 wide it is a phone. scale: device pixels per CSS pixel."""
-        window = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 600}
+    async def size(self, width: int, height: int, *, dark: bool = False) -> None:
+        """Sets the window's size in CSS pixels; below 600 wide it is a phone."""
+        window = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         await self.call("Emulation.setDeviceMetricsOverride", **window)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         await self.call("Emulation.setEmulatedMedia", features=[scheme])

@@ -1,4 +1,4 @@
-"""Writes the reference of the command line for the site, from what each command prints with --help."""
+"""The reference of the command line for the site, from what each command prints with --help."""
 
 import os
 import re
@@ -29,7 +29,3 @@ def _help(command: str) -> str:
     flags = ("-P", "-m", "fusionkv.gateway.cli.main", *command.split(), "--help")
     env = {**os.environ, "COLUMNS": "88", "OMP_NUM_THREADS": "1"}
     return subprocess.run([sys.executable, *flags], env=env, capture_output=True, text=True, check=True).stdout
-
-
-if __name__ == "__main__":
-    print(page(), end="")

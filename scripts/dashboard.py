@@ -1,5 +1,6 @@
 """Draws panels of the Grafana dashboard with matplotlib, from the results of their queries in Prometheus."""
 
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -63,8 +64,9 @@ def plot(panels: Sequence[Panel], out: Path) -> None:
     size = (WIDTH, PANEL * len(panels))
     figure, axes = plt.subplots(len(panels), 1, figsize=size, layout="constrained", sharex=True)
     for axis, (title, unit, series) in zip(axes, panels, strict=True):
-        for colour, (name, points) in zip(COLOURS, series.items(), strict=False):
-            axis.plot(*zip(*points, strict=True), lw=1.5, color=colour, label=name)
+        lines = itertools.product(("-", "--"), COLOURS)
+        for (line, colour), (name, points) in zip(lines, series.items(), strict=False):
+            axis.plot(*zip(*points, strict=True), line, lw=1.5, color=colour, label=name)
         axis.set_title(title)
         # Room for the legend.
         axis.set_ylim(0, (1.2 + 0.15 * -(-len(series) // 3)) * axis.get_ylim()[1])

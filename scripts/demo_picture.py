@@ -2,10 +2,7 @@
 
 import asyncio
 import shutil
-import sys
 from pathlib import Path
-
-sys.path.append(str(Path(__file__).parent))
 
 from browser import browsing
 

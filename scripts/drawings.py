@@ -4,7 +4,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 IMAGES = Path(__file__).parent.parent / "docs/img"
-WIDTH, SIZE, ROW = 640, 20, 52
+WIDTH, SIZE = 640, 20
 # Width of a letter in ems; system fonts are slightly narrower.
 _LETTER = 0.53
 # Fill and border of each kind of box, light and dark.
@@ -51,11 +51,11 @@ class Drawing:
         if label is not None:
             self.text(*label, weak=True, anchor=anchor)
 
-    def row(self, y: int, cells: "list[tuple[int, str, str]]", x: int = 20, gap: int = 6) -> None:
+    def row(self, y: int, cells: "list[tuple[int, str, str]]", x: int = 20) -> None:
         """Adds boxes side by side. cells: their widths, labels and kinds."""
         for width, label, kind in cells:
             self.box(x, y, width, label, kind)
-            x += width + gap
+            x += width + 6
 
     def save(self, name: str) -> None:
         light = "".join(f".{k}{{fill:{v[0]};stroke:{v[1]}}}" for k, v in KINDS.items())

@@ -94,6 +94,15 @@ with grpc.insecure_channel(f"127.0.0.1:{sys.argv[1]}") as channel:
 PY
 }
 
+# The processes that a process has started, directly or indirectly.
+below() {
+    local pid
+    for pid in $(pgrep -P "$1"); do
+        echo "$pid"
+        below "$pid"
+    done
+}
+
 # In a cluster, the root file system is read-only, and /data and /tmp are volumes.
 wrote_nowhere_else() {
     local root written
@@ -124,8 +133,14 @@ echo "${asked[0]} (${asked[1]})"
 .venv/bin/fusionkv ask images "${asked[0]}" --recipe full_attention | tee "$work/answer"
 grep -qF -- "${asked[1]}" "$work/answer"
 say "sending SIGTERM"
-# Only to the services, not to the processes of buildah.
-pkill -TERM -f '^/opt/fusionkv/bin/python -P -m fusionkv\.'
+# Only to the services, not to the processes of buildah, nor to other containers on this machine.
+services=()
+for job in $(jobs -p); do
+    for pid in $(below "$job"); do
+        [[ $(tr '\0' ' ' <"/proc/$pid/cmdline") != "/opt/fusionkv/bin/python -P -m fusionkv."* ]] || services+=("$pid")
+    done
+done
+kill -TERM "${services[@]}"
 wait
 for image in kvcache worker gateway; do grep -h "stopped" "$work/$image.log"; done
 wrote_nowhere_else

@@ -24,7 +24,7 @@ TOOLS = ROOT / "build/observe"
 CORPUS = ROOT / "examples/corpus"
 SERVICES = ("kvcache", "worker", "gateway")
 RECIPES = ("default", "prophetkv", "full_reuse")
-# The README's question, whose answer needs two pages.
+# How long a service may take to start, and Phoenix to store a trace.
 UP_SECONDS = 300
 
 
@@ -44,12 +44,15 @@ async def running(name: str, command: Sequence[str | Path], folder: Path, **env:
         )
     try:
         yield
-        if process.returncode is not None:
-            raise SystemExit(f"{name} ended: see {log.name}")
     finally:
+        # Ctrl-C ends the process as well.
+        ended = process.returncode is not None and not isinstance(sys.exception(), asyncio.CancelledError)
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
         await process.wait()
+        if ended:
+            said = await asyncio.to_thread(Path(log.name).read_text)
+            raise SystemExit(f"{name} ended:\n{said[-3000:]}")
 
 
 async def answering(url: str) -> None:

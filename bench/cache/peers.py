@@ -33,6 +33,7 @@ from fusionkv.bench import command
 from fusionkv.bench.services.process import cpu_seconds
 from fusionkv.kvcache_service.client import CacheClient, Entry
 from fusionkv.kvcache_service.remote import mooncake_engine
+from fusionkv.protos.runtime.process import listens
 
 MIB = 1 << 20
 # Bytes of a chunk, and number of chunks.
@@ -200,8 +201,8 @@ class Process:
     def __init__(self, folder: Path, *command: str, env: Mapping[str, str] | None = None) -> None:
         """env: environment variables besides this process's."""
         self._command = command
-        self._log = Path(tempfile.mkstemp(dir=folder)[1])
-        with self._log.open("w") as out:
+        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as out:
+            self._log = Path(out.name)
             given = {**os.environ, **(env or {})}
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=given)
         self.pid = self._process.pid
@@ -213,11 +214,7 @@ class Process:
         return self._log.read_text().partition(" serving on ")[2].partition("\n")[0].split()
 
     def listens(self, port: int, seconds: float = _START_SECONDS) -> "Process":
-        def connects() -> bool:
-            with socket.socket() as probe:
-                return probe.connect_ex(("127.0.0.1", port)) == 0
-
-        self._wait(connects, seconds)
+        self._wait(lambda: listens(f"127.0.0.1:{port}"), seconds)
         return self
 
     def stop(self) -> None:

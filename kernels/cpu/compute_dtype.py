@@ -1,7 +1,6 @@
 """The dtype in which a CPU multiplies matrices fastest."""
 
-import time
-from collections.abc import Callable
+import timeit
 from functools import cache
 
 import torch
@@ -28,11 +27,4 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def _seconds(dtype: torch.dtype) -> float:
     """The shortest time of several matrix products of the size that attention computes in one block."""
     rows, keys = torch.ones(1, 256, 64, dtype=dtype), torch.ones(1, 64, 512, dtype=dtype)
-    product: Callable[[], torch.Tensor] = lambda: torch.bmm(rows, keys)  # noqa: E731
-    shortest = float("inf")
-    for _ in range(_ROUNDS):
-        started = time.perf_counter()
-        for _ in range(_PRODUCTS):
-            product()
-        shortest = min(shortest, time.perf_counter() - started)
-    return shortest
+    return min(timeit.repeat(lambda: torch.bmm(rows, keys), repeat=_ROUNDS, number=_PRODUCTS))

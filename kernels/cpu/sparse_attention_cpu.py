@@ -21,7 +21,7 @@ from fusionkv.kernels.segments import KVSegment, QuerySpan, Rotation, Spans
 
 # With more rows of a request, gathering its keys in prompt order is faster (`bench/kernels/cpu.py`).
 MOST_ROWS = 8
-_OPERATOR_ROWS, _MOST_ROWS = 32, 128
+_OPERATOR_ROWS, _BLOCK_ROWS = 32, 128  # that the operator computes at a time, and that a block has at most
 _KEPT = 1 << 23  # entries of a request's masks up to which they are made once, not for every layer
 _WEIGHTS = 1 << 19  # of a KV head that are computed at a time: 2 MB, which fits the CPU's cache
 # Tiles are copied to stand side by side. To read every segment in place, by a call of its own, costs 15 us a call:
@@ -139,7 +139,7 @@ def _explicit(
     values = None if v is None else v.float().transpose(0, 1)
     rows = q.float().unflatten(1, (-1, groups)).permute(1, 2, 0, 3)  # [kv_heads, groups, rows, head_dim]
     out = torch.zeros(rows.shape)
-    size = max(1, min(_MOST_ROWS, _WEIGHTS // len(k) // groups))
+    size = max(1, min(_BLOCK_ROWS, _WEIGHTS // len(k) // groups))
     for block in _blocks(span, window, torch.float32, size):
         seen = slice(block.low, block.high)
         logits = torch.bmm(rows[:, :, block.rows].flatten(1, 2), keys[..., seen]).mul_(scale)
@@ -159,8 +159,8 @@ def _block_rows(dtype: torch.dtype, heads: int) -> int:
     blocks of 128 (SmolLM2, two cores without AMX).
     """
     if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
-        return _MOST_ROWS
-    return min(_MOST_ROWS, _OPERATOR_ROWS * -(-2 * torch.get_num_threads() // heads))
+        return _BLOCK_ROWS
+    return min(_BLOCK_ROWS, _OPERATOR_ROWS * -(-2 * torch.get_num_threads() // heads))
 
 
 def _blocks(span: QuerySpan, window: int | None, dtype: torch.dtype, size: int) -> list[_Block]:
@@ -177,8 +177,10 @@ def _cut(positions: torch.Tensor, window: int | None, dtype: torch.dtype, size: 
         rows = positions[begin : begin + size, None]
         first, last = int(rows[0]), int(rows[-1])
         low = 0 if window is None else max(0, first - window + 1)
-        plain = len(positions) * int(positions[-1]) > _KEPT and (window is None or last - window < low)
-        start = first + 1 if plain else low
+        # Large masks are not kept whole: all rows see the keys up to the first row's position, and `mask` adds zeros
+        # for those in every layer.
+        short = len(positions) * int(positions[-1]) > _KEPT and (window is None or last - window < low)
+        start = first + 1 if short else low
         keys = torch.arange(start, last + 1)
         unseen = keys > rows
         if window is not None:

@@ -5,7 +5,6 @@ and KV head, and sums their columns over all rows. Extra memory: a float for eac
 and KV head.
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -163,7 +162,6 @@ class _Plan(NamedTuple):
     end: int
 
 
-@lru_cache(maxsize=64)
 def _plan(span: QuerySpan, rotation: Rotation, grid: Grid, device: torch.device) -> _Plan:
     table = SegmentTable.of([span], rotation, grid, device)
     end = int(span.positions[-1]) + 1
@@ -185,7 +183,11 @@ def attention_scores(
     heads, kv_heads = q.shape[1], k_pool.shape[1]
     assert q.stride(2) == k_pool.stride(2) == 1
     grid = Grid.of(heads, kv_heads, _ROWS, processors(q.device))
-    table, blocks, positions, end = _plan(span, rotation, grid, q.device)
+    key = rotation, grid, q.device
+    if key not in span.views:
+        span.views[key] = _plan(span, *key)
+    plan: _Plan = span.views[key]
+    table, blocks, positions, end = plan
     (launch,) = table.launches
     shape = constants(q, k_pool, rotation, launch.tile, _KEYS, window)
     tables = (table.segments, table.positions, table.row_positions, table.turns, scale * LOG2E)

@@ -21,7 +21,7 @@ def tile_for(head_dim: int, dtype: torch.dtype) -> Tile:
 
 @triton.jit
 def _add_products(key, beside, value, x, w, d, partner, inside, HEAD_DIM: tl.constexpr, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Adds x @ w to the changes of keys, of each key channel's partner, and of values.
+    """Adds x @ w to the changes of keys, of each key channel's partner (`beside`), and of values.
 
     w: pointers [inputs, 1] to rows of the map. inside: bool [inputs, DIM].
     """
@@ -81,6 +81,7 @@ def _correct(  # type: ignore[no-untyped-def]
         v = tl.load(v_ptr + at[:, None] + c[None, :], mask=there_c, other=0.0)
         kind = weights_ptr.dtype.element_ty
         w, inside = weights + c[:, None] * width, (c < HEAD_DIM)[:, None] & channel[None, :]
+        # Keys turned back to position 0.
         free = (k * cos - other * sin).to(kind)
         key, beside, value = _add_products(key, beside, value, free, w, d, partner, inside, HEAD_DIM, WIDEN)
         w += HEAD_DIM * width

@@ -67,7 +67,7 @@ def recall(key: str) -> Tile | None:
     """The stored tile of a key; None if there is none, or the file can't be read."""
     try:
         tile = Tile(**json.loads(store().read_text())[key])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError):  # RuntimeError: no home directory
         return None
     return tile if all(type(value) is int for value in dataclasses.astuple(tile)) else None
 

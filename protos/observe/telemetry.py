@@ -16,6 +16,7 @@ from opentelemetry import metrics, trace
 from opentelemetry.trace import Status, StatusCode
 
 from fusionkv.protos.observe import logs, rejected
+from fusionkv.protos.runtime import process
 from fusionkv.protos.runtime.errors import details
 from fusionkv.protos.runtime.settings import extra
 
@@ -118,10 +119,11 @@ def _scraped(service: str, address: str) -> "MetricReader":
 
         from fusionkv.protos.observe.exemplars import Exemplified
     host, _, port = address.rpartition(":")
-    if not port.isdecimal():
+    if address.startswith("unix:"):
         raise ValueError(f"metrics_listen must be host:port, not {address!r}")
+    process.check_ports([address], "--metrics-listen")
     registry = Exemplified()
-    server, _ = start_http_server(int(port), host.strip("[]") or "0.0.0.0", registry)
+    server, _ = start_http_server(int(port), host.strip("[]"), registry)
     # By default, Python prints a traceback for each broken connection, and waits forever for a silent one.
     server.handle_error = lambda request, client_address: None  # type: ignore[method-assign]
     setattr(server.RequestHandlerClass, "timeout", _SCRAPE_SECONDS)  # noqa: B010 - mypy sees a callable
@@ -145,5 +147,5 @@ def record_error(error: Exception) -> None:
 
 def trace_id() -> str:
     """The current trace's id in hexadecimal; empty outside a recording trace."""
-    context = trace.get_current_span().get_span_context()
-    return f"{context.trace_id:032x}" if context.is_valid else ""
+    span = trace.get_current_span()
+    return trace.format_trace_id(span.get_span_context().trace_id) if span.is_recording() else ""

@@ -26,7 +26,7 @@ def background(tasks: set[asyncio.Task[T]], work: Coroutine[Any, Any, T]) -> asy
 
 
 async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Runs coroutines together; returns their results. The first error cancels the rest and is raised."""
+    """Runs coroutines together; returns their results. The first error cancels the rest and is raised at once."""
     tasks = [asyncio.create_task(each) for each in work]
     try:
         return await asyncio.gather(*tasks)

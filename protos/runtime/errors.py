@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import math
+import re
 from typing import Any
 
 import grpc
@@ -108,7 +109,8 @@ def from_rpc(error: grpc.RpcError, doing: str) -> ServiceError:
     trailing: Any = error.trailing_metadata() or ()
     value = dict(trailing).get(_RETRY_AFTER)
     # Other servers may send anything under this key.
-    after = int(value) / 1000 if isinstance(value, str) and value.isascii() and value.isdigit() else None
+    sensible = isinstance(value, str) and re.fullmatch("[0-9]{1,9}", value)
+    after = int(sensible[0]) / 1000 if sensible else None
     return kind(f"{doing}: {error.details() or status.name}", retry_after=after)
 
 

@@ -27,6 +27,7 @@ def end_with_parent(by: signal.Signals = signal.SIGKILL, parent: int | None = No
     """Makes the system send this process a signal when its parent ends. Linux only.
 
     Args:
+        by: the signal; SIGKILL by default.
         parent: process id of the parent. If it ended before this call, this process exits.
     """
     if sys.platform == "linux":

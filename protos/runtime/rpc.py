@@ -84,7 +84,6 @@ _SERVER_OPTIONS = [
 # Limits how long a client stays connected whose certificate is no longer trusted; calls in flight complete.
 _TLS_OPTIONS = [("grpc.max_connection_age_ms", 3_600_000)]
 
-Serialiser = Callable[[Any], bytes]
 Deserialiser = Callable[[bytes], Any]
 
 
@@ -101,9 +100,7 @@ def dial(
     from opentelemetry.instrumentation.grpc import aio_client_interceptors  # blocking clients need not load it
 
     interceptors = [*aio_client_interceptors(), _UnaryEnd(), _StreamEnd()] if traced else None
-    options = _RETRYING_OPTIONS if retries else _CLIENT_OPTIONS
-    if address.startswith("unix:"):
-        options = [*(option for option in options if option[0] != _LOCAL_BACKOFF[0]), _LOCAL_BACKOFF]
+    options = _client_options(address, retries)
     if tls is None or address.startswith("unix:"):
         return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
     options = [*options, *([("grpc.ssl_target_name_override", name)] if name else [])]
@@ -137,10 +134,17 @@ class _StreamEnd(grpc.aio.StreamUnaryClientInterceptor):
 
 def dial_sync(address: str, *, tls: ClientTLS | None = None, retries: bool = False) -> grpc.Channel:
     """A blocking channel with the options of `dial`."""
-    options = _RETRYING_OPTIONS if retries else _CLIENT_OPTIONS
+    options = _client_options(address, retries)
     if tls is None or address.startswith("unix:"):
         return grpc.insecure_channel(address, options=options)
     return tls.channel(lambda credentials: grpc.secure_channel(address, credentials, options=options))
+
+
+def _client_options(address: str, retries: bool) -> list[tuple[str, Any]]:
+    options = _RETRYING_OPTIONS if retries else _CLIENT_OPTIONS
+    if not address.startswith("unix:"):
+        return options
+    return [*(option for option in options if option[0] != _LOCAL_BACKOFF[0]), _LOCAL_BACKOFF]
 
 
 class Call(Protocol):
@@ -167,7 +171,7 @@ def handlers(
     service: descriptor.ServiceDescriptor,
     servicer: object,
     deserialisers: Mapping[str, Deserialiser] | None = None,
-    serialisers: Mapping[str, Serialiser] | None = None,
+    serialisers: Mapping[str, Callable[[Any], bytes]] | None = None,
 ) -> grpc.GenericRpcHandler:
     """Binds a servicer's methods to a service by name, with other deserialisers and serialisers for some methods."""
     table = {}
@@ -268,7 +272,6 @@ async def serve(
     drain_seconds: float,
     on_stop: Callable[[float], Awaitable[None]] | None = None,
     on_drain: Callable[[], Awaitable[None]] | None = None,
-    max_concurrent: int | None = None,
     tls: ServerTLS | None = None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     beside: Sequence[Beside] = (),
@@ -297,7 +300,6 @@ async def serve(
     server = grpc.aio.server(
         options=[*_SERVER_OPTIONS, *(_TLS_OPTIONS if tls else [])],
         interceptors=[traced, *interceptors],
-        maximum_concurrent_rpcs=max_concurrent,
     )
     described = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
     checks = _Health()

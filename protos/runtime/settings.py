@@ -25,7 +25,7 @@ _LONG_KEY = re.compile(rf"""(?:^|[{{,])[ \t\[]*(?:[\w"'-]+[ \t]*\.[ \t]*){{{_MAX
 _UNITS = {
     "": 1,
     "b": 1,
-    **{f"{letter}b": 1000**power for power, letter in enumerate("kmg", 1)},
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)},
     **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)},
 }
 

@@ -56,11 +56,8 @@ class ServerTLS:
         def fetch() -> Any:
             """Called by gRPC before each handshake, in its own thread; None keeps the configuration."""
             nonlocal used
-            newest = watched.value
-            if newest is used:
-                return None
-            used = newest
-            return newest
+            before, used = used, watched.value
+            return None if used is before else used
 
         return grpc.dynamic_ssl_server_credentials(
             used, fetch, require_client_authentication=self.client_ca is not None
@@ -157,6 +154,7 @@ class _Renewed(contextlib.AbstractContextManager["_Renewed"], contextlib.Abstrac
             self._channel = self._dial(newest)
             if isinstance(old, grpc.aio.Channel):
                 background(self._closing, old.close(_GRACE_SECONDS))
+                self._channel.get_state(try_to_connect=True)  # the caller may still watch the old channel
             # A blocking channel is kept alive by its calls, and closes with the last of them.
         return self._channel
 

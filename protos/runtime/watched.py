@@ -113,7 +113,7 @@ class KeyRing(Watched[list[Key[T]]]):
                     raise BadFile(f"{what} {file}: line {number} is not a key of {2 * KEY_BYTES} hex digits")
                 keys.append(Key(hashlib.sha256(raw).digest()[:ID_BYTES], make(raw)))
             if len({key.id for key in keys}) < len(keys) or not keys:
-                raise BadFile(f"{what} {file}: the file has no key, or a key twice")
+                raise BadFile(f"{what} {file}: the file contains {'a key twice' if keys else 'no key'}")
             return keys
 
         super().__init__([file], read)

@@ -1,6 +1,7 @@
 """Sparse attention and attention scores against matrices built token by token from the definition."""
 
 import itertools
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -271,9 +272,18 @@ def test_a_batch_without_spans() -> None:
         assert found.shape == q.shape
 
 
+@pytest.mark.skipif(not HAS_KERNEL, reason="needs a GPU, or TRITON_INTERPRET=1 as the next test sets it")
+def test_the_tables_of_scores_go_with_their_span() -> None:
+    q, k, _, (span,) = (there(x) for x in SMALL.tensors(torch.float32))
+    attention_scores_triton.attention_scores(q, k, span, SMALL.rotation, 0.1, None)
+    gone = weakref.ref(span)
+    del span
+    assert gone() is None
+
+
 @pytest.mark.compile
 @pytest.mark.skipif(HAS_KERNEL, reason="this run has the Triton kernel already")
 def test_the_triton_kernel_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    chosen = "test_ragged_batches or (test_every_path and scattered) or test_a_chunk_twice"
+    chosen = "test_ragged_batches or (test_every_path and scattered) or test_a_chunk_twice or test_the_tables"
     assert " passed" in interpreted(__file__, chosen)

@@ -61,7 +61,7 @@ class Servicer:
         return pb.StatsResponse()
 
 
-async def main(drain_seconds: float, max_concurrent: int, *addresses: str) -> None:
+async def main(drain_seconds: float, *addresses: str) -> None:
     service = pb.DESCRIPTOR.services_by_name["KVCacheService"]
 
     async def on_drain() -> None:
@@ -73,11 +73,10 @@ async def main(drain_seconds: float, max_concurrent: int, *addresses: str) -> No
         {service.full_name: rpc.handlers(service, Servicer())},
         drain_seconds=drain_seconds,
         on_drain=on_drain,
-        max_concurrent=max_concurrent or None,
         tls=ServerTLS.of(*(Path(os.environ[name]) if name in os.environ else None for name in TLS)),
     )
 
 
 if __name__ == "__main__":
     logs.attach("test")
-    asyncio.run(main(float(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]))
+    asyncio.run(main(float(sys.argv[1]), *sys.argv[2:]))

@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import logging
+import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from prometheus_client import Metric
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from fusionkv.protos.observe import logs
+from fusionkv.protos.observe import logs, telemetry
 from fusionkv.protos.observe.exemplars import Exemplified
 from tests.commands import run_python
 
@@ -163,6 +164,19 @@ for _ in range(3):
     (line,) = ended.stderr.splitlines()
     assert line.endswith("a caller's trace headers were malformed or too long")
     assert not ended.stdout
+
+
+def test_a_scrape_address_that_is_no_free_port_is_refused_by_name() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = f"127.0.0.1:{other.getsockname()[1]}"
+        for address, says in (
+            (taken, f"{taken} is in use by another program: stop it, or set another address with --metrics-listen"),
+            ("127.0.0.1:90000", "--metrics-listen 127.0.0.1:90000: an address is host:port"),
+            (":9464", "--metrics-listen :9464: an address is host:port"),
+            ("unix:/tmp/s", "metrics_listen must be host:port"),
+        ):
+            with pytest.raises((OSError, ValueError), match=says):
+                telemetry._scraped("fusionkv-test", address)
 
 
 def test_each_bucket_leads_to_the_trace_that_it_last_had() -> None:

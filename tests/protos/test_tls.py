@@ -22,7 +22,7 @@ pytestmark = pytest.mark.system
 
 def serve(launch: Any, cert: Path, key: Path, client_ca: Path | None = None, *addresses: str) -> Any:
     env = {"TLS_CERT": str(cert), "TLS_KEY": str(key), **({"TLS_CLIENT_CA": str(client_ca)} if client_ca else {})}
-    return launch(SERVER, "5", "0", *(addresses or ("127.0.0.1:0",)), env=env)
+    return launch(SERVER, "5", *(addresses or ("127.0.0.1:0",)), env=env)
 
 
 def stats(channel: Any, timeout: float = 30) -> Any:
@@ -134,6 +134,7 @@ async def test_a_call_in_flight_outlives_a_change_of_its_channel(launch: Any, au
         finish = await begun(server, channel)
         ours.issue("caller")
         await asyncio.sleep(1.1)  # the files are looked at once a second
+        await until(lambda: channel.get_state() is grpc.ChannelConnectivity.READY)  # without a call that connects it
         await stats(channel)
         await finish()
 

@@ -1,11 +1,11 @@
 """A real Mooncake master for tests; without the package, or a library that it needs, the test is skipped."""
 
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from fusionkv.protos.runtime import process
 from tests.ports import free_port
 from tests.system.redis_process import Killable
 
@@ -38,8 +38,5 @@ class MooncakeMaster(Killable):
         ports = ("--rpc_port", str(self.port), "--metrics_port", str(self._metrics))
         # Of a client that was killed its memory is given up soon.
         where = ("--rpc_address", self._host, "--metrics_host", self._host, "--client_ttl", "3")
-        self._begin([*self._before, str(self._program), *ports, *where], self._log, self._listens)
-
-    def _listens(self) -> bool:
-        with socket.socket() as probe:
-            return probe.connect_ex((self._host, self.port)) == 0
+        command = [*self._before, str(self._program), *ports, *where]
+        self._begin(command, self._log, lambda: process.listens(f"{self._host}:{self.port}"))
