@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from fusionkv.gateway.auth.access import Bearer, BearerInterceptor, Verifier, is_tenant
-from fusionkv.gateway.config import GatewayConfig
+from fusionkv.gateway.config import GatewayConfig, secret
 from fusionkv.protos.observe import telemetry
 from fusionkv.protos.runtime import process, rpc, settings
 from fusionkv.protos.runtime.errors import ServiceError
@@ -135,7 +135,7 @@ async def _milvus(config: GatewayConfig, tenant: str) -> "Retrieval":
     """Opens a tenant's corpora in Milvus. Raises OSError if Milvus can't be reached."""
     with extra("milvus", "milvus_url"):
         from fusionkv.gateway.retrieval.milvus import MilvusRetrieval
-    token = config.milvus_token.read_text().strip() if config.milvus_token else ""
+    token = secret(config.milvus_token)
     ca = str(config.tls_ca) if config.tls_ca and config.milvus_url.startswith("https://") else ""
     return await MilvusRetrieval.open(config.milvus_url, tenant, token=token, database=config.milvus_database, ca=ca)
 

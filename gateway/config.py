@@ -17,6 +17,11 @@ LANGUAGES = (
 )
 
 
+def secret(file: Path | None) -> str:
+    """The secret that a setting's file holds; empty without a file. Raises OSError."""
+    return file.read_text().strip() if file else ""
+
+
 @dataclass(frozen=True)
 class GatewayConfig:
     """Settings of the gateway: table [gateway] of the configuration file."""

@@ -29,9 +29,9 @@ STAGES = {
 ENDS = {"max_tokens": ", cut off at max_tokens", "stop_string": ", ended by a stop string"}
 
 
-def template(name: str = "explain.html") -> "Template":
-    """A page's template. Raises UsageError if jinja2 is not installed."""
-    with extra("gateway", "--explain", UsageError):
+def template(name: str = "explain.html", what: str = "--explain", error: type[Exception] = UsageError) -> "Template":
+    """A page's template, for the flag or setting `what`. Raises `error` if jinja2 is not installed."""
+    with extra("gateway", what, error):
         from jinja2 import Environment, PackageLoader
     loader = PackageLoader("fusionkv.gateway", "pages")
     return Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template(name)

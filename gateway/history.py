@@ -1,5 +1,6 @@
 """Recent answers with their explanations, by tenant, for the gateway's pages; limited in number and in bytes."""
 
+import asyncio
 import contextlib
 import time
 import uuid
@@ -22,6 +23,7 @@ class Record:
     Attributes:
         at: seconds since the epoch.
         full: the answer by full attention, if the question was repeated with it.
+        comparing: held while it is repeated.
     """
 
     tenant: str
@@ -29,6 +31,7 @@ class Record:
     at: float = field(default_factory=time.time)
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     full: "Record | None" = None
+    comparing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _events: list[pb.GenerateResponse] = field(default_factory=list)  # all but tokens
     _text: str = ""
 
@@ -40,7 +43,7 @@ class Record:
 
     @property
     def bytes(self) -> int:
-        own = sum(part.ByteSize() for part in (self.request, *self._events)) + len(self._text)
+        own = sum(part.ByteSize() for part in (self.request, *self._events)) + len(self._text.encode())
         return own + (self.full.bytes if self.full is not None else 0)
 
     @property

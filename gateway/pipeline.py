@@ -18,7 +18,7 @@ from fusionkv.gateway.auth.tenants import Tenant
 from fusionkv.gateway.client import results
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.plan import Conversation, Passage, check_question
-from fusionkv.gateway.retrieval.base import NO_FILTER, PROVIDER, HybridSearch, check_corpus, step, within
+from fusionkv.gateway.retrieval.base import NO_FILTER, PROVIDER, HybridSearch, check_corpus, remaining, step, within
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
 from fusionkv.protos.fusion.v1 import fusion_pb2
@@ -49,7 +49,8 @@ _per_token = _meter.create_histogram(
 )
 _chunks = _meter.create_counter("fusionkv.gateway.chunks", description="chunks in prompts, by the source of their KV")
 Attributes = Mapping[str, str | bool | int | float | list[str]]
-# Of a worker that computed nothing: it is busy, or its checks refused the request.
+# Errors of a worker that computed nothing, because it is busy or its checks refused the request: the tokens of the
+# prompt are given back.
 _UNSERVED = (ResourceExhausted, Unavailable, InvalidArgument, FailedPrecondition)
 
 
@@ -109,7 +110,7 @@ class Pipeline:
             vocabulary = vocabulary or await self._engine.model(timeout)
             # Embedders and rerankers do not know the caller's deadline.
             try:
-                async with asyncio.timeout(timeout):
+                async with asyncio.timeout(remaining()):
                     found = await self._search.search(
                         tenant.retrieval, corpus, question, count, vocabulary.identity, where
                     )
@@ -120,8 +121,12 @@ class Pipeline:
     async def answer(
         self, tenant: Tenant, request: pb.GenerateRequest, timeout: float
     ) -> AsyncGenerator[pb.GenerateResponse]:
-        """Answers a request within `timeout` seconds: one Sources, then tokens, then one Summary."""
+        """Answers a request within `timeout` seconds: Sources, an Explanation if requested, tokens, a Summary."""
         began = time.perf_counter()
+
+        def left() -> float:
+            return max(0.001, timeout - (time.perf_counter() - began))
+
         conversation = Conversation.of(request)
         plan.check(request, self._config.max_top_k)
         vocabulary = await self._engine.model(timeout)
@@ -130,7 +135,7 @@ class Pipeline:
             passages = await asyncio.to_thread(plan.given, request.passages, vocabulary)
         else:
             search = request.corpus, request.query or conversation.question, request.top_k
-            passages = await self.retrieve(tenant, *search, timeout, vocabulary, request.filter)
+            passages = await self.retrieve(tenant, *search, left(), vocabulary, request.filter)
         if request.recipe in ("", DEFAULT):
             recipe = plan.as_encoded(recipe, passages, vocabulary)
         retrieved = time.perf_counter()
@@ -153,8 +158,7 @@ class Pipeline:
         )
         finished = False
         try:
-            remaining = max(0.001, timeout - (planned - began))
-            async with contextlib.aclosing(self._engine.generate(worker_request, remaining)) as responses:
+            async with contextlib.aclosing(self._engine.generate(worker_request, left())) as responses:
                 async for response in _within(span, responses):
                     if response.HasField("token"):
                         tenant.meter.spend(1)

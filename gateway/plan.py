@@ -186,7 +186,7 @@ def _check_passages(passages: Sequence[pb.Passage]) -> None:
             raise InvalidArgument(
                 f"passage {number} has {length} characters; the maximum is {_MAX_PASSAGE}: split it"
             )
-        many = len(passage.metadata) > MAX_NOTES  # which need not be listed
+        many = len(passage.metadata) > MAX_NOTES  # so many that their lengths need not be added up
         if many or len(passage.document) + len(passage.id) + _length(passage.metadata) > MAX_NOTES:
             raise InvalidArgument(
                 f"document, id and metadata of passage {number} have more than {MAX_NOTES} characters in total"

@@ -53,7 +53,8 @@ _MAX_NAME_BYTES = 4 * MAX_NAME
 _MARK_BYTES = 8
 # Holds the longest passages, with their metadata, and the longest conversation. Only Ingest carries a document.
 _MAX_REQUEST_BYTES = 8 << 20
-# Passages, messages and pairs of metadata; other limits allow far fewer.
+# Fields of a request itself, such as passages and messages; other limits allow far fewer. Fields of nested messages
+# are not counted: _MAX_REQUEST_BYTES limits them.
 _MAX_REQUEST_FIELDS = 1 << 16
 _VARINT_BYTES = 10
 
@@ -131,8 +132,14 @@ class GatewayServicer:
             found = await self._pipeline.retrieve(tenant, *search, left, where=request.filter)
             return pb.RetrieveResponse(passages=[source for _, source in order(found, request.order)])
 
-    async def embed(self, texts: Sequence[str], model: str, context: rpc.Call | None) -> tuple[np.ndarray, str, int]:
+    async def embed(
+        self, texts: Sequence[str], model: str, dimensions: int, context: rpc.Call | None
+    ) -> tuple[np.ndarray, str, int]:
         """Embeds texts with the embedder of retrieval.
+
+        Args:
+            model: the embedder's name, or empty.
+            dimensions: the width of its vectors, or 0.
 
         Returns:
             The vectors, float32 `[text, dim]`; the embedder's name; and the tokens counted against the quota, which
@@ -140,6 +147,7 @@ class GatewayServicer:
 
         Raises:
             NotFound: the gateway's embedder is another model.
+            InvalidArgument: its vectors have other dimensions.
             FailedPrecondition: the gateway has no embedder.
         """
         async with self._admitted("Embed") as (tenant, _):
@@ -148,6 +156,8 @@ class GatewayServicer:
                 raise FailedPrecondition("this gateway has no embedder: it retrieves by BM25 only")
             if model not in ("", embedder.name, embedder.name.partition("@")[0]):
                 raise NotFound(f"unknown embedding model {model[:80]!r}; known: {embedder.name}")
+            if dimensions not in (0, embedder.dim):
+                raise InvalidArgument(f"{embedder.name} supports only {embedder.dim} dimensions")
             tokens = sum(-(-len(text.encode()) // 4) for text in texts)
             tenant.meter.spend(tokens)
             try:

@@ -41,23 +41,23 @@ class Caller:
     tenant: str
 
 
-_GATEWAY = "/gateway.v1.GatewayService/"
+GATEWAY = "/gateway.v1.GatewayService/"
 _ALL_ROLES = frozenset(Role)
 _APPS = frozenset({Role.APP, Role.OPERATOR})
 _OPERATORS = frozenset({Role.OPERATOR})
 ADMIN_PAGES = "/fusionkv.admin/Pages"
 # A method that is neither here nor in OPEN is refused to every role.
 ROLES = {
-    _GATEWAY + "Ingest": _APPS,
-    _GATEWAY + "Precompute": _ALL_ROLES,
+    GATEWAY + "Ingest": _APPS,
+    GATEWAY + "Precompute": _ALL_ROLES,
     # Returns the tokens of all chunks.
-    _GATEWAY + "PlanPrecompute": _OPERATORS,
-    _GATEWAY + "Move": _OPERATORS,
-    _GATEWAY + "Delete": _OPERATORS,
-    _GATEWAY + "List": _ALL_ROLES,
-    _GATEWAY + "Retrieve": _APPS,
-    _GATEWAY + "Generate": _APPS,
-    _GATEWAY + "Stats": _OPERATORS,
+    GATEWAY + "PlanPrecompute": _OPERATORS,
+    GATEWAY + "Move": _OPERATORS,
+    GATEWAY + "Delete": _OPERATORS,
+    GATEWAY + "List": _ALL_ROLES,
+    GATEWAY + "Retrieve": _APPS,
+    GATEWAY + "Generate": _APPS,
+    GATEWAY + "Stats": _OPERATORS,
     ADMIN_PAGES: _OPERATORS,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _OPERATORS,
 }

@@ -34,7 +34,7 @@ class Quota:
     """Limits of a tenant; None means no limit.
 
     Attributes:
-        requests_per_minute: calls of any method.
+        requests_per_minute: calls of any method but Stats; an HTTP request for models counts once per 1,000 corpora.
         tokens_per_minute: tokens of ingested documents, prompts and answers.
         stored_bytes: bytes of documents' text.
     """
@@ -135,14 +135,15 @@ class Meter:
             ResourceExhausted: the document exceeds the quota. A document that it would replace counts as stored.
         """
         async with self._reserving:
-            # Read before awaiting `stored`: a document stored meanwhile then counts twice rather than not at all.
-            reserved = self._reserved_bytes
-            limit, used = self._quota().stored_bytes, await stored() + reserved
-            if limit is not None and used + size > limit:
-                raise ResourceExhausted(
-                    f"the document has {size} bytes of text, and {used} of the tenant's {limit} bytes are used: "
-                    "delete documents"
-                )
+            if (limit := self._quota().stored_bytes) is not None:
+                # Read before awaiting `stored`: a document stored meanwhile then counts twice rather than not at all.
+                reserved = self._reserved_bytes
+                used = await stored() + reserved
+                if used + size > limit:
+                    raise ResourceExhausted(
+                        f"the document has {size} bytes of text, and {used} of the tenant's {limit} bytes are used: "
+                        "delete documents"
+                    )
             self._reserved_bytes += size
         try:
             yield

@@ -7,7 +7,7 @@ import json
 import logging
 import time
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from fusionkv.protos.runtime.watched import BadFile, Watched, read_bytes
 
 log = logging.getLogger(__name__)
 # Asymmetric algorithms only: with a shared secret, whoever can verify a token can also issue one.
-_ALGORITHMS = ["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"]
+_RSA = ["RS256", "RS384", "RS512", "PS256", "PS384", "PS512"]
+_ALGORITHMS = [*_RSA, "ES256", "ES384", "ES512", "EdDSA"]
 # Tolerated difference between the clocks of issuer and gateway.
 _LEEWAY_SECONDS = 30
 _MAX_BYTES = 1 << 20
@@ -102,9 +103,9 @@ class KeyFile:
         """Raises BadFile if the file can't be read or holds no usable key."""
         self._keys = Watched([file], lambda: _parsed(read_bytes(file, "the JWKS", _MAX_BYTES), str(file)))
 
-    async def key(self, id: str | None) -> jwt.PyJWK | None:
-        """The key with an id; without an id, the only key of the file, or None if there are several."""
-        return _find(self._keys.value, id)
+    async def key(self, id: str | None, algorithm: str) -> jwt.PyJWK | None:
+        """The key with an id, for an algorithm; without an id, the only one, or None if there are several."""
+        return _find(self._keys.value, id, algorithm)
 
 
 class KeyURL:
@@ -117,14 +118,14 @@ class KeyURL:
             raise ValueError(f"the JWKS {url} must be a file or an https:// URL")
         self._url = url
         self._clock = clock
-        self._keys: dict[str | None, jwt.PyJWK] = {}
+        self._keys: list[jwt.PyJWK] = []
         self._fetched = self._tried = float("-inf")
         self._fetching: asyncio.Task[None] | None = None
 
-    async def key(self, id: str | None) -> jwt.PyJWK | None:
+    async def key(self, id: str | None, algorithm: str) -> jwt.PyJWK | None:
         """As `KeyFile.key`. Raises Unavailable if the last keys fetched are too old to be trusted."""
         age = self._clock() - self._fetched
-        unknown = _find(self._keys, id) is None
+        unknown = _find(self._keys, id, algorithm) is None
         idle = self._fetching is None or self._fetching.done()
         if idle and (unknown or age > _FRESH_SECONDS) and self._clock() - self._tried > _RETRY_SECONDS:
             self._tried = self._clock()
@@ -135,7 +136,7 @@ class KeyURL:
             raise Unavailable(
                 "the keys that verify tokens can't be fetched at the moment; try again", retry_after=_RETRY_SECONDS
             )
-        return _find(self._keys, id)
+        return _find(self._keys, id, algorithm)
 
     async def _fetch(self) -> None:
         try:
@@ -163,10 +164,10 @@ class JWTTokens:
 
     async def caller(self, token: str) -> Caller | None:
         try:
-            id = jwt.get_unverified_header(token).get("kid")
-        except jwt.PyJWTError:
+            header = jwt.get_unverified_header(token)
+        except (jwt.PyJWTError, RecursionError):
             return None
-        key = await self._keys.key(id)
+        key = await self._keys.key(header.get("kid"), header.get("alg", ""))
         if key is None:
             return None
         try:
@@ -214,16 +215,22 @@ def _download(url: str) -> bytes:
     return data
 
 
-def _parsed(data: bytes, where: str) -> dict[str | None, jwt.PyJWK]:
-    """The keys by id. Keys of unknown types are ignored, as RFC 7517 recommends."""
+def _parsed(data: bytes, where: str) -> list[jwt.PyJWK]:
+    """The keys, each for one algorithm. Keys of unknown types are ignored, as RFC 7517 recommends."""
     try:
-        keys = jwt.PyJWKSet.from_dict(json.loads(data)).keys
-    except (jwt.PyJWTError, ValueError, TypeError, AttributeError, RecursionError):
+        keys = [named for key in json.loads(data)["keys"] for named in _with_algorithm(key)]
+        return jwt.PyJWKSet(keys).keys
+    except (jwt.PyJWTError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise BadFile(f'the JWKS {where} is not of the form {{"keys": [...]}}, or holds no usable key') from None
-    return {key.key_id: key for key in keys}
 
 
-def _find(keys: dict[str | None, jwt.PyJWK], id: str | None) -> jwt.PyJWK | None:
-    if id is None and len(keys) == 1:
-        return next(iter(keys.values()))
-    return keys.get(id)
+def _with_algorithm(key: Any) -> list[Any]:
+    """A key of RSA without `alg`, which is optional, is for all its algorithms; PyJWT takes RS256 only."""
+    if isinstance(key, dict) and key.get("kty") == "RSA" and not key.get("alg"):
+        return [{**key, "alg": algorithm} for algorithm in _RSA]
+    return [key]
+
+
+def _find(keys: Sequence[jwt.PyJWK], id: str | None, algorithm: str) -> jwt.PyJWK | None:
+    found = [key for key in keys if key.algorithm_name == algorithm and id in (None, key.key_id)]
+    return found[-1] if found and (id is not None or len(found) == 1) else None

@@ -19,6 +19,7 @@ from typing import Any
 from fusionkv.gateway.cli import connect
 from fusionkv.gateway.cli.connect import UsageError
 from fusionkv.gateway.cli.console import progress_bar, retry_while_busy
+from fusionkv.gateway.cli.launch import launched
 from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.gateway.client.results import Passage
 from fusionkv.protos.runtime.errors import ServiceError
@@ -49,7 +50,7 @@ def main() -> int:
         records = asyncio.run(_fetch(args))
     except (ServiceError, UsageError, OSError) as error:
         print(f"fusionkv check: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         return 130
     # A directory that only this user can read, and that is deleted after the check.
@@ -57,7 +58,7 @@ def main() -> int:
         file = Path(folder) / "corpus.json"
         file.write_text(json.dumps(records), encoding="utf-8")
         module = "fusionkv.bench.quality.check"
-        argv = [sys.executable, "-P", "-m", module, *rest, "--n", str(args.n), "--data", str(file)]
+        argv = launched("check", module, [*rest, "--n", str(args.n), "--data", str(file)])
         try:
             return subprocess.run(argv).returncode
         except KeyboardInterrupt:

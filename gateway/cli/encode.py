@@ -60,7 +60,8 @@ async def corpus(client: AsyncClient, quiet: bool, name: str, recipe: str, end: 
         async with contextlib.aclosing(client.precompute(name, recipe)) as events:
             async for done in events:
                 _check_there(name, done.total, end)
-                progress.update(bar, completed=done.done, total=done.total)
+                what = "learning the correction" if done.learning else "precompute"
+                progress.update(bar, description=what, completed=done.done, total=done.total)
                 if quiet:
                     print_json({"event": "precompute", **asdict(done)})
     return done

@@ -48,8 +48,9 @@ def find(paths: Sequence[str], media_type: str, name: str = "") -> dict[str, Pat
                 )
             count += 1
         if not count:
-            reason = "contains no documents" if os.path.isdir(pattern) else "does not exist"
-            raise UsageError(f"{pattern} {reason} (known endings: {' '.join(ENDINGS)})")
+            endings = "" if media_type else f" (known endings: {' '.join(ENDINGS)})"
+            reason = f"contains no documents{endings}" if os.path.isdir(pattern) else "does not exist"
+            raise UsageError(f"{pattern} {reason}")
     return found
 
 
@@ -101,11 +102,7 @@ def _opened(path: Path) -> AbstractContextManager[BinaryIO]:
 def _checked(lines: Sequence[bytes], start: int, ids: dict[str, int]) -> bytes:
     """The content of these lines; empty if they have no text, which a gateway refuses."""
     content = b"".join(lines)
-    try:
-        text = content.decode().removeprefix("\ufeff")  # as in `parse`
-    except UnicodeDecodeError as error:
-        raise InvalidArgument(f"the text is not UTF-8 and must be converted first: {error}") from error
-    documents = json_lines(text, start)
+    documents = json_lines(parse.utf8(content), start)
     for document in documents:
         if document.name and ids.setdefault(document.name, document.line) != document.line:
             raise InvalidArgument(

@@ -43,7 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given and given[0] in APART:
         of_corpus = given[0] == "check" and any(flag.partition("=")[0] == "--corpus" for flag in given)
         _replace(given[0], _CHECK_CORPUS if of_corpus else APART[given[0]], given[1:])
-    args = _parser().parse_args(given)
+    parser = _parser()
+    args = parser.parse_args(given)
+    if args.command == "serve" and args.service != "all":  # its name did not come first
+        parser.error(f"put the service before its flags: fusionkv serve {args.service} ...")
     try:
         return _run(args)
     except ModuleNotFoundError as error:
@@ -216,7 +219,7 @@ def _parser() -> argparse.ArgumentParser:
     ask.add_argument(
         "--recipe",
         default="",
-        help="recipe that fuses cached chunks: fusionrag, a3+window, default, ... (default: the gateway's)",
+        help="recipe for reusing chunks: fusionrag, a3+window, default, ... (default: the gateway's)",
     )
     ask.add_argument(
         "--ratio",
@@ -305,7 +308,7 @@ def _parser() -> argparse.ArgumentParser:
 
     # `main` runs these itself; they are added here for the list of commands.
     commands.add_parser("eval", help="evaluate quality and cost of every recipe on tasks, datasets and models")
-    commands.add_parser("check", help="check a model against the oracles, and report which recipes are safe on it")
+    commands.add_parser("check", help="compare a model with transformers, and report which recipes are safe on it")
     commands.add_parser("model", help="fetch models by name, or list them")
     commands.add_parser("size", help="compute the bytes of KV of a model and a corpus")
     return parser

@@ -109,7 +109,9 @@ class AsyncClient(_Connection):
     def stream(
         self, corpus: str = "", question: str = "", *, timeout: float | None = None, **options: Unpack[Options]
     ) -> AsyncGenerator[Event]:
-        """Streams an answer: Sources, Tokens, one Summary. Closing the iterator cancels the request.
+        """Streams an answer: Sources, an Explanation if requested, Tokens, one Summary.
+
+        Closing the iterator cancels the request.
 
         Options: see `requests.Options`; `passages` replace the corpus, and `messages` the question.
         """
@@ -205,7 +207,10 @@ class AsyncClient(_Connection):
 
 
 class Client(_Connection):
-    """The blocking counterpart of `AsyncClient`, with the same arguments. Thread-safe; `with` closes it."""
+    """The blocking counterpart of `AsyncClient`, without `page` and `plan_precompute`.
+
+    Thread-safe; `with` closes it.
+    """
 
     _dial = staticmethod(rpc.dial_sync)
 

@@ -18,6 +18,8 @@ _NUMBERS = (pb.ORDER_DOCUMENT, pb.ORDER_RANK, pb.ORDER_RANK_REVERSED, pb.ORDER_E
 ORDERS = dict(zip(ORDER_NAMES, _NUMBERS, strict=True))
 
 T = TypeVar("T", bound=Message)
+# The highest max_document_bytes; gRPC carries messages of up to 64 MiB.
+_MAX_CONTENT = 60 << 20
 
 NO_FILTER: Mapping[str, str] = {}
 ROLES = {"system": pb.ROLE_SYSTEM, "user": pb.ROLE_USER, "assistant": pb.ROLE_ASSISTANT}
@@ -130,12 +132,10 @@ def order_of(name: str | None) -> pb.Order:
     return ORDERS[name]
 
 
-def retrieve(
-    corpus: str, question: str, top_k: int = 0, order: str = "rank", filter: Mapping[str, str] = NO_FILTER
-) -> pb.RetrieveRequest:
+def retrieve(corpus: str, question: str, top_k: int, order: str, filter: Mapping[str, str]) -> pb.RetrieveRequest:
     """Raises InvalidArgument for an invalid value."""
-    order_number = order_of(order)
-    return of(pb.RetrieveRequest, corpus=corpus, question=question, top_k=top_k, order=order_number, filter=filter)
+    number = order_of(order)
+    return of(pb.RetrieveRequest, corpus=corpus, question=question, top_k=top_k, order=number, filter=filter)
 
 
 class IngestOptions(TypedDict, total=False):
@@ -167,7 +167,7 @@ def ingest(
         content: the bytes, the text or the path of a file; a path is also the default source.
 
     Raises:
-        InvalidArgument: an unknown option, or an invalid value.
+        InvalidArgument: an unknown option, an invalid value, or a document larger than any gateway accepts.
         OSError: the file can't be read.
     """
     given = _known(IngestOptions, options)
@@ -175,6 +175,8 @@ def ingest(
         given["source"] = given.get("source") or str(Path(content).resolve())
         content = Path(content).read_bytes()
     raw = content.encode() if isinstance(content, str) else content
+    if isinstance(raw, bytes) and len(raw) > _MAX_CONTENT:
+        raise errors.InvalidArgument(f"the document has {len(raw)} bytes; gateways accept at most {_MAX_CONTENT}")
     return of(pb.IngestRequest, corpus=corpus, name=name, content=raw, **given)
 
 

@@ -71,11 +71,15 @@ class Ingested:
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of Precompute or Move, in chunks; `skipped` of the `done` chunks were already stored."""
+    """Progress of Precompute or Move, in chunks; `skipped` of the `done` chunks were already stored.
+
+    learning: whether workers learn the corpus's correction first, which may take minutes.
+    """
 
     done: int
     total: int
     skipped: int = 0
+    learning: bool = False
 
 
 @dataclass(frozen=True)
@@ -170,7 +174,7 @@ def fields(message: Message) -> dict[str, Any]:
 
 
 def progress(p: "pb.PrecomputeResponse | pb.MoveResponse") -> Progress:
-    return Progress(p.done, p.total, getattr(p, "skipped", 0))
+    return Progress(p.done, p.total, getattr(p, "skipped", 0), getattr(p, "learning", False))
 
 
 def item(i: pb.Item) -> Item:

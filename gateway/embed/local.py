@@ -16,7 +16,7 @@ import numpy as np
 
 from fusionkv.fusion_worker.library import lean
 from fusionkv.gateway.children import ChildProcess, Message, frame, messages, take_pipes
-from fusionkv.gateway.embed.base import Embedder, Reranker
+from fusionkv.gateway.embed.base import CHARACTERS, Embedder, Reranker
 from fusionkv.protos.runtime import cancellation
 from fusionkv.protos.runtime.errors import FailedPrecondition, ServiceError, Unavailable, first_line
 
@@ -24,8 +24,6 @@ from fusionkv.protos.runtime.errors import FailedPrecondition, ServiceError, Una
 _START_SECONDS = 120.0
 # Texts per batch: 8 of 256 tokens take MiniLM 0.2 s on one core, for which a question may have to wait.
 _BATCH = 8
-# Maximum characters of a text: most models accept at most 512 tokens.
-_CHARACTERS = 1 << 14
 _EMBED, _RERANK = "embed", "rerank"
 # Computes the reply to a message.
 Answer = Callable[[dict[str, Any]], Message]
@@ -153,7 +151,7 @@ class LocalEmbedder(_LocalModel, Embedder):
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
 
         async def batch(places: list[int]) -> None:
-            message = {"texts": [texts[i][:_CHARACTERS] for i in places], "question": question}
+            message = {"texts": [texts[i][:CHARACTERS] for i in places], "question": question}
             _, data = await self._ask(message, background=not question)
             vectors[places] = np.frombuffer(data, np.float32).reshape(len(places), self.dim)
 
@@ -169,8 +167,8 @@ class LocalReranker(_LocalModel, Reranker):
     async def score(self, question: str, passages: Sequence[str]) -> list[float]:
         scores: list[float] = []
         for at in range(0, len(passages), _BATCH):
-            texts = [text[:_CHARACTERS] for text in passages[at : at + _BATCH]]
-            reply, _ = await self._ask({"question": question[:_CHARACTERS], "texts": texts})
+            texts = [text[:CHARACTERS] for text in passages[at : at + _BATCH]]
+            reply, _ = await self._ask({"question": question[:CHARACTERS], "texts": texts})
             scores += reply["scores"]
         return scores
 

@@ -8,13 +8,12 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from fusionkv.gateway.embed.base import Embedder, Reranker
+from fusionkv.gateway.embed.base import CHARACTERS, Embedder, Reranker
 from fusionkv.protos.runtime import errors
 from fusionkv.protos.runtime.errors import FailedPrecondition, Unavailable
 
 _SECONDS = 60.0
 _BATCH = 64
-_CHARACTERS = 1 << 14
 
 
 class _Endpoint:
@@ -42,7 +41,7 @@ class _Endpoint:
         try:
             async with self._session.post(self.url, json=body | self._model) as response:
                 if response.status == 200:
-                    return json.loads(await response.read())
+                    return await asyncio.to_thread(json.loads, await response.read())  # up to a few MB
                 text = (await response.text(errors="replace"))[:200]
         except (aiohttp.ClientError, TimeoutError, ValueError, OSError) as error:
             raise Unavailable(f"{self.url}: {error or type(error).__name__}") from error
@@ -77,7 +76,7 @@ class URLEmbedder(_Endpoint, Embedder):
         return vectors
 
     async def _batch(self, texts: Sequence[str]) -> np.ndarray:
-        body = {"input": [text[:_CHARACTERS] for text in texts], "encoding_format": "float"}
+        body = {"input": [text[:CHARACTERS] for text in texts], "encoding_format": "float"}
         reply = await self._post(body)
         try:
             rows = [row["embedding"] for row in sorted(reply["data"], key=lambda row: row["index"])]
@@ -95,8 +94,8 @@ class URLReranker(_Endpoint, Reranker):
     async def score(self, question: str, passages: Sequence[str]) -> list[float]:
         if not passages:  # servers refuse a request without documents
             return []
-        texts = [text[:_CHARACTERS] for text in passages]
-        reply = await self._post({"query": question[:_CHARACTERS], "documents": texts})
+        texts = [text[:CHARACTERS] for text in passages]
+        reply = await self._post({"query": question[:CHARACTERS], "documents": texts})
         try:
             scores = {int(row["index"]): float(row["relevance_score"]) for row in reply["results"]}
             return [scores[i] for i in range(len(passages))]

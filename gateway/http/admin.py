@@ -1,5 +1,6 @@
 """HTML pages for operators: the recent answers of their tenant, explained and compared with full attention."""
 
+import asyncio
 import base64
 import binascii
 import contextlib
@@ -42,7 +43,8 @@ class AdminServer(Listener):
         assert servicer.history is not None
         self._servicer = servicer
         self._history = servicer.history
-        self._list, self._page = explain.template("answers.html"), explain.template()
+        names = "answers.html", "explain.html"
+        self._list, self._page = (explain.template(name, "admin_listen", ValueError) for name in names)
         self.get("/", self.guarded(ADMIN_PAGES, self._answers, _bearer))
         self.get("/explain/{id}", self.guarded(ADMIN_PAGES, self._explained, _bearer))
         self.post("/explain/{id}/full", self.guarded(ADMIN_PAGES, self._compared, _bearer))
@@ -58,21 +60,29 @@ class AdminServer(Listener):
 
     async def _answers(self, request: web.Request) -> web.Response:
         records = self._history.of(await self._servicer.tenant_salt())
-        answers = [
-            {
-                "id": record.id,
-                "question": Conversation.of(record.request).question,
-                "corpus": record.request.corpus or "given passages",
-                "text": record.answer.text.strip(),
-                "summary": record.answer.summary,
-                "at": _when(record),
-            }
-            for record in records
-        ]
-        return _html(self._list.render(answers=answers, limit=self._history.limit))
+
+        def page() -> str:
+            answers = [
+                {
+                    "id": record.id,
+                    "question": Conversation.of(record.request).question,
+                    "corpus": record.request.corpus or "given passages",
+                    "text": answer.text.strip(),
+                    "summary": answer.summary,
+                    "at": _when(record),
+                }
+                for record in records
+                for answer in [record.answer]
+            ]
+            return self._list.render(answers=answers, limit=self._history.limit)
+
+        return _html(await asyncio.to_thread(page))
 
     async def _explained(self, request: web.Request) -> web.Response:
-        kept = await self._record(request)
+        # In a thread: 128 Ki tokens of context take half a second.
+        return _html(await asyncio.to_thread(self._explain, await self._record(request)))
+
+    def _explain(self, kept: Record) -> str:
         reference = kept.answer.summary.recipe == explain.REFERENCE
         compare = "" if kept.full is not None or reference else f"{kept.id}/full"
         question, answer, explanation = Conversation.of(kept.request).question, kept.answer, kept.explanation
@@ -81,14 +91,15 @@ class AdminServer(Listener):
             raise NotFound(f"this answer has no explanation: no worker computed its prompt: {reason}")
         full = kept.full.answer if kept.full is not None else None
         served = {"at": _when(kept), "home": "../", "compare": compare}
-        return _html(explain.render(self._page, question, answer, explanation, full, **served))
+        return explain.render(self._page, question, answer, explanation, full, **served)
 
     async def _compared(self, request: web.Request) -> web.Response:
         """Repeats the question with full attention, at most once, and redirects to the page."""
         _check_same_site(request)
         kept = await self._record(request)
-        if kept.full is None:
-            self._history.compare(kept, await self._full(kept))
+        async with kept.comparing:
+            if kept.full is None:
+                self._history.compare(kept, await self._full(kept))
         return web.Response(status=303, headers={**_HEADERS, "Location": f"../{kept.id}"})
 
     async def _full(self, original: Record) -> Record:

@@ -7,6 +7,7 @@ read; `Listener.body` limits the time of a body. The time until a response start
 import asyncio
 import ipaddress
 import logging
+import time
 from collections import Counter
 from typing import Any
 
@@ -72,6 +73,7 @@ class Connection(web.RequestHandler):
             max_headers=_MAX_HEADERS,
         )
         self._connections, self._config = connections, config
+        self.opened = time.monotonic()
         self._socket: asyncio.Transport | None = None
         self._address: str | None = None  # None if the connection was refused
         self._timers: dict[str, asyncio.TimerHandle] = {}

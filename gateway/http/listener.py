@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from weakref import WeakKeyDictionary
 
 from aiohttp import HttpVersion11, web
 from opentelemetry import propagate, trace
@@ -32,7 +31,6 @@ class Listener:
         self._addresses = addresses
         self._config = config
         self._bearer = bearer
-        self._opened: WeakKeyDictionary[asyncio.Transport, float] = WeakKeyDictionary()
         self.app = web.Application(
             middlewares=[self._trace, self._limit_age, self._handle_errors], client_max_size=_MAX_BODY
         )
@@ -96,7 +94,7 @@ class Listener:
         return bound
 
     async def stop(self, seconds: float) -> None:
-        """Closes idle connections and waits for requests in flight."""
+        """Closes idle connections and waits up to drain_seconds for requests in flight; `seconds` is the same."""
         for server in self._servers:
             server.close()
         await self._runner.cleanup()
@@ -140,10 +138,10 @@ class Listener:
     async def _limit_age(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Closes a connection that has been open for _CONNECTION_SECONDS."""
         response = await handler(request)
-        if request.transport is not None:
-            opened = self._opened.setdefault(request.transport, time.monotonic())
-            if time.monotonic() - opened > _CONNECTION_SECONDS:
-                response.force_close()
+        connection = request.protocol
+        assert isinstance(connection, Connection)  # `start` has made it
+        if time.monotonic() - connection.opened > _CONNECTION_SECONDS:
+            response.force_close()
         return response
 
     @web.middleware
@@ -157,7 +155,7 @@ class Listener:
 
 
 async def _expected(request: web.Request) -> None:
-    """As aiohttp's handler, which echoes the header's value, and fails if that is not text."""
+    """Answers `Expect: 100-continue`. aiohttp's handler echoes the header's value, and fails if that is not text."""
     if request.version < HttpVersion11:
         return
     if request.headers["Expect"].lower() != "100-continue":

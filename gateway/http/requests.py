@@ -37,6 +37,7 @@ _ONLY: Mapping[str, Any] = {
     "suffix": "",
 }
 _SYSTEM = ("system", "developer")
+# Texts of one request for embeddings, and characters of each.
 _MAX_TEXTS, _MAX_CHARACTERS = 2048, 1 << 15
 _FORMATS = ("float", "base64")
 _OF_EMBEDDINGS = frozenset(["input", "model", "encoding_format", "dimensions"])

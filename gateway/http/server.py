@@ -9,19 +9,18 @@ from typing import Any
 
 from aiohttp import web
 
-from fusionkv.gateway.auth.access import Bearer
+from fusionkv.gateway.auth.access import GATEWAY, Bearer
 from fusionkv.gateway.client import results
 from fusionkv.gateway.client.results import Event
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.http import replies, requests
 from fusionkv.gateway.http.listener import Listener
 from fusionkv.gateway.retrieval.base import no_corpus
-from fusionkv.gateway.servicer import SERVICE, GatewayServicer
+from fusionkv.gateway.servicer import GatewayServicer
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import InvalidArgument
 
 _PAGE = 1000
-_RPC = f"/{SERVICE.full_name}/"
 
 
 class HTTPServer(Listener):
@@ -33,11 +32,11 @@ class HTTPServer(Listener):
         super().__init__(config.http_listen, config, bearer)
         self._servicer = servicer
         self.get("/health", self._health)
-        self.get("/v1/models", self.guarded(_RPC + "List", self._models))
-        self.get("/v1/models/{model}", self.guarded(_RPC + "List", self._model))
-        self.post("/v1/chat/completions", self.guarded(_RPC + "Generate", partial(self._complete, False)))
-        self.post("/v1/completions", self.guarded(_RPC + "Generate", partial(self._complete, True)))
-        self.post("/v1/embeddings", self.guarded(_RPC + "Retrieve", self._embed))
+        self.get("/v1/models", self.guarded(GATEWAY + "List", self._models))
+        self.get("/v1/models/{model}", self.guarded(GATEWAY + "List", self._model))
+        self.post("/v1/chat/completions", self.guarded(GATEWAY + "Generate", partial(self._complete, False)))
+        self.post("/v1/completions", self.guarded(GATEWAY + "Generate", partial(self._complete, True)))
+        self.post("/v1/embeddings", self.guarded(GATEWAY + "Retrieve", self._embed))
 
     def failed(self, error: Exception) -> web.Response:
         if isinstance(error, web.HTTPException):
@@ -82,9 +81,11 @@ class HTTPServer(Listener):
 
     async def _embed(self, request: web.Request) -> web.Response:
         embedding = requests.embeddings(await self._json(request))
-        vectors, model, tokens = await self._servicer.embed(embedding.texts, embedding.model, None)
-        if embedding.dimensions not in (0, vectors.shape[1]):
-            raise requests.BadRequest(f"{model} supports only {vectors.shape[1]} dimensions", "dimensions")
+        asked = embedding.texts, embedding.model, embedding.dimensions
+        try:
+            vectors, model, tokens = await self._servicer.embed(*asked, None)
+        except InvalidArgument as error:
+            raise requests.BadRequest(str(error), "dimensions") from error
         body = await asyncio.to_thread(replies.embeddings, embedding, vectors, model, tokens)
         return web.Response(body=body, content_type="application/json", charset="utf-8")
 

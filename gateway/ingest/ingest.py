@@ -1,8 +1,8 @@
 """Stores files as documents: parses, splits and embeds them; and rebuilds corpora for another model or embedder."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence, Set
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -37,6 +37,7 @@ class Ingest:
         # With several tenants, one tenant always leaves room for the largest document of another.
         spare = config.max_document_bytes if config.several_tenants else 0
         self._bytes = Shares(config.max_ingest_bytes, spare=spare)
+        self._storing: dict[tuple[str, str, str], asyncio.Event] = {}  # set once the document is stored
 
     async def file(self, tenant: Tenant, request: pb.IngestRequest, timeout: float) -> pb.IngestResponse:
         """Stores the documents of a file; each replaces the tenant's document of that name as a whole.
@@ -73,7 +74,7 @@ class Ingest:
 
         Raises:
             InvalidArgument: the corpus's name is invalid.
-            NotFound: the corpus does not exist.
+            NotFound: the corpus does not exist, or was deleted meanwhile.
             FailedPrecondition: the engine does not support it, or another call moved the corpus meanwhile.
             Unavailable: no worker, or the embedder can't be reached.
         """
@@ -101,14 +102,42 @@ class Ingest:
         with tracer.start_as_current_span("gateway.parse") as span:
             parsed = await self._parsers.parse(tenant, request.content, kind, vocabulary, request.first_line or 1)
             documents = _documents_of(request, parsed.documents)
-            chunks = [chunk for pieces in documents.values() for chunk in pieces]
-            span.set_attribute("fusionkv.chunks", len(chunks))
+            span.set_attribute("fusionkv.chunks", sum(map(len, documents.values())))
         model = self._search.identity(vocabulary.identity)
+        async with self._alone({(tenant.salt, request.corpus, name) for name in documents}):
+            done = await self._replace(tenant, request, documents, parsed.cost, model)
+        _documents.add(len(documents), {"fusionkv.media_type": kind})
+        return done
+
+    @asynccontextmanager
+    async def _alone(self, documents: Set[tuple[str, str, str]]) -> AsyncIterator[None]:
+        """Waits while another call stores one of these documents, which may come from another source."""
+        while other := next((self._storing[key] for key in documents if key in self._storing), None):
+            await other.wait()
+        stored = asyncio.Event()
+        self._storing |= dict.fromkeys(documents, stored)
+        try:
+            yield
+        finally:
+            for key in documents:
+                del self._storing[key]
+            stored.set()
+
+    async def _replace(
+        self,
+        tenant: Tenant,
+        request: pb.IngestRequest,
+        documents: Mapping[str, Sequence[Chunk]],
+        paid: int,
+        model: ModelIdentity,
+    ) -> pb.IngestResponse:
+        """Embeds and stores the chunks of documents by name; `paid`: tokens spent on parsing. Raises as `file`."""
+        chunks = [chunk for pieces in documents.values() for chunk in pieces]
         stored = await self._stored(tenant, request, [*documents], model)
         known, encoded = {c.text: vector for c, vector in stored}, {c.ids: c for c, _ in stored}
         tokens = sum(len(c.ids) for c in chunks)
         async with tenant.meter.storing(sum(len(c.text.encode()) for c in chunks), tenant.stored_bytes):
-            rest = max(0, tokens - parsed.cost)
+            rest = max(0, tokens - paid)
             tenant.meter.spend(rest)
             try:
                 with tracer.start_as_current_span("gateway.embed"):
@@ -125,7 +154,6 @@ class Ingest:
                     )
                     at += len(kept)
                 replaced = sum(await asyncio.gather(*writes))
-        _documents.add(len(documents), {"fusionkv.media_type": kind})
         return pb.IngestResponse(documents=len(documents), chunks=len(chunks), tokens=tokens, replaced=replaced)
 
     async def _stored(

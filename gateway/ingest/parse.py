@@ -19,6 +19,7 @@ from fusionkv.protos.runtime.settings import extra
 MAX_GROWTH, MIN_TEXT = 50, 1 << 20
 # After the end of a sentence or a line; separators belong to the sentence before them.
 _BORDER = re.compile(r"(?<=[.!?])\s+|(?<=[\u3002\uff01\uff1f])|\n\s*")
+_WIDE = re.compile(r"utf[-_]?(16|32)", re.IGNORECASE)
 _WORD = re.compile(r"\w+")
 # Sentences ranked together: time is quadratic in their number, and every part of a long text keeps its share.
 _GROUP = 100
@@ -61,13 +62,13 @@ def parse(content: bytes, kind: str, limit: int = sys.maxsize, first_line: int =
         InvalidArgument: the content is not of media type `kind`, or has no text or too much.
     """
     if kind == JSONL:
-        documents = json_lines(_utf8(content), first_line)
+        documents = json_lines(utf8(content), first_line)
     elif kind == PDF:
         documents = [Document(_pdf(content, limit))]
     elif kind == HTML:
         documents = [Document(_html(content, limit), markdown=True)]
     else:
-        documents = [Document(_utf8(content), kind == MARKDOWN)]
+        documents = [Document(utf8(content), kind == MARKDOWN)]
     documents = [document for document in documents if document.text.strip()]
     if not documents:
         hint = "; a scanned PDF needs text recognition first" if kind == PDF else ""
@@ -98,7 +99,7 @@ def _line(document: Document, text: str) -> str:
     return json.dumps({**{key: value for key, value in values.items() if value}, "text": text})
 
 
-def _utf8(content: bytes, encoding: str = "utf-8") -> str:
+def utf8(content: bytes, encoding: str = "utf-8") -> str:
     try:
         text = content.decode(encoding).removeprefix("\ufeff")
     except (ValueError, LookupError) as error:
@@ -113,8 +114,12 @@ def _html(content: bytes, limit: int) -> str:
 
     from fusionkv.gateway.ingest.parse_html import markdown
 
-    declared = EncodingDetector.find_declared_encoding(content, is_html=True)
-    return markdown(_utf8(content, declared or "utf-8"), limit)
+    content, marked = EncodingDetector.strip_byte_order_mark(content)
+    declared = marked or EncodingDetector.find_declared_encoding(content, is_html=True)
+    # Without a byte order mark, a text whose declaration can be read is not in UTF-16, whatever that says.
+    if not declared or (not marked and _WIDE.match(declared)):
+        declared = "utf-8"
+    return markdown(utf8(content, declared), limit)
 
 
 def _pdf(content: bytes, limit: int) -> str:
@@ -131,7 +136,9 @@ def _pdf(content: bytes, limit: int) -> str:
         pages: list[str] = []
         size = 0
         for page in reader.pages:
-            pages.append(page.extract_text())
+            # A font may map a character to the two halves of a surrogate pair, each as a character.
+            halves = page.extract_text().encode("utf-16", "surrogatepass")
+            pages.append(halves.decode("utf-16", "replace"))
             size += len(pages[-1])
             check_text(size, limit)
         return "\n\n".join(pages).replace("\0", "")

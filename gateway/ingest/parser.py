@@ -53,12 +53,9 @@ def _confine(memory: int) -> None:
     """Ends with the gateway, limits memory, writes no core dumps, is killed first by the OOM killer, and runs at low
     priority.
     """
-    parent = os.getppid()
-    process.end_with_parent()
+    process.end_with_parent(parent=os.getppid())
     with contextlib.suppress(OSError):  # the container may not allow it
         Path("/proc/self/oom_score_adj").write_text("1000")
-    if os.getppid() != parent:
-        sys.exit()
     with contextlib.suppress(OSError, ValueError):  # the system's own limit is lower
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

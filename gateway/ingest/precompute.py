@@ -13,11 +13,11 @@ from fusionkv.gateway.auth.tenants import Tenant
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.retrieval.base import Chunk, HybridSearch, check_corpus, check_document, no_document
 from fusionkv.gateway.tokens import ModelIdentity, Vocabulary
-from fusionkv.gateway.workers.workers import WorkerPool
+from fusionkv.gateway.workers.workers import Lesson, WorkerPool
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime import cancellation
-from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted, Unavailable
+from fusionkv.protos.runtime.errors import InvalidArgument, Unavailable
 
 log = logging.getLogger(__name__)
 # Chunks per batch, whose variants are stored in one commit.
@@ -77,10 +77,10 @@ class _Pass:
     async def request(self, chunk: Chunk, vector: np.ndarray) -> fusion_pb2.EncodeRequest:
         """The request that encodes a chunk, with its neighbours if there are to be any."""
         if not self.neighbours:
-            request = self.tokens([chunk])
+            request = self.encode_request([chunk])
             request.mode = request.MODE_EXACT
             return request
-        request = self.tokens([*await self._nearest(chunk, vector), chunk])
+        request = self.encode_request([*await self._nearest(chunk, vector), chunk])
         request.mode, request.corpus = request.MODE_NEIGHBOURS, self.name if self.corrected else ""
         return request
 
@@ -99,19 +99,19 @@ class _Pass:
         return neighbours
 
     async def lesson(self) -> fusion_pb2.EncodeRequest | None:
-        """The request to learn the corpus's correction; None if there are fewer than two different chunks."""
+        """The request to learn the corpus's correction; None if there are fewer than three different chunks."""
         names, sample = sorted(self.sizes), list[Chunk]()
         count = min(len(names), _SAMPLE)
         for name in (names[i * len(names) // count] for i in range(count)):
             stored = await self.tenant.retrieval.chunks(self.corpus, name, self.model)
             sample += [chunk for chunk, _ in stored[: max(1, _SAMPLE // len(names))]]
-        if len({chunk.ids for chunk in sample}) < 2:
+        if len({chunk.ids for chunk in sample}) < 3:  # two make too few different prompts
             return None
-        request = self.tokens(sample[:_SAMPLE])
+        request = self.encode_request(sample[:_SAMPLE])
         request.mode, request.corpus = request.MODE_CORRECTION, self.name
         return request
 
-    def tokens(self, chunks: Sequence[Chunk]) -> fusion_pb2.EncodeRequest:
+    def encode_request(self, chunks: Sequence[Chunk]) -> fusion_pb2.EncodeRequest:
         """A request to encode the last chunk after the others, without a mode."""
         *before, chunk = (fusion_pb2.Tokens(ids=chunk.ids) for chunk in chunks)
         return fusion_pb2.EncodeRequest(
@@ -147,20 +147,15 @@ class Precompute:
             check_document(request.name)
         work = await self._begin(tenant, request.corpus, request.recipe, request.neighbours, request.name)
         done, skipped, total = 0, 0, sum(work.sizes.values())
-        yield pb.PrecomputeResponse(total=total)
-        # First: the correction also applies to the neighbours that chunks are encoded with.
-        if not request.name and work.corrected and (lesson := await work.lesson()) is not None:
-            try:
-                await self._workers.encode(lesson)
-            except ResourceExhausted as error:
-                log.warning("the correction of corpus %s is not learned ahead of time: %s", work.name, error)
+        learned = await work.lesson() if work.corrected and not request.name else None
+        lesson = None if learned is None else Lesson(learned)
+        yield pb.PrecomputeResponse(total=total, learning=lesson is not None)
         async for batch, total in work.batches():
             if batch:
                 tenant.meter.check_tokens()
-                skipped += await self._encode(work, batch)
+                skipped += await self._encode(work, batch, lesson)
                 done += len(batch)
             yield pb.PrecomputeResponse(done=done, total=total, skipped=skipped)
-        yield pb.PrecomputeResponse(done=done, total=total, skipped=skipped)
 
     async def plan(
         self, tenant: Tenant, request: pb.PlanPrecomputeRequest
@@ -199,14 +194,14 @@ class Precompute:
             sizes = {d.name: d.chunks for d in await tenant.retrieval.documents(corpus)}
         return _Pass(tenant, corpus, chosen, vocabulary, model, count, sizes)
 
-    async def _encode(self, work: _Pass, batch: list[tuple[Chunk, np.ndarray]]) -> int:
+    async def _encode(self, work: _Pass, batch: list[tuple[Chunk, np.ndarray]], lesson: Lesson | None) -> int:
         """Encodes and stores a batch; returns the number of chunks that the cache service had already."""
         slots = asyncio.Semaphore(self._config.precompute_concurrency)
 
         async def one(chunk: Chunk, vector: np.ndarray) -> tuple[Chunk, bool]:
             async with slots:
                 request = await work.request(chunk, vector)
-                encoded = await self._encoded(request)
+                encoded = await self._encoded(request, lesson)
                 if not encoded.existed:
                     work.tenant.meter.spend(sum(len(part.ids) for part in (request.chunk, *request.before)))
                 # Without neighbours, keep a variant that was encoded with neighbours before: it is better.
@@ -215,20 +210,19 @@ class Precompute:
                 return new, encoded.existed
 
         done = await cancellation.all_of(one(*pair) for pair in batch)
-        known = {chunk for chunk, _ in batch}
-        if changed := [chunk for chunk, _ in done if chunk not in known]:
+        if changed := [new for (new, _), (old, _) in zip(done, batch, strict=True) if new != old]:
             await work.tenant.retrieval.set_variants(work.corpus, changed)
         return sum(existed for _, existed in done)
 
-    async def _encoded(self, request: fusion_pb2.EncodeRequest) -> fusion_pb2.EncodeResponse:
+    async def _encoded(self, request: fusion_pb2.EncodeRequest, lesson: Lesson | None) -> fusion_pb2.EncodeResponse:
         """Encodes a chunk on a worker; retries while workers or their cache service do not answer in time."""
         for attempt in range(1, _ATTEMPTS):
             try:
-                return await self._workers.encode(request)
+                return await self._workers.encode(request, lesson)
             except Unavailable as error:
                 log.warning("retrying to encode a chunk: %s", error)
                 await asyncio.sleep(_PAUSE_SECONDS * attempt)
-        return await self._workers.encode(request)
+        return await self._workers.encode(request, lesson)
 
 
 def _recipe(name: str, default: str, vocabulary: Vocabulary) -> fusion_pb2.Recipe:

@@ -84,7 +84,8 @@ def check_model(corpus: str, made_with: ModelIdentity, model: ModelIdentity) -> 
     else:
         now = f"the gateway's embedder is {model.embedder}" if model.embedder else "the gateway has no embedder"
         reason = f"with {f'embeddings of {made_with.embedder}' if made_with.embedder else 'no embeddings'}, but {now}"
-    raise FailedPrecondition(f"corpus {corpus!r} was built {reason}: run `fusionkv move {corpus}`")
+    remedy = f"run `fusionkv move {corpus}` (in Milvus: delete the corpus and ingest it again)"
+    raise FailedPrecondition(f"corpus {corpus!r} was built {reason}: {remedy}")
 
 
 def check_corpus(name: str) -> None:
@@ -232,7 +233,8 @@ class Retrieval(ABC):
         """Rebuilds a corpus for another model; yields the number of chunks of each rebuilt document.
 
         Concurrent changes of the corpus wait. Readers see the old corpus until all documents are rebuilt, then the
-        new one. Raises FailedPrecondition if this engine does not support it.
+        new one. Raises FailedPrecondition if this engine does not support it, and NotFound if the corpus is deleted
+        meanwhile.
         """
 
     @abstractmethod
@@ -258,14 +260,17 @@ class HybridSearch:
     async def vectors(self, texts: Sequence[str], known: Mapping[str, np.ndarray]) -> np.ndarray:
         """Vectors of texts to store, float32 `[text, dim]`, computed unless known; of width 0 without an embedder.
 
+        Known vectors of another width, from an earlier model of the embedder, are not used.
+
         Raises as `Embedder.embed`.
         """
         if self.embedder is None:
             return np.zeros((len(texts), 0), np.float32)
-        new = [*dict.fromkeys(text for text in texts if text not in known)]
+        dim = self.embedder.dim
+        new = [*dict.fromkeys(text for text in texts if text not in known or len(known[text]) != dim)]
         computed = dict(zip(new, await self.embedder.embed(new), strict=True)) if new else {}
         vectors = [computed[text] if text in computed else known[text] for text in texts]
-        return np.stack(vectors) if vectors else np.zeros((0, self.embedder.dim), np.float32)
+        return np.stack(vectors) if vectors else np.zeros((0, dim), np.float32)
 
     async def search(
         self,

@@ -134,11 +134,10 @@ class EmbeddedRetrieval(Retrieval):
         where: Mapping[str, str] = NO_FILTER,
     ) -> list[Candidate]:
         async def search(table: CorpusTable) -> tuple[pa.Table, pa.Table | None]:
-            words = table.by_words(question, depth, where)
             if vector is None:
-                return await words, None
+                return await table.by_words(question, depth, where), None
             _check_width(corpus, table, len(vector))
-            return await asyncio.gather(words, table.by_meaning(vector, depth, where))
+            return await table.by_both(question, vector, depth, where)
 
         async with self._searching:
             by_words, by_meaning = await self._with(corpus, search, model)
@@ -153,11 +152,11 @@ class EmbeddedRetrieval(Retrieval):
     ) -> list[Chunk]:
         if vector is None:
             found = await self._with(corpus, lambda table: table.by_words(text, _WORD_CANDIDATES, NO_FILTER), model)
-            return by_shared_words(text, await asyncio.to_thread(chunks_of, found))[:count]
+            return await asyncio.to_thread(lambda: by_shared_words(text, chunks_of(found))[:count])
         # Twice as many, so that ties at the cut are broken by name and not by the order of rows.
         limit = 2 * count
         found = await self._with(corpus, lambda table: table.by_meaning(vector, limit, NO_FILTER), model)
-        scored = zip(chunks_of(found), vectors_of(found) @ vector, strict=True)
+        scored = await asyncio.to_thread(lambda: zip(chunks_of(found), vectors_of(found) @ vector, strict=True))
         return [chunk for chunk, _ in best(scored, count)]
 
     async def set_variants(self, corpus: str, chunks: Sequence[Chunk]) -> None:
@@ -170,6 +169,7 @@ class EmbeddedRetrieval(Retrieval):
             async with table.frozen():
                 async with contextlib.aclosing(self._rewritten(table, rewrite, model, staging)) as done:
                     async for chunks in done:
+                        self._check_kept(corpus, table)
                         yield chunks
                 # Even if the caller leaves: the old table can't be used any more once the new one is in its place.
                 await cancellation.to_the_end(self._exchange(corpus, table, staging / _STAGED))
@@ -183,10 +183,9 @@ class EmbeddedRetrieval(Retrieval):
         await table.close()
 
     async def _drop(self, corpus: str) -> tuple[int, int]:
-        table = self._table(corpus)
         async with self._changing:
-            if self._tables.pop(corpus, None) is not table:
-                raise no_corpus(corpus)
+            table = self._table(corpus)  # only now: a move may have replaced it meanwhile
+            del self._tables[corpus]
             item = table.item(corpus)
             await table.close()
             try:
@@ -199,8 +198,7 @@ class EmbeddedRetrieval(Retrieval):
 
     async def _exchange(self, corpus: str, table: CorpusTable, staged: Path) -> None:
         """Puts a rebuilt table in the place of a corpus's table, which is frozen, and opens it."""
-        if self._tables.get(corpus) is not table:
-            raise NotFound(f"corpus {corpus!r} was deleted while it was moved")
+        self._check_kept(corpus, table)
         # No await until the new table has replaced the old one: nothing else of this process may run.
         with disk_errors():
             _place(self._folder, staged, f"{_PREFIX}{corpus}.lance")
@@ -215,6 +213,11 @@ class EmbeddedRetrieval(Retrieval):
             self._tables[corpus] = opened
         else:
             await opened.close()
+
+    def _check_kept(self, corpus: str, table: CorpusTable) -> None:
+        """Raises NotFound if a corpus was deleted, whose deletion waits for the end of its move."""
+        if self._tables.get(corpus) is not table:
+            raise NotFound(f"corpus {corpus!r} was deleted while it was moved")
 
     async def _rewritten(
         self, table: CorpusTable, rewrite: Rewrite, model: ModelIdentity, staging: Path

@@ -141,51 +141,48 @@ class MilvusRetrieval(Retrieval):
             queries["vector"] = vector.astype(np.float32)
         with _corpus_errors(corpus):
             by_words, *rest = await self._search(corpus, model, queries, depth, where)
-        by_meaning = rest[0] if rest else []
-        candidates: dict[tuple[str, int], Candidate] = {}
-        # Milvus Lite returns negated BM25 scores.
-        for row, score in (*((row, abs(score)) for row, score in by_words), *((row, 0.0) for row, _ in by_meaning)):
-            chunk = rows.chunk(row)
-            cosine = float(rows.vector(row) @ vector) if vector is not None else 0.0
-            candidates.setdefault(chunk.key, Candidate(chunk, score, cosine))
-        return list(candidates.values())
+        return await asyncio.to_thread(_merged, by_words, rest[0] if rest else [], vector)
 
     async def chunks(self, corpus: str, document: str, model: ModelIdentity) -> list[tuple[Chunk, np.ndarray]]:
         name = await self._checked_collection(corpus, model)
-        for _ in range(_TRIES):
-            version = await self._version(name, document)
-            found = await self._of_version(name, document, version) if version is not None else []
-            if version is None or len(found) == version.chunks:
-                pairs = ((rows.chunk(r), rows.vector(r) if model.embedder else _NO_VECTOR) for r in found)
-                return sorted(pairs, key=lambda pair: pair[0].position)
-        raise Unavailable(f"document {document!r} keeps changing: try again later")
+        with _corpus_errors(corpus):
+            for _ in range(_TRIES):
+                version = await self._version(name, document)
+                found = await self._of_version(name, document, version) if version is not None else []
+                if version is None or len(found) == version.chunks:
+                    return await asyncio.to_thread(_in_order, found, bool(model.embedder))
+        raise Unavailable(
+            f"document {document!r} keeps changing, or is incomplete: try again later, or delete it and ingest it "
+            "again"
+        )
 
     async def nearest(
         self, corpus: str, text: str, vector: np.ndarray | None, count: int, model: ModelIdentity
     ) -> list[Chunk]:
         if vector is None:
             by_words = await self.candidates(corpus, text, None, 2 * count, model)
-            return by_shared_words(text, [candidate.chunk for candidate in by_words])[:count]
+            chunks = [candidate.chunk for candidate in by_words]
+            return (await asyncio.to_thread(by_shared_words, text, chunks))[:count]
         # Twice as many, so that ties at the cut are broken by name and not by the order of rows.
         with _corpus_errors(corpus):
             (found,) = await self._search(corpus, model, {"vector": vector.astype(np.float32)}, 2 * count)
-        scored = ((rows.chunk(row), float(rows.vector(row) @ vector)) for row, _ in found)
-        return [chunk for chunk, _ in best(scored, count)]
+        scored = await asyncio.to_thread(_merged, [], found, vector)
+        return [chunk for chunk, _ in best(((c.chunk, c.cosine) for c in scored), count)]
 
     async def set_variants(self, corpus: str, chunks: Sequence[Chunk]) -> None:
         name = self._collection(corpus)
         with _corpus_errors(corpus):
             versions = await self._versions(name, {rows.owner(chunk.document) for chunk in chunks})
-        current = [chunk for chunk in chunks if chunk.document in versions]
-        by_key = {rows.chunk_key(chunk, versions[chunk.document].revision): chunk for chunk in current}
-        keys = [*by_key]
-        for at in range(0, len(keys), BATCH):
-            changed = []
-            for row in await self._milvus.query(name, f"key in {listed(keys[at : at + BATCH])}"):
-                chunk = by_key[row["key"]]
-                if row["digest"] == chunk.digest.hex():
-                    changed.append(row | {"variant": chunk.variant.hex(), "neighbours": chunk.neighbours})
-            await self._milvus.write(name, changed)
+            current = [chunk for chunk in chunks if chunk.document in versions]
+            by_key = {rows.chunk_key(chunk, versions[chunk.document].revision): chunk for chunk in current}
+            keys = [*by_key]
+            for at in range(0, len(keys), BATCH):
+                changed = []
+                for row in await self._milvus.query(name, f"key in {listed(keys[at : at + BATCH])}"):
+                    chunk = by_key[row["key"]]
+                    if row["digest"] == chunk.digest.hex():
+                        changed.append(row | {"variant": chunk.variant.hex(), "neighbours": chunk.neighbours})
+                await self._milvus.write(name, changed)
 
     async def move(self, corpus: str, rewrite: Rewrite, model: ModelIdentity) -> AsyncGenerator[int]:
         await self.check(corpus)
@@ -204,7 +201,9 @@ class MilvusRetrieval(Retrieval):
         self, corpus: str, document: str, chunks: Sequence[Chunk], vectors: np.ndarray, model: ModelIdentity
     ) -> bool:
         name, dim, revision = self._collection(corpus), vectors.shape[1] or rows.FILLER, rows.new_revision()
-        new_rows = [rows.of_chunk(c, revision, v) for c, v in zip(chunks, vectors.astype(np.float32), strict=True)]
+        new_rows = await asyncio.to_thread(
+            lambda: [rows.of_chunk(c, revision, v) for c, v in zip(chunks, vectors.astype(np.float32), strict=True)]
+        )
         for _ in range(_TRIES):
             try:
                 await self._create(corpus, model, dim)
@@ -212,13 +211,15 @@ class MilvusRetrieval(Retrieval):
                 await self._milvus.write(name, new_rows)
                 await self._milvus.write(name, [rows.of_document(document, revision, chunks, dim)])
                 now = await self._version(name, document)
-                dead = {version.revision for version in (before,) if version is not None}
+                # An earlier try may have left this revision's own row, to which the chunks just written belong.
+                old = before if before is not None and before.revision != revision else None
+                dead = {old.revision} if old is not None else set()
                 if now is not None and now.revision != revision:
                     dead.add(revision)  # another gateway has just replaced the document
                 elif await self._milvus.count(name, _of(document, revision)) != len(new_rows):
                     continue  # the corpus was deleted and created again meanwhile
                 await self._clean(name, document, dead)
-                return before is not None
+                return old is not None
             except NotFound:
                 continue  # the corpus was deleted meanwhile
         raise Unavailable(f"corpus {corpus!r} keeps being deleted: try again later")
@@ -357,6 +358,21 @@ def _corpus_errors(corpus: str) -> Iterator[None]:
         yield
     except NoCollection as error:
         raise no_corpus(corpus) from error
+
+
+def _in_order(found: Sequence[Row], with_vectors: bool) -> list[tuple[Chunk, np.ndarray]]:
+    pairs = ((rows.chunk(row), rows.vector(row) if with_vectors else _NO_VECTOR) for row in found)
+    return sorted(pairs, key=lambda pair: pair[0].position)
+
+
+def _merged(by_words: Hits, by_meaning: Hits, vector: np.ndarray | None) -> list[Candidate]:
+    candidates: dict[tuple[str, int], Candidate] = {}
+    # Milvus Lite returns negated BM25 scores.
+    for row, score in (*((row, abs(score)) for row, score in by_words), *((row, 0.0) for row, _ in by_meaning)):
+        chunk = rows.chunk(row)
+        cosine = float(rows.vector(row) @ vector) if vector is not None else 0.0
+        candidates.setdefault(chunk.key, Candidate(chunk, score, cosine))
+    return list(candidates.values())
 
 
 def _of(document: str, revision: str = "") -> str:

@@ -16,7 +16,8 @@ from typing import Any
 import aiohttp
 
 from fusionkv.fusion_worker.decode.text import TextStream
-from fusionkv.gateway.config import GatewayConfig
+from fusionkv.gateway import plan
+from fusionkv.gateway.config import GatewayConfig, secret
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.answer.v1 import answer_pb2
@@ -29,8 +30,10 @@ _faults = logs.RateLimitedLog(logging.getLogger(__name__))
 _CONNECT_SECONDS = 5.0
 # Wait for the worker's summary after the last token; the summary is sent as soon as vLLM has loaded the KV.
 _SUMMARY_SECONDS = 2.0
-# Maximum length of an answer if neither the request nor a worker sets one.
+# Maximum length of an answer until a worker has reported its own, if the request sets none.
 _MAX_TOKENS = 256
+# Wait for a worker to describe its model, once that is known: a hung worker must not use up the caller's deadline.
+_MODEL_SECONDS = 2.0
 # Prompts remembered, of 300 bytes and a summary each.
 _MAX_REMEMBERED = 4096
 _FINISHED = {"stop": "end", "length": "max_tokens"}
@@ -108,23 +111,26 @@ class VLLMEngine:
         self._url = f"{config.vllm_url.rstrip('/').removesuffix('/v1')}/v1/completions"
         self._model = {"model": config.vllm_model} if config.vllm_model else {}
         self._prefill_seconds = config.vllm_prefill_seconds
-        headers = {"Authorization": f"Bearer {config.vllm_token.read_text().strip()}"} if config.vllm_token else {}
+        headers = {"Authorization": f"Bearer {secret(config.vllm_token)}"} if config.vllm_token else {}
         ca = config.tls_ca if config.vllm_url.startswith("https://") else None
         trusted = ssl.create_default_context(cafile=ca) if ca else True
         self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(ssl=trusted))
         self._vocabulary: Vocabulary | None = None
+        self._max_tokens = _MAX_TOKENS
         # Prompts whose KV vLLM received, and keeps in its prefix cache until it needs the room. A repeated prompt
         # needs no prefill by a worker; if vLLM has evicted its KV, vLLM computes it.
         # They are stored with the salt of their KV, and the summary of their prefill.
         self._remembered: OrderedDict[str, tuple[str, answer_pb2.Summary]] = OrderedDict()
 
     async def model(self, timeout: float = 30.0) -> Vocabulary:
-        """The workers' model; the last known one while no worker is reachable."""
+        """The workers' model; the last known one while no worker describes its own."""
+        known = self._vocabulary
         try:
-            self._vocabulary = await self._workers.model(timeout)
-        except Unavailable:
-            if self._vocabulary is None:
+            self._vocabulary = await self._workers.model(min(timeout, _MODEL_SECONDS) if known else timeout)
+        except (Unavailable, DeadlineExceeded):
+            if known is None:
                 raise
+            return known
         return self._vocabulary
 
     async def generate(self, request: pb.GenerateRequest, timeout: float) -> AsyncGenerator[pb.GenerateResponse]:
@@ -137,11 +143,13 @@ class VLLMEngine:
             DeadlineExceeded: the deadline passed.
         """
         began = time.monotonic()
-        answer = _Answer((self._vocabulary or await self.model(timeout)).text(tuple(request.sampling.stop)))
+        vocabulary = self._vocabulary or await self.model(timeout)
+        answer = _Answer(vocabulary.text(tuple(request.sampling.stop)))
         prompt = [*request.system.ids, *(i for c in request.chunks for i in c.ids), *request.question.ids]
-        context = sum(len(chunk.ids) for chunk in request.chunks)
+        context, room = sum(len(chunk.ids) for chunk in request.chunks), vocabulary.model.max_tokens - len(prompt)
         exact, fused = _cache_salts(request, prompt)
-        prefilled, reason, limit = None, "", request.sampling.max_tokens or _MAX_TOKENS
+        # As a worker sets it: vLLM refuses what exceeds the model's length.
+        prefilled, reason, limit = None, "", request.sampling.max_tokens or max(1, min(room, self._max_tokens))
         remembered = None if request.explain else self._remembered.get(fused)
         salt = remembered[0] if remembered else exact
         async with contextlib.AsyncExitStack() as stack:
@@ -155,6 +163,8 @@ class VLLMEngine:
                         yield pb.GenerateResponse(explanation=response.explanation)
                         worker, response = await _next(stream, until)
                     first, limit = response.first, response.first.max_tokens
+                    if not request.sampling.max_tokens and limit < room:
+                        self._max_tokens = limit
                     yield answer.token(first.token.id, first.finish_reason)
                     prompt.append(first.token.id)
                     salt = exact if first.lossless else fused
@@ -173,7 +183,7 @@ class VLLMEngine:
                     yield answer.token(token, finish)
                     if answer.finish:
                         break
-            summary = answer_pb2.Summary(degraded=True, degraded_reason=reason)
+            summary = _degraded(reason)
             if prefilled is not None:
                 summary = await prefilled.summary()
                 if answer.tokens > 1 and not summary.degraded:
@@ -192,7 +202,7 @@ class VLLMEngine:
                     summary.ClearField("seconds")
             if not summary.recipe:  # no worker has reported on the prompt
                 summary.recipe, summary.ratio, summary.context_tokens = request.recipe, 1.0, context
-                summary.prompt_tokens = context + len(request.system.ids) + len(request.question.ids)
+                summary.prompt_tokens = plan.tokens(request)
                 summary.tokens_recomputed = context
             summary.finish_reason, summary.tokens_generated = answer.finish or "max_tokens", answer.tokens
             summary.seconds.decode = time.monotonic() - decoding

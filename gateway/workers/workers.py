@@ -38,15 +38,15 @@ _RETRYABLE = (Unavailable, ResourceExhausted, FailedPrecondition)
 _DNS = "dns:"
 # Seconds between lookups, within which added and removed workers are noticed.
 _RESOLVE_SECONDS = 5.0
-# A worker that has not replied for the first time must pass a health check, within the second, before it receives a
-# request.
+# A worker whose last reply is older than _FRESH_SECONDS must pass a health check within _CHECK_SECONDS before it
+# receives a request.
 _FRESH_SECONDS, _CHECK_SECONDS = 1.0, 2.0
 # An unresponsive worker is deprioritised, with exponential backoff between these limits.
 _MIN_BACKOFF, _MAX_BACKOFF = 2.0, 30.0
 # Tokens of a pool whose size is not known yet, and the most chunks to remember.
 _FIRST_TOKENS, _MAX_CHUNKS = 1 << 16, 1 << 16
-# A vocabulary takes about 50 MB and up to a second to make.
-_MAX_VOCABULARIES = 4
+# What a reply says of a worker rather than of its model.
+_OF_WORKER = ("device", "dtype", "kv_bytes_per_token", "verdicts")
 
 
 class PrefixAffinity:
@@ -98,7 +98,10 @@ class Member:
     users: int = 0
     """Requests that call it, or may still choose it."""
     holdings: PrefixAffinity = field(default_factory=PrefixAffinity)
-    _failures: int = 0
+    described: pb.GetModelResponse | None = None
+    """The reply that `vocabulary` was made from."""
+    vocabulary: Vocabulary | None = None
+    _backoff: float = 0.0
     _deprioritised_until: float = 0.0
     _last_reply: float = -math.inf
 
@@ -108,11 +111,12 @@ class Member:
 
     def record_timeout(self) -> None:
         """Records that the worker did not reply in time, or while another one did."""
-        self._deprioritised_until = time.monotonic() + min(_MIN_BACKOFF * 2**self._failures, _MAX_BACKOFF)
-        self._failures += 1
+        if not self.deprioritised:  # otherwise another request has found the same failure
+            self._backoff = min(max(_MIN_BACKOFF, 2 * self._backoff), _MAX_BACKOFF)
+        self._deprioritised_until = time.monotonic() + self._backoff
 
     def record_reply(self) -> None:
-        self._failures, self._deprioritised_until, self._last_reply = 0, 0.0, time.monotonic()
+        self._backoff, self._deprioritised_until, self._last_reply = 0.0, 0.0, time.monotonic()
 
     async def is_responsive(self) -> bool:
         """Whether the worker replied within the last second, or passes a health check now."""
@@ -131,6 +135,28 @@ class Member:
             self.in_flight -= 1
 
 
+@dataclass(eq=False)
+class Lesson:
+    """What a worker learns before it encodes chunks of a corpus: workers may share no disk.
+
+    Attributes:
+        request: in MODE_CORRECTION.
+        taught: addresses of the workers that have learned it, or cannot.
+    """
+
+    request: pb.EncodeRequest
+    taught: set[str] = field(default_factory=set)
+
+    async def teach(self, worker: WorkerClient) -> None:
+        if worker.address in self.taught:
+            return
+        try:
+            await worker.encode(self.request)
+        except ResourceExhausted as error:
+            log.warning("%s learns no correction of corpus %s: %s", worker.address, self.request.corpus, error)
+        self.taught.add(worker.address)
+
+
 class WorkerPool:
     """Calls the least loaded worker, or one that probably holds the prompt's chunks in its pool.
 
@@ -145,14 +171,12 @@ class WorkerPool:
         self._tls = tls
         self._listed = {at: Member(WorkerClient(at, tls)) for at in addresses if not at.startswith(_DNS)}
         self._resolved: dict[str, dict[str, Member]] = {at: {} for at in addresses if at.startswith(_DNS)}
-        self._looked_up = asyncio.Event()  # all names, once
+        self._unknown = set(self._resolved)
+        self._looked_up = asyncio.Event()  # a name has given a worker, or all have been looked up
         self._retiring: set[asyncio.Task[None]] = set()
         self._resolving = [asyncio.create_task(self._follow(name)) for name in self._resolved]
         if not self._resolved:
             self._looked_up.set()
-        # With their replies, the last one used first. Workers of one model may describe it differently,
-        # such as by their device.
-        self._vocabularies: list[tuple[pb.GetModelResponse, Vocabulary]] = []
         self._loading = asyncio.Lock()
 
     @property
@@ -171,20 +195,15 @@ class WorkerPool:
                 except _RETRYABLE as error:
                     failures.append(error)
                     continue
-                async with self._loading:
-                    # `is` first: comparing the messages compares tokenizers of up to 10 MB.
-                    same = [v for m, v in self._vocabularies if m is model]
-                    same = same or [v for m, v in self._vocabularies if m == model]
-                    known = same[0] if same else await asyncio.to_thread(Vocabulary, model)
-                    others = [(m, v) for m, v in self._vocabularies if m is not model]
-                    self._vocabularies = [(model, known), *others][:_MAX_VOCABULARIES]
-                    return known
+                return await self._vocabulary(member, model)
         raise _reported(failures)
 
-    async def encode(self, request: pb.EncodeRequest) -> pb.EncodeResponse:
-        """Encodes one chunk on any worker. Unresponsive workers are detected as by `generate`."""
+    async def encode(self, request: pb.EncodeRequest, lesson: Lesson | None = None) -> pb.EncodeResponse:
+        """Encodes one chunk on any worker, taught first. Unresponsive workers are detected as by `generate`."""
 
         async def call(client: WorkerClient) -> AsyncGenerator[pb.EncodeResponse]:
+            if lesson is not None:
+                await lesson.teach(client)
             yield await client.encode(request)
 
         async with contextlib.aclosing(self._stream({}, call)) as responses:
@@ -268,10 +287,33 @@ class WorkerPool:
         await self._looked_up.wait()
         return sorted(self.members, key=load)
 
+    async def _vocabulary(self, member: Member, model: pb.GetModelResponse) -> Vocabulary:
+        """The vocabulary of a member that has described its model so; workers of one model share it.
+
+        It takes about 50 MB and up to a second to make.
+        """
+        async with self._loading:
+            if member.vocabulary is not None and member.described is model:
+                return member.vocabulary
+            # The first reply of a connection.
+            shared = pb.GetModelResponse()
+            shared.CopyFrom(model)
+            for name in _OF_WORKER:
+                shared.ClearField(name)
+            for recipe in shared.recipes:
+                recipe.ClearField("unusable")
+            known = {other.vocabulary for other in self.members if other.vocabulary is not None}
+            same = [vocabulary for vocabulary in known if vocabulary.model == shared]
+            member.vocabulary = same[0] if same else await asyncio.to_thread(Vocabulary, shared)
+            member.described = model
+            return member.vocabulary
+
     async def _follow(self, name: str) -> None:
         while True:
             await self._resolve(name)
-            self._looked_up.set()
+            self._unknown.discard(name)
+            if self.members or not self._unknown:
+                self._looked_up.set()
             await asyncio.sleep(_RESOLVE_SECONDS)
 
     async def _resolve(self, name: str) -> None:

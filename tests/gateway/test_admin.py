@@ -1,7 +1,10 @@
 """A gateway's pages for operators: whose they are, what they show, and how a real browser shows it."""
 
 import secrets
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import browser
@@ -9,9 +12,12 @@ import httpx2
 import pytest
 from bs4 import BeautifulSoup
 
+from fusionkv.gateway import explain
 from fusionkv.gateway.client.client import Client
 from fusionkv.gateway.client.results import Explanation
+from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.history import History, Record
+from fusionkv.gateway.http.admin import AdminServer
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from tests.services import Launch, start_cache, start_gateway, start_worker, token_entry, token_flags
@@ -103,6 +109,39 @@ def test_a_question_is_asked_from_the_page_itself_or_by_a_program(
     if status == 303:
         refused = httpx2.post(f"http://{address}{path}", headers=given)
         assert refused.status_code == 401, "nobody is let in without a token"
+
+
+def test_a_question_is_repeated_once_however_often_it_is_asked_for(gateway: Any) -> None:
+    path = f"{listed(gateway)[2]}/full"
+    with Client(gateway.address, token=TOKENS["operator-acme"]) as client, ThreadPoolExecutor() as clicks:
+        before = client.stats().requests
+        pages = [*clicks.map(lambda _: get(gateway, path, method="POST"), range(2))]
+        assert [page.status_code for page in pages] == [303, 303]
+        assert client.stats().requests == before + 1
+
+
+async def test_pages_are_rendered_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    history, threads, render = History(limit=1), set(), explain.render
+
+    def rendered(*args: Any, **more: Any) -> str:
+        threads.add(threading.current_thread())
+        return render(*args, **more)
+
+    async def salt() -> str:
+        return "a"
+
+    monkeypatch.setattr(explain, "render", rendered)
+    record = kept("a")
+    record.add(pb.GenerateResponse(explanation=Explanation()))
+    history.keep(record)
+    config = GatewayConfig(admin_listen=("127.0.0.1:0",))
+    server = AdminServer(config, SimpleNamespace(history=history, tenant_salt=salt), None)
+    (address,) = await server.start()
+    async with httpx2.AsyncClient() as browsing:
+        assert (await browsing.get(f"http://{address}/explain/{record.id}")).status_code == 200
+    await server.stop(1)
+    assert threads
+    assert threading.current_thread() not in threads
 
 
 MEASURE = """({width: document.documentElement.scrollWidth, room: document.documentElement.clientWidth,

@@ -70,9 +70,9 @@ def test_what_a_directory_holds_beside_documents_is_skipped_and_told(folder: Pat
 @pytest.mark.parametrize(
     ("paths", "name", "error"),
     [
-        (["nothing"], "", "does not exist"),
+        (["nothing"], "", "does not exist$"),
         (["*.doc"], "", "does not exist"),
-        ([".hidden/x"], "", "contains no documents"),
+        ([".hidden/x"], "", r"contains no documents \(known endings: .*\)$"),
         ([".", "sub"], "", "would both be document 'a.txt'"),
         (["-"], "", "standard input .* needs --name"),
         (["."], "notes.md", "would both be document 'notes.md': ingest them separately, with --name"),
@@ -125,6 +125,7 @@ def test_json_lines_may_start_with_a_byte_order_mark(tmp_path: Path) -> None:
     [
         [], ["fly"], ["ask", "c"], ["ingest", "c"], ["ingest", "c", "p", "--concurrency", "0"],
         ["ingest", "c", "p", "--compress", "1"], ["ask", "c", "q", "--filter", "year"],
+        ["serve", "--config", "no.toml", "worker"],
         *(["list", "--timeout", seconds] for seconds in ("0", "-1", "nan", "inf", "soon")),
     ],
 )  # fmt: skip
@@ -376,16 +377,19 @@ def test_the_check_is_given_the_questions(monkeypatch: pytest.MonkeyPatch) -> No
     flags = ["--corpus", "papers", "--n", "7", "--gateway", "unix:/g", "--token", "t", "--json"]
     monkeypatch.setattr(sys, "argv", ["check", "smollm2", *flags])
     assert check_corpus.main() == 3
-    ((*_, module, model, as_json, _, n, _, file),) = ran
+    ((*started, module, model, as_json, _, n, _, file),) = ran
+    assert started == launched("check", "", [])[:-1], "which tells what is not installed in one line"
     assert (module, model, as_json, n) == ("fusionkv.bench.quality.check", "smollm2", "--json", "7")
     assert not Path(file).parent.exists()
 
 
-def test_data_and_corpus_exclude_each_other(monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
+def test_flags_of_the_check_that_exclude_each_other(monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
     monkeypatch.setattr(sys, "argv", ["check", "m", "--corpus", "c", "--data", "f"])
     with pytest.raises(SystemExit):
         check_corpus.main()
     assert "--data and --corpus can't be combined" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["check", "m", "--corpus", "c", "--tls-cert", "f"])
+    assert check_corpus.main() == 2
 
 
 @pytest.mark.parametrize("given", [["--corpus", "c"], ["--corpus=c"], []])

@@ -24,7 +24,13 @@ from fusionkv.gateway.retrieval.base import HybridSearch
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 from fusionkv.gateway.servicer import GatewayServicer
 from fusionkv.gateway.workers.workers import WorkerPool
-from fusionkv.protos.runtime.errors import FailedPrecondition, ResourceExhausted, ServiceError, Unavailable
+from fusionkv.protos.runtime.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    ResourceExhausted,
+    ServiceError,
+    Unavailable,
+)
 from tests.gateway import sentence_models
 from tests.http_server import serving
 
@@ -199,11 +205,15 @@ async def test_texts_that_were_not_embedded_cost_no_quota(endpoint: Endpoint, tm
     servicer = GatewayServicer(config, tenants, workers, None, search, workers)
     for endpoint.status, error in ((500, Unavailable), (429, ResourceExhausted)):
         with pytest.raises(error, match=f"status {endpoint.status}"):
-            await servicer.embed(["x" * 80], "", None)
+            await servicer.embed(["x" * 80], "", 0, None)
     endpoint.status = 200
-    assert (await servicer.embed(["x" * 80], "", None))[2] == 20
+    asked = len(endpoint.said)
+    with pytest.raises(InvalidArgument, match="supports only 4 dimensions"):
+        await servicer.embed(["x" * 80], "", 5, None)
+    assert len(endpoint.said) == asked
+    assert (await servicer.embed(["x" * 80], "", 4, None))[2] == 20
     with pytest.raises(ResourceExhausted, match="quota of 20 tokens"):
-        await servicer.embed(["x"], "", None)
+        await servicer.embed(["x"], "", 0, None)
     await servicer.close()
 
 

@@ -17,8 +17,9 @@ import pytest
 from opentelemetry import trace
 
 from fusionkv.fusion_worker.client import WorkerClient
-from fusionkv.gateway.workers import workers
-from fusionkv.gateway.workers.workers import PrefixAffinity, WorkerPool
+from fusionkv.gateway.config import GatewayConfig
+from fusionkv.gateway.workers import vllm, workers
+from fusionkv.gateway.workers.workers import Lesson, Member, PrefixAffinity, WorkerPool
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.fusion.v1.fusion_pb2_grpc import FusionServiceServicer
 from fusionkv.protos.kvcache.v1 import kvcache_pb2
@@ -104,19 +105,60 @@ class Described(FusionServiceServicer):
         return self.model
 
 
-async def test_workers_that_describe_one_model_differently_share_no_vocabulary_but_keep_theirs() -> None:
+async def test_workers_of_one_model_share_a_vocabulary_and_others_keep_theirs() -> None:
     async with contextlib.AsyncExitStack() as stack:
-        both = [rpc.handlers(SERVICE, Described(device)) for device in ("cpu", "cuda:0")]
-        pool = WorkerPool([await stack.enter_async_context(listening(handler)) for handler in both])
+        models = [Described(f"cuda:{number}") for number in range(7)]
+        for number in range(5):
+            models[number].model.name = f"model {number}"
+        each = [rpc.handlers(SERVICE, described) for described in models]
+        pool = WorkerPool([await stack.enter_async_context(listening(handler)) for handler in each])
         stack.push_async_callback(pool.close)
         await until(lambda: all(member.client.connected for member in pool.members))
         seen = []
         for _ in range(2):
-            for busy in pool.members:
-                with busy.counted():
-                    seen.append(await pool.model())
-    assert [vocabulary.model.device for vocabulary in seen] == ["cuda:0", "cpu"] * 2
-    assert seen[:2] == seen[2:]
+            for asked in pool.members:
+                for member in pool.members:
+                    member.in_flight = int(member is not asked)
+                seen.append(await pool.model())
+    assert [vocabulary.model.name for vocabulary in seen[:5]] == [f"model {number}" for number in range(5)]
+    assert len({*seen}) == 6, "the last two differ in their devices alone"
+    assert seen[:7] == seen[7:]
+    assert seen[5] is seen[6]
+
+
+class Taught(Described):
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.asked = list[int]()
+
+    async def Encode(self, request: pb.EncodeRequest, context: Any) -> pb.EncodeResponse:
+        self.asked.append(request.mode)
+        return pb.EncodeResponse()
+
+
+async def test_each_worker_learns_before_its_first_chunk_and_once() -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        each = [Taught(), Taught()]
+        served = [await stack.enter_async_context(listening(rpc.handlers(SERVICE, one))) for one in each]
+        pool, lesson = WorkerPool(served), Lesson(pb.EncodeRequest(mode=pb.EncodeRequest.MODE_CORRECTION))
+        stack.push_async_callback(pool.close)
+        await until(lambda: all(member.client.connected for member in pool.members))
+        for busy, idle in [pool.members, pool.members[::-1]] * 2:
+            idle.record_reply()  # they reply to no health checks
+            with busy.counted():
+                await pool.encode(ENCODE, lesson)
+    assert [one.asked for one in each] == [[pb.EncodeRequest.MODE_CORRECTION, ENCODE.mode, ENCODE.mode]] * 2
+
+
+async def test_requests_that_find_one_failure_together_make_one_pause() -> None:
+    member = Member(WorkerClient(f"127.0.0.1:{free_port()}"))
+    for pause in (2, 4, 8, 16, 30):
+        for _ in range(400):
+            member.record_timeout()
+        assert time.monotonic() < member._deprioritised_until <= time.monotonic() + pause
+        member._deprioritised_until = 0.0
+    assert member._backoff == 30
+    await member.client.close()
 
 
 async def test_another_program_at_the_address_of_a_worker_is_passed_over() -> None:
@@ -129,7 +171,7 @@ async def test_another_program_at_the_address_of_a_worker_is_passed_over() -> No
         await until(lambda: all(member.client.connected for member in both.members))
         member = next(member for member in both.members if member.client.address == worker)
         with member.counted():
-            assert (await both.model()).model.device == "cpu"
+            assert (await both.model()).model.fingerprint == b"f" * 32
         with pytest.raises(Unavailable, match=f"^{other} is not a fusion worker of this version$"):
             await alone.model()
 
@@ -150,6 +192,20 @@ async def test_callers_do_not_wait_for_a_hung_worker_one_after_another() -> None
         await pool.close()
 
 
+async def test_vllm_does_not_wait_for_a_hung_worker_whose_model_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with listening(rpc.handlers(SERVICE, Described("cpu"))) as address:
+        pool = WorkerPool([address])
+        engine = vllm.VLLMEngine(pool, GatewayConfig(decode="vllm", vllm_url="http://127.0.0.1:1"))
+        known = await engine.model()
+    await until(lambda: not pool.address())
+    async with listening(rpc.handlers(SERVICE, Hung("cpu")), address):
+        await until(pool.address)
+        monkeypatch.setattr(vllm, "_MODEL_SECONDS", 0.1)
+        async with asyncio.timeout(10):
+            assert await engine.model(60) is known
+        await engine.close()
+
+
 async def test_a_name_that_cannot_be_one_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
     pool = WorkerPool(["dns:a..b:7071"])
     with pytest.raises(Unavailable, match="the name in `workers` has no address"):
@@ -158,6 +214,26 @@ async def test_a_name_that_cannot_be_one_ends_nothing(caplog: pytest.LogCaptureF
     assert "can't resolve dns:a..b:7071" in caplog.text
     assert not any(task.done() for task in pool._resolving)
     await pool.close()
+
+
+async def test_a_name_without_an_address_does_not_hide_one_that_is_still_looked_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looked_up, getaddrinfo = asyncio.Event(), asyncio.get_running_loop().getaddrinfo
+
+    async def slow(host: str, *args: Any, **more: Any) -> Any:
+        if host == "localhost":
+            await looked_up.wait()
+        return await getaddrinfo(host, *args, **more)
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", slow)
+    async with listening(rpc.handlers(SERVICE, Described("cpu"))) as address:
+        pool = WorkerPool(["dns:a..b:7071", f"dns:localhost:{address.rpartition(':')[2]}"])
+        asking = asyncio.create_task(pool.model())
+        await until(lambda: "can't resolve dns:a..b:7071" in caplog.text)
+        looked_up.set()
+        assert (await asking).model.fingerprint == b"f" * 32
+        await pool.close()
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Files in: JSON lines, sources, what is kept of chunks, another embedder; and what is found then."""
 
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -23,6 +24,7 @@ from fusionkv.gateway.plan import given
 from fusionkv.gateway.retrieval.base import HybridSearch, Retrieval
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 from fusionkv.gateway.tokens import Vocabulary
+from fusionkv.gateway.workers.workers import Lesson
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import (
@@ -80,11 +82,16 @@ class Workers:
         self.vocabulary = vocabulary()
         self.vocabulary.model.max_tokens = 4096
         self.encoded: list[fusion_pb2.EncodeRequest] = []
+        self.address = "here"
 
     async def model(self, timeout: float = 1.0) -> Vocabulary:
         return self.vocabulary
 
-    async def encode(self, request: fusion_pb2.EncodeRequest) -> fusion_pb2.EncodeResponse:
+    async def encode(
+        self, request: fusion_pb2.EncodeRequest, lesson: Lesson | None = None
+    ) -> fusion_pb2.EncodeResponse:
+        if lesson is not None:
+            await lesson.teach(self)  # type: ignore[arg-type]
         self.encoded.append(request)
         return fusion_pb2.EncodeResponse(variant=b"v" * 32)
 
@@ -169,7 +176,7 @@ async def test_a_prompt_that_a_worker_refuses_costs_no_tokens(
         meter.admit()
 
 
-@pytest.mark.parametrize("documents", [2, 129, 300])
+@pytest.mark.parametrize("documents", [3, 129, 300])
 async def test_a_correction_is_learned_from_documents_of_the_whole_corpus(rig: Rig, documents: int) -> None:
     rig.workers.vocabulary.model.modifiers.add(name="corrected")
     rig.workers.vocabulary.model.recipes.add(name="r", takes_modifiers=True)
@@ -192,20 +199,24 @@ async def test_chunks_are_encoded_where_no_correction_can_be_learned(
 ) -> None:
     rig.workers.vocabulary.model.modifiers.add(name="corrected")
     rig.workers.vocabulary.model.recipes.add(name="r", takes_modifiers=True)
-    for name in ("a.txt", "b.txt"):
+    request = pb.PrecomputeRequest(corpus="c", recipe="r+corrected")
+    for name in ("a.txt", "b.txt", "c.txt"):
         await rig.ingest(name, f"It is {name}.")
+        if name == "b.txt":  # from two chunks no worker would learn
+            _ = [p async for p in rig.precompute.run(rig.tenant, request)]
+            assert [r.mode for r in rig.workers.encoded] == [fusion_pb2.EncodeRequest.MODE_EXACT] * 2
     encode = rig.workers.encode
 
-    async def small(request: Any) -> Any:
+    async def small(request: Any, *lesson: Lesson) -> Any:
         if request.mode == request.MODE_CORRECTION:
             raise ResourceExhausted("the pool is too small")
-        return await encode(request)
+        return await encode(request, *lesson)
 
     monkeypatch.setattr(rig.workers, "encode", small)
-    request = pb.PrecomputeRequest(corpus="c", recipe="r+corrected")
     progress = [p async for p in rig.precompute.run(rig.tenant, request)]
-    assert (progress[-1].done, len(rig.workers.encoded)) == (2, 2)
-    assert "the correction of corpus c is not learned ahead of time: the pool is too small" in caplog.text
+    assert (progress[-1].done, len(rig.workers.encoded)) == (3, 5)
+    assert [p.learning for p in progress] == [True, False]
+    assert "here learns no correction of corpus c: the pool is too small" in caplog.text
 
 
 async def test_what_was_encoded_ahead_of_time_stays_with_its_chunk(rig: Rig) -> None:
@@ -272,6 +283,28 @@ async def test_a_document_of_another_source_is_not_replaced_silently(rig: Rig) -
     assert (await rig.ingest("readme.md", "of the second", source="/b/readme.md", replace=True)).replaced == 1
     assert (await rig.ingest("readme.md", "of who does not say", source="")).replaced == 1
     assert await rig.names() == ["b/readme.md", "readme.md"]
+
+
+async def test_of_two_sources_at_the_same_time_one_is_refused(
+    rig: Rig, topics: Topics, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embed = topics.embed
+
+    async def late(texts: Sequence[str]) -> np.ndarray:
+        await asyncio.sleep(0.2)  # the other one is parsed meanwhile
+        return await embed(texts)
+
+    monkeypatch.setattr(topics, "embed", late)
+    both = (rig.ingest("d.txt", f"of {source}", source=source) for source in ("/a/d.txt", "/b/d.txt"))
+    done = await asyncio.gather(*both, return_exceptions=True)
+    assert sorted(isinstance(each, AlreadyExists) for each in done) == [False, True]
+
+
+async def test_an_embedder_of_another_width_than_before_is_told(rig: Rig, topics: Topics) -> None:
+    await rig.ingest("d.txt", "\n\n".join(PARAGRAPHS))
+    topics.dim = 8
+    with pytest.raises(FailedPrecondition, match="have 4 dimensions, but those of the embedder have 8"):
+        await rig.ingest("d.txt", "\n\n".join([*PARAGRAPHS, "Another tells of a lake, and of nothing else at all."]))
 
 
 async def test_bad_metadata_is_refused(rig: Rig) -> None:

@@ -35,6 +35,7 @@ class Signer:
         self.key: Any = {
             "ES256": lambda: ec.generate_private_key(ec.SECP256R1()),
             "RS256": lambda: rsa.generate_private_key(65537, 2048),
+            "PS512": lambda: rsa.generate_private_key(65537, 2048),
             "EdDSA": ed25519.Ed25519PrivateKey.generate,
         }[algorithm]()
 
@@ -81,10 +82,13 @@ def known(signer: Signer, tmp_path: Path) -> JWTTokens:
     return tokens(key_file(tmp_path, signer, Signer("other")))
 
 
-@pytest.mark.parametrize("algorithm", ["ES256", "RS256", "EdDSA"])
-async def test_a_signed_token_names_its_caller(tmp_path: Path, algorithm: str) -> None:
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("algorithm", ["ES256", "RS256", "PS512", "EdDSA"])
+async def test_a_signed_token_names_its_caller(tmp_path: Path, algorithm: str, named: bool) -> None:
     signer = Signer("k", algorithm)
-    keys = key_file(tmp_path, signer)
+    key = signer.public if named else {name: value for name, value in signer.public.items() if name != "alg"}
+    (tmp_path / "jwks.json").write_text(json.dumps({"keys": [key]}))
+    keys = KeyFile(tmp_path / "jwks.json")
     assert await tokens(keys).caller(signer.token()) == Caller("shop", Role.APP, "acme")
     # A key without an id is meant when there is but one; roles may be a list, and hold others' roles too.
     listed = signer.token({"kid": None}, roles=["admin", "worker"], role=None)

@@ -3,7 +3,7 @@
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,6 +59,24 @@ async def test_gateways_that_replace_one_document_leave_one_version(two: Two) ->
     (left,) = {tuple(chunk.text for chunk, _ in await engine.chunks("c", "d", MODEL)) for engine in two}
     assert list(left) in versions
     assert sorted(await texts(two[0], "c", "v0 v1 v2 v3 v4 v5", count=50)) == sorted(left)
+
+
+async def test_a_document_whose_corpus_is_made_again_meanwhile_keeps_its_chunks(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another gateway deletes the corpus, and makes it again, between the chunks and the document's own row."""
+    await put(two[0], "c", "d", "old")
+    write = two[0]._milvus.write
+
+    async def late(name: str, changed: Sequence[Any]) -> None:
+        await write(name, changed)
+        monkeypatch.undo()
+        await two[1].delete("c")
+        await put(two[1], "c", "other", "text")
+
+    monkeypatch.setattr(two[0]._milvus, "write", late)
+    assert not await put(two[0], "c", "d", "one", "two")
+    assert [chunk.text for chunk, _ in await two[1].chunks("c", "d", MODEL)] == ["one", "two"]
 
 
 async def test_what_a_gateway_left_that_ended_in_the_middle_is_not_seen(two: Two) -> None:

@@ -26,6 +26,13 @@ def pdf(*pages: str) -> bytes:
     return file(objects)
 
 
+def mapped_pdf(code: str) -> bytes:
+    """A PDF file with one character, which its font maps to UTF-16 with this hexadecimal code."""
+    unicode = stream(b"begincmap 1 beginbfchar <78> <%s> endbfchar endcmap" % code.encode())
+    objects = [CATALOGUE, b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>", page(), FONT[:-2] + b"/ToUnicode 6 0 R >>"]
+    return file([*objects, stream(b"BT /F1 12 Tf 72 720 Td (x) Tj ET"), unicode])
+
+
 def encrypted_pdf(password: str) -> bytes:
     writer = PdfWriter(clone_from=io.BytesIO(pdf("secret")))
     writer.encrypt(password, algorithm="RC4-128")
@@ -56,6 +63,12 @@ def test_an_unknown_media_type_is_refused_with_the_known_ones(name: str, given: 
         (pdf("first page", "second page"), PDF, Document("first page\n\nsecond page")),
         (encrypted_pdf(""), PDF, Document("secret")),  # an empty user password opens it
         ('<meta charset="latin-1"><p>Größe</p>'.encode("latin-1"), HTML, Document("Größe", markdown=True)),
+        ('<meta charset="utf-16"><p>Größe</p>'.encode(), HTML, Document("Größe", markdown=True)),
+        ("<?xml version='1.0' encoding='UTF-16'?><html>ö</html>".encode(), HTML, Document("ö", markdown=True)),
+        ('<meta charset="latin-1"><p>Größe</p>'.encode("utf-8-sig"), HTML, Document("Größe", markdown=True)),
+        ("\ufeff<p>Größe</p>".encode("utf-16-le"), HTML, Document("Größe", markdown=True)),
+        (mapped_pdf("D835DC00"), PDF, Document("\U0001d400")),
+        (mapped_pdf("D835"), PDF, Document("\ufffd")),
     ],
 )
 def test_the_text_of_a_document(content: bytes, kind: str, document: Document) -> None:

@@ -92,6 +92,13 @@ async def test_a_meter_counts_requests_tokens_and_bytes() -> None:
     async with meter.storing(700, stored):
         pass
 
+    async def counted() -> int:
+        raise AssertionError("it reads every corpus")
+
+    quota = Quota()
+    async with meter.storing(700, counted):
+        pass
+
 
 @settings(max_examples=examples(50))
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(0, 3), st.integers(0, 3), st.booleans()), max_size=12))

@@ -8,13 +8,15 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
 from fusionkv.gateway.auth.tenants import Quotas, Tenants
-from fusionkv.gateway.retrieval import embedded, table
+from fusionkv.gateway.retrieval import embedded, milvus, milvus_rows, table
 from fusionkv.gateway.retrieval.base import Chunk, Retrieval, rank
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 from fusionkv.gateway.retrieval.milvus import MilvusRetrieval
@@ -94,6 +96,24 @@ async def test_readers_see_old_or_new_and_never_both(engine: Retrieval) -> None:
         (version,) = {t.split()[1] for t in found}
         assert len(found) == (2 if version == "old" else 1 + int(version[1:]) % 3)
     assert len(seen) > 1
+
+
+async def test_a_document_replaced_between_the_two_searches_is_found_whole(
+    tmp_path: Path, reopen: Reopen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = await reopen(tmp_path)
+    await put(engine, "c", "d", "old text")
+    corpus = engine._tables["c"]
+    search = corpus.by_meaning
+
+    async def late(*given: Any) -> pa.Table:
+        monkeypatch.undo()
+        await put(engine, "c", "d", "new text", "more new text")
+        return await search(*given)
+
+    monkeypatch.setattr(corpus, "by_meaning", late)
+    found = await engine.candidates("c", "text", vector("text"), 50, MODEL)
+    assert sorted(candidate.chunk.text for candidate in found) == ["more new text", "new text"]
 
 
 @pytest.mark.parametrize("word", ["Velnora", "4711", "x_12", "naïve", "O'Neil", "日本語", "w" * 120, "running"])
@@ -254,6 +274,31 @@ async def test_what_changes_during_a_move_waits_for_it(tmp_path: Path, reopen: R
     assert await engine.delete("c") == (2, 2)
     await asyncio.gather(gone, return_exceptions=True)
     assert await engine.corpora() == []
+
+
+async def test_a_deletion_ends_a_move_at_its_next_document(tmp_path: Path, reopen: Reopen) -> None:
+    engine = await reopen(tmp_path)
+    for name in ("a", "b", "c"):
+        await put(engine, "c", name, "text")
+    moving = engine.move("c", same, OTHER)
+    assert await anext(moving) == 1
+    deleting = asyncio.create_task(engine.delete("c"))
+    await until(lambda: "c" not in engine._tables)
+    with pytest.raises(NotFound, match="corpus 'c' was deleted while it was moved"):
+        await anext(moving)
+    assert await deleting == (3, 3)
+
+
+async def test_a_deletion_that_waits_during_a_move_deletes_what_was_moved(tmp_path: Path, reopen: Reopen) -> None:
+    engine = await reopen(tmp_path)
+    await put(engine, "c", "d", "text")
+    async with engine._changing:  # as while another corpus is created
+        deleting = asyncio.create_task(engine.delete("c"))
+        await asyncio.sleep(0)
+        assert await moved(engine, OTHER, 3) == [1]
+    assert await deleting == (1, 1)
+    assert await engine.corpora() == []
+    await put(engine, "c", "e", "new")
 
 
 async def test_the_second_of_two_moves_at_once_says_that_the_corpus_was_moved(tmp_path: Path, reopen: Reopen) -> None:
@@ -485,23 +530,37 @@ async def test_changes_keep_few_files_open(tmp_path: Path, reopen: Reopen, monke
     assert open_files(tmp_path) < 8
 
 
-async def test_documents_are_unpacked_beside_the_event_loop(
-    tmp_path: Path, reopen: Reopen, monkeypatch: pytest.MonkeyPatch
+async def test_documents_are_packed_and_unpacked_beside_the_event_loop(
+    engine: Retrieval, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of 10,000 chunks takes 0.4 s."""
-    engine = await reopen(tmp_path)
+    """One of 10,000 chunks takes 0.4 s, and sorting 1,000 chunks by their words 70 ms."""
+    threads: dict[str, set[threading.Thread]] = {}
+
+    def watch(module: ModuleType, name: str) -> None:
+        work = getattr(module, name)
+
+        def watched(*given: Any) -> Any:
+            threads.setdefault(name, set()).add(threading.current_thread())
+            return work(*given)
+
+        monkeypatch.setattr(module, name, watched)
+
+    if isinstance(engine, EmbeddedRetrieval):
+        names = {embedded: ("rows_of", "chunks_of", "by_shared_words")}
+    else:
+        names = {milvus_rows: ("of_chunk", "chunk"), milvus: ("by_shared_words",)}
+    for module, watched in names.items():
+        for name in watched:
+            watch(module, name)
     await put(engine, "c", "d", "text")
-    unpack, unpacking = embedded.chunks_of, set()
-
-    def unpacked(table: pa.Table) -> list[Chunk]:
-        unpacking.add(threading.current_thread())
-        return unpack(table)
-
-    monkeypatch.setattr(embedded, "chunks_of", unpacked)
+    for near in (vector("text"), None):
+        assert len(await engine.nearest("c", "text", near, 1, MODEL)) == 1
+        assert len(await engine.candidates("c", "text", near, 1, MODEL)) == 1
     assert len(await engine.chunks("c", "d", MODEL)) == 1
-    assert await moved(engine, MODEL, DIM) == [1]
-    assert unpacking
-    assert threading.current_thread() not in unpacking
+    if isinstance(engine, EmbeddedRetrieval):
+        assert await moved(engine, MODEL, DIM) == [1]
+    assert len(threads) == 3
+    assert threading.current_thread() not in set().union(*threads.values())
 
 
 async def test_a_tenant_whose_first_caller_leaves_is_opened(tmp_path: Path) -> None:

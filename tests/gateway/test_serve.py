@@ -123,10 +123,13 @@ def test_ingest_as_json_names_every_document(run: Run, pages: Path) -> None:
 def test_a_bad_file_is_named_and_the_others_are_stored(run: Run, tmp_path: Path) -> None:
     (tmp_path / "good.txt").write_text("good")
     (tmp_path / "bad.pdf").write_text("bad")
+    with (tmp_path / "huge.txt").open("wb") as huge:
+        huge.truncate(65 << 20)  # more than gRPC sends
     done = run("ingest", "mixed", tmp_path, status=1)
-    assert done.stderr.count("\n") == 1
+    assert done.stderr.count("\n") == 2
     assert "bad.pdf: gateway: the content is not a PDF" in done.stderr
-    assert "1 documents (0 replaced, 1 failed)" in done.stdout
+    assert "huge.txt: the document has 68157440 bytes" in done.stderr
+    assert "1 documents (0 replaced, 2 failed)" in done.stdout
 
 
 def test_json_lines_standard_input_and_prefixes(run: Run, tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ class Decoder:
 
 @pytest.fixture(scope="module")
 def worker(launch_module: Launch, tiny_model: Path) -> Any:
-    return start_worker(launch_module, tiny_model, "--cache", "none")
+    return start_worker(launch_module, tiny_model, "--cache", "none", "--max-new-tokens", "12")
 
 
 @pytest.fixture
@@ -200,6 +200,19 @@ async def test_a_prompt_that_comes_again_needs_no_prefill(worker: Any, decoder: 
     assert "kv_transfer_params" in decoder.bodies[-1]
     events = [e async for e in client.stream("", "What is white?", passages=PASSAGES, max_tokens=2, explain=True)]
     assert any(isinstance(e, Explanation) for e in events)  # which only a worker can give
+
+
+async def test_a_repeated_answer_without_a_limit_has_the_same(
+    worker: Any, decoder: Decoder, open_gateway: Open
+) -> None:
+    """The worker's, or the end of the model's length, beyond which vLLM refuses the request."""
+    client = open_gateway(worker, decoder.url)
+    probe = await client.ask("", "?", passages=["x"], max_tokens=1)
+    long = "x" * (2048 - 5 - probe.summary.prompt_tokens + 1)
+    for text, limit in (("short", 12), (long, 5)):
+        answers = [await client.ask("", "?", passages=[text]) for _ in range(2)]
+        assert [answer.summary.tokens_generated for answer in answers] == [limit] * 2
+        assert "kv_transfer_params" not in decoder.bodies[-1]
 
 
 @pytest.mark.slow
