@@ -24,9 +24,12 @@ def main() -> int:
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--meeting", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--pipes", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)
     flags = vars(parser.parse_args())
-    rank, meeting, pipes = flags.pop("rank"), flags.pop("meeting"), flags.pop("pipes")
+    rank, meeting, pipes, parent = (flags.pop(name) for name in ("rank", "meeting", "pipes", "parent"))
     try:
+        if rank:  # before the imports, which take seconds
+            process.end_with_parent(parent=parent)
         config = configured(flags.pop("config"), flags)
         if rank:
             from fusionkv.fusion_worker.tensor_parallel import start

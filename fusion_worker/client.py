@@ -1,4 +1,4 @@
-"""The gateway's asynchronous client of a fusion worker; does not import torch."""
+"""The asynchronous client of a fusion worker, for the gateway and the vLLM connector; does not import torch."""
 
 import asyncio
 import contextlib

@@ -339,6 +339,12 @@ def _adaptive(recipe: Recipe, first: int, certain: int) -> Recipe:
     return replace(recipe, adapt=Adaptive(first / 100, certain / 1000))
 
 
+def _evicting(recipe: Recipe, tokens: int) -> Recipe:
+    if recipe.attend is not None:
+        raise InvalidArgument(f"{recipe.name} attends to its whole context at a temperature: it takes no snapkv")
+    return replace(recipe, keep=SnapKV(tokens))
+
+
 MODIFIERS: dict[str, Modifier] = {
     modifier.name: modifier
     for modifier in (
@@ -403,7 +409,7 @@ MODIFIERS: dict[str, Modifier] = {
         Modifier(
             "snapkv",
             "keeps only N context tokens after the first token, by layer and head (SnapKV; A3)",
-            lambda r, n: replace(r, keep=SnapKV(n)),
+            _evicting,
             (1024,),
         ),
     )
@@ -443,8 +449,6 @@ def _modified(recipe: Recipe, term: str) -> Recipe:
     given = [int(number) for number in match[2].split(",")] if match[2] else []
     numbers = (*given, *modifier.defaults[len(given) :])
     if len(numbers) != len(modifier.defaults) or any(n < modifier.least for n in numbers):
-        raise InvalidArgument(
-            f"{term}: {modifier.name} takes {len(modifier.defaults)} numbers, at least {modifier.least}; "
-            f"the defaults are {modifier.defaults}"
-        )
+        limits = f", at least {modifier.least}; the defaults are {modifier.defaults}" if modifier.defaults else ""
+        raise InvalidArgument(f"{term}: {modifier.name} takes {len(modifier.defaults) or 'no'} numbers{limits}")
     return modifier.apply(recipe, *numbers)

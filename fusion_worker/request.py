@@ -202,8 +202,7 @@ class Answerer:
         meters.answered(summary)
         self._learn(request)
         if summary.first_logits is not None:
-            asked = request.prompt, request.recipe, request.corpus
-            self.shadow.offer(Sample(*asked, tuple(answer), summary.first_logits, prefilled.allowed))
+            self.shadow.offer(Sample(request.prompt, tuple(answer), summary.first_logits, prefilled.allowed))
         yield summary
 
     async def prefill(
@@ -266,7 +265,7 @@ class Answerer:
                 plan, result = await step(self._engine, plan, (), sampler, int(shadowed), votes)
                 summary.recomputed = len(plan.chosen)
             if shadowed and result.logits is not None:
-                summary.first_logits = result.logits[0]
+                summary.first_logits = result.logits[0].clone()  # not a view of all rows of the step
             stages.seconds["ttft"] = time.perf_counter() - arrived
             self.admission.first_token(stages.seconds["ttft"] - stages.seconds["queue"])
             meters.first_token(summary)
@@ -314,7 +313,6 @@ class Answerer:
         prompt = summary.prompt
         with summary.stages.clock("load"):
             placement = await stack.enter_async_context(self._loader.plain(prompt.tokens + params.max_tokens))
-        summary.recomputed = prompt.context_tokens
         return self._planner.plain(placement, prompt)
 
     async def _plan(
@@ -327,7 +325,6 @@ class Answerer:
             plan = await self._planner.fuse(placement, prompt, summary.recipe, summary.ratio, scored)
             span.set_attributes({"fusionkv.rows": plan.scored_rows, "fusionkv.tokens": len(plan.chosen)})
         summary.lossless = prompt.context_tokens - int(plan.stale.sum())
-        summary.recomputed = len(plan.chosen)
         summary.corrected = sum(part.wanted.correction is not None for part in placement.parts)
         return plan
 

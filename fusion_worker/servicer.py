@@ -212,8 +212,9 @@ class FusionServicer:
         corrector = self.answerer.corrector
         if await corrector.learned(sample.tenant, corpus):
             return pb.EncodeResponse(existed=True)
-        if len({chunk.digest for chunk in sample.chunks}) < 2:
-            raise InvalidArgument("learning a correction needs at least two different chunks")
+        # Two would make two different prompts, fewer than a fit takes.
+        if len({chunk.digest for chunk in sample.chunks}) < 3:
+            raise InvalidArgument("learning a correction needs at least three different chunks")
         largest = len(sample.system) + sum(sorted(map(len, sample.chunks))[-2:])
         if largest > self._model.max_tokens:
             raise InvalidArgument(

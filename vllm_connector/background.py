@@ -69,7 +69,7 @@ class Background:
         self._thread.join(5.0)
 
     async def _close(self) -> None:
-        for worker in self._workers.values():
+        for worker in [*self._workers.values()]:  # calls that end now may change it
             await worker.close()
         if self.cache is not None:
             await self.cache.close()

@@ -20,7 +20,7 @@ from fusionkv.vllm.pages import Pages
 from fusionkv.vllm.prompts import FusedPrompt, Load, Prefix, Save
 
 log = logging.getLogger("vllm.fusionkv")
-# Limits host memory: pages copied but not yet put. Further saves are dropped.
+# Limits host memory: requests whose pages are copied but not yet put. Further saves are dropped.
 _MAX_SAVES = 8
 _PUT_SECONDS = 30.0
 
@@ -93,12 +93,13 @@ class Moving:
                     if self._ranks == 1 and not await asyncio.to_thread(_verified, source, part):
                         raise DataLoss("the KV of a prompt failed its checksum")
                     kv = torch.from_numpy(part).view(dtype).view(*shape[:3], -1, source.head_dim)
-                await self._write(kv[:, :, load.start : load.stop], load)
+                await self._write(kv[:, :, load.start : load.stop], load.pages, load.start)
         except BaseException as error:
-            why = str(error) or f"loading took longer than {self._seconds:g} s"
-            await self._background.release(source, why, self._readers)
+            late = f"loading took longer than {self._seconds:g} s"
+            why = str(error) or (late if isinstance(error, TimeoutError) else type(error).__name__)
+            self._background.run(self._background.release(source, why, self._readers))
             raise RuntimeError(why) from error
-        await self._background.release(source, "", self._readers)
+        self._background.run(self._background.release(source, "", self._readers))
 
     async def _load_prefix(self, load: Load, prefix: Prefix) -> None:
         cache, namespace = self._background.cache, load.namespaces[self._rank]
@@ -120,14 +121,15 @@ class Moving:
                     kv = torch.from_numpy(data).view(self._pages.dtype)
                     kv = kv.view(len(self._pages), 2, tokens, self._pages.heads, self._pages.head_dim)
                     skipped = max(0, load.start - chunk * tokens)
-                    await self._write(kv[:, :, skipped:], load, chunk * tokens + skipped)
+                    await self._write(kv[:, :, skipped:], load.pages, chunk * tokens + skipped)
             finally:
                 if lookup.lease:
-                    await cache.release(lookup.lease)
+                    # A lease that is not released expires.
+                    self._background.run(cache.release(lookup.lease))
 
-    async def _write(self, kv: torch.Tensor, load: Load, start: int | None = None) -> None:
+    async def _write(self, kv: torch.Tensor, pages: Sequence[int], start: int) -> None:
         def write() -> None:
-            self._pages.write(kv, load.pages, load.start if start is None else start)
+            self._pages.write(kv, pages, start)
             if self._pages.device.type == "cuda":
                 torch.cuda.current_stream(self._pages.device).synchronize()
 
@@ -166,7 +168,7 @@ class Moving:
 def _mapped(source: FusedPrompt, size: int) -> "np.ndarray[Any, Any] | None":
     """A worker's KV from its file, verified; None if the file is not on this machine."""
     try:
-        file = os.open(source.path, os.O_RDONLY)
+        file = os.open(source.path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return None
     try:

@@ -58,7 +58,8 @@ class Pages:
         for (layer, cache), (keys, values) in zip(self._layers, kv, strict=True):
             tensors = [x.to(self.device, self.dtype).contiguous() for x in (keys, values)]
             # The backend's own write, because layouts differ: on CPU by instruction set, elsewhere by strides.
-            layer.impl.do_kv_cache_update(layer, *tensors, cache, slots)
+            with torch.cuda.device_of(cache):  # Triton launches kernels on the thread's own device
+                layer.impl.do_kv_cache_update(layer, *tensors, cache, slots)
 
     def read(self, pages: Sequence[int], start: int, stop: int) -> torch.Tensor:
         """Reads tokens `[start, stop)` of a request, in the shape that `write` takes, into host memory."""
@@ -98,7 +99,8 @@ class Pages:
                 page = torch.zeros(shape, dtype=self.dtype, device=self.device)
                 given = [torch.zeros(numbers.shape, dtype=self.dtype, device=self.device) for _ in range(2)]
                 given[which].copy_(digit)
-                layer.impl.do_kv_cache_update(layer, *given, page, slots)
+                with torch.cuda.device_of(cache):
+                    layer.impl.do_kv_cache_update(layer, *given, page, slots)
                 there = there * _BASE + page.movedim(self._dim, 0).reshape(-1).long()
             (written,) = (there % _BASE).nonzero(as_tuple=True)
             order = written[(there[written] // _BASE).argsort()]

@@ -104,8 +104,8 @@ def digest(tokens: Sequence[int]) -> str:
 class Prefix:
     """The chunks of a prompt that vLLM computes, each an entry of a cache service, found by its exact path.
 
-    Attributes: tenant: vLLM's cache_salt; only requests with the same one share the prefix. digests: digest of every
-    complete chunk of `tokens` tokens, of the first ones only in a longer prompt than the cache service takes.
+    Attributes: tenant: vLLM's cache_salt; only requests with the same one share the prefix. digests: those of the
+    complete chunks of `tokens` tokens, at most the first 255: the cache service takes no longer path.
     """
 
     tenant: str

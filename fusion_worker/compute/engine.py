@@ -11,12 +11,13 @@ import torch
 
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.compute.model_runner import Batch, LeavingRows, Probe, Votes, forward, install, logits
-from fusionkv.fusion_worker.compute.scheduler import ForwardJob, Result, ScheduledSlice, Scheduler, ShallowProbe
+from fusionkv.fusion_worker.compute.scheduler import ForwardJob, Result, ScheduledSlice, Scheduler
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.models import ALONE, Model, Ranks
 from fusionkv.kernels.segments import QuerySpan, Spans
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime.cancellation import to_the_end
+from fusionkv.protos.runtime.errors import Unavailable, first_line
 
 log = logging.getLogger(__name__)
 
@@ -25,12 +26,14 @@ class TPGroup:
     """The ranks that run a worker's steps and copies together: here a single one.
 
     own: objects that every rank has itself; a call that refers to one runs with each rank's own.
+    on_lost: called with the error, in the thread that noticed, when the worker can't go on.
     """
 
     ranks: Ranks = ALONE
 
-    def __init__(self) -> None:
+    def __init__(self, on_lost: Callable[[Unavailable], None] = lambda _: None) -> None:
         self.own: list[Any] = []
+        self.on_lost = on_lost
 
     def step(self, call: Callable[[], Any]) -> Any:
         """Runs a step of the engine on all ranks and returns rank 0's result. For the engine's thread only."""
@@ -48,7 +51,10 @@ class TPGroup:
 
 
 class Engine:
-    """Computes jobs of many requests together. `run` is called from the event loop; all else runs on the thread."""
+    """Computes jobs of many requests together, on a thread of its own.
+
+    `run`, `streaming` and `close` are for the event loop.
+    """
 
     def __init__(self, model: Model, pool: KVPool, config: WorkerConfig, tp: TPGroup | None = None) -> None:
         """tp: the ranks that compute each step; None for one rank."""
@@ -82,9 +88,10 @@ class Engine:
         self._thread.join()
 
     def _loop(self) -> None:
-        while (parts := self._scheduler.take()) is not None:
-            if parts:
-                self._compute(parts)
+        with torch.cuda.device_of(self._pool.kv):  # where Triton launches kernels; each thread has its own
+            while (parts := self._scheduler.take()) is not None:
+                if parts:
+                    self._compute(parts)
 
     def _compute(self, parts: list[ScheduledSlice]) -> None:
         """Computes a step. If it fails, its jobs are computed one by one, so that only the faulty job fails."""
@@ -105,9 +112,21 @@ class Engine:
             for part in left:
                 part.work.abandoned = True
                 part.work.future.set_exception(error)
+            if self._pool.kv.is_cuda:
+                self._check_device()
+
+    def _check_device(self) -> None:
+        """Ends the worker after an error that the GPU's driver then gives for every call, such as a bad address."""
+        try:
+            torch.cuda.synchronize(self._pool.kv.device)
+        except Exception as error:
+            self.tp.on_lost(Unavailable(f"the GPU answers no more calls of this process: {first_line(error)}"))
 
     def step(self, parts: list[ScheduledSlice]) -> None:
-        """One forward pass over the parts' rows, and one for each part that runs alone; sets results of jobs."""
+        """One forward pass for each depth at which rows leave, and one for each part that runs alone.
+
+        Sets results of jobs.
+        """
         for group in _groups(parts):
             if group[0].work.shallow:
                 self._score_shallow(group[0])
@@ -126,7 +145,7 @@ class Engine:
             result = Result(
                 token=token,
                 logits=rows if work.logits else None,
-                scores=step.probes[work].scores if work in step.probes else None,
+                scores=step.probes[work].scores.cpu() if work in step.probes else None,  # waits for the step, here
                 votes=torch.stack(step.votes[work].layers) if work in step.votes else None,
             )
             work.future.set_result(result)
@@ -144,11 +163,11 @@ class Engine:
     def _score_shallow(self, part: ScheduledSlice) -> None:
         """Runs a job's rows through layer 0 and scores its tokens by their states there."""
         work, step = part.work, self._assemble([part])
-        assert isinstance(work.probe, ShallowProbe)
-        found, scores = self.tp.step(partial(work.probe.look, self._model, step.batch))
+        assert work.shallow is not None
+        found, scores = self.tp.step(partial(work.shallow.look, self._model, step.batch))
         # States have heads on every rank: computing layer 0 again costs less than moving the states here and back.
         alone = self._model.ranks.count == 1
-        work.future.set_result(Result(scores=scores, shallow=found if alone else None))
+        work.future.set_result(Result(scores=scores.cpu(), shallow=found if alone else None))
 
     def _assemble(self, parts: list[ScheduledSlice]) -> "_Step":
         spans: list[QuerySpan] = []
@@ -161,7 +180,7 @@ class Engine:
             span = QuerySpan(at, at + len(positions), positions, (*work.seen, *work.own(part.stop)))
             at = span.stop
             spans.append(span)
-            if work.probe and not isinstance(work.probe, ShallowProbe):
+            if work.probe:
                 probes[work] = Probe(span, work.probe)
             if work.votes:
                 voters = QuerySpan(at - work.votes, at, positions[-work.votes :], span.segments)
@@ -185,8 +204,7 @@ class Engine:
     def _wanted(self, part: ScheduledSlice) -> int:
         """Number of rows at the end of a part whose attention in the last layer or last hidden state is used."""
         work, last = part.work, self._model.kv.layers - 1
-        probed = work.probe and not isinstance(work.probe, ShallowProbe) and last in work.probe
-        if probed:
+        if last in work.probe:
             return part.stop - part.start
         return max(work.logits, work.votes, int(work.sampler is not None)) if part.last else 0
 

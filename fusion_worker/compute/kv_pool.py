@@ -49,13 +49,12 @@ class KVPool:
     """Slots, each with the KV of one token, allocated in runs of whole pages.
 
     setting: the name of the setting of its size, for messages.
-    turn: the turn to allocate, first come first served. Only its holder pins chunks and waits for room, so the slots
-        that it waits for belong to running requests, which end. Two waiters that both hold pins could deadlock.
+    turn: the turn to allocate, first come first served. Only its holder waits for room while it holds pins, so the
+        slots that it waits for belong to running requests and copies, which end. Two such waiters could deadlock.
     """
 
     shape: KVShape
     page_tokens: int
-    pages: int
     kv: torch.Tensor
     setting: str
     turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
@@ -82,7 +81,7 @@ class KVPool:
             )
         slots = pages * page_tokens
         kv = _zeros((shape.layers, 2, slots, shape.kv_heads, shape.head_dim), shape.dtype, device)
-        return cls(shape, page_tokens, pages, kv, setting, [SlotRange(0, slots)])
+        return cls(shape, page_tokens, kv, setting, [SlotRange(0, slots)])
 
     def own(self, model: Model) -> list[Any]:
         """The objects that each rank has its own copy of (`TPGroup.own`)."""
@@ -94,7 +93,7 @@ class KVPool:
 
     @property
     def capacity(self) -> int:
-        return self.pages * self.page_tokens
+        return self.kv.shape[2]
 
     @property
     def idle(self) -> int:

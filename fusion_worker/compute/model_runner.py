@@ -141,14 +141,9 @@ class Batch:
                 targets = self.slots[span.start : span.start + count]
                 rows.reused.place(self.pool, rows.depth, targets, self.rotations)
             counts.append(span.rows - count)
-        kept, batch = self._last(counts)
+        kept, batch = self.last(counts)
         wanted = self.wanted and [n for n, count in zip(self.wanted, counts, strict=True) if count]
         return kept, replace(batch, slots=self.slots[kept], wanted=wanted)
-
-    def narrowed(self) -> "tuple[torch.Tensor, Batch]":
-        """int64, the wanted rows, and a batch of only those, which writes no KV. Only for a batch that `narrows`."""
-        assert self.wanted is not None
-        return self._last(self.wanted)
 
     def attend(
         self,
@@ -194,8 +189,8 @@ class Batch:
         """Tempered and other spans, in the order of their rows."""
         return sorted((*self.spans, *(span for span, _ in self.tempered)), key=lambda span: span.start)
 
-    def _last(self, counts: Sequence[int]) -> "tuple[torch.Tensor, Batch]":
-        """The last rows of each span, and a batch of them that writes no KV.
+    def last(self, counts: Sequence[int]) -> "tuple[torch.Tensor, Batch]":
+        """int64, the last rows of each span, and a batch of them that writes no KV.
 
         The order of keys that earlier layers computed is kept.
         """
@@ -340,7 +335,8 @@ def _last_layer(decoder: Any, before: torch.Tensor, batch: Batch) -> torch.Tenso
     batch.pool[number, 0].index_copy_(0, batch.slots, seen.k[stored])
     batch.pool[number, 1].index_copy_(0, batch.slots, seen.v[stored])
     hidden = torch.zeros_like(before[0])
-    wanted, narrowed = batch.narrowed()
+    assert batch.wanted is not None
+    wanted, narrowed = batch.last(batch.wanted)
     if len(wanted):
         last = _layers(decoder, slice(-1, None))
         place = narrowed.positions[None]

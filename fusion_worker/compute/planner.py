@@ -18,7 +18,6 @@ from fusionkv.fusion_worker.recipes import Recipe
 from fusionkv.fusion_worker.select.auxiliary import Auxiliary
 from fusionkv.fusion_worker.select.base import (
     CachedAttention,
-    ChunkPlaces,
     FreshLayer,
     Nothing,
     SecondModel,
@@ -44,8 +43,11 @@ class AdaptiveRatio:
     more: Callable[[], "PrefillPlan"]
 
     def doubts(self, logits: torch.Tensor) -> torch.Tensor:
-        """bool [rows]: whether no token reaches the minimum probability. logits: float32 [rows, vocabulary]."""
-        return logits.softmax(-1).amax(-1) < self.certain
+        """bool [rows], on the CPU: whether no token reaches the minimum probability.
+
+        logits: float32 [rows, vocabulary].
+        """
+        return (logits.softmax(-1).amax(-1) < self.certain).cpu()
 
 
 @dataclass(slots=True)
@@ -140,7 +142,10 @@ class PrefillPlan:
 
 
 class Scored(NamedTuple):
-    """Scores of all positions before the question; the rows' states after layer 0, if scoring computed them."""
+    """Scores of all positions before the question.
+
+    rows: number of rows computed for them. shallow: these rows' states after layer 0, if scoring computed them.
+    """
 
     scores: torch.Tensor
     rows: int
@@ -213,11 +218,10 @@ class Planner:
         self, placement: PromptLayout, prompt: Prompt, selectors: Sequence[Selector[Any]]
     ) -> list[Scored]:
         """Scores by selectors of equal `needs`, whose input is computed once. Scores are valid for every ratio."""
-        seen: ChunkPlaces | torch.Tensor
+        seen: Sequence[int] | torch.Tensor
         match selectors[0].needs:
             case Nothing():
-                starts = prompt.starts[1:]
-                seen, rows = ChunkPlaces(starts, (*starts[1:], prompt.question_start), prompt.question_start), 0
+                seen, rows = (*prompt.starts[1:], prompt.question_start), 0
             case CachedAttention() as needs:
                 seen, rows = await self._attention(placement, prompt, needs), len(prompt.question)
             case SecondModel():
@@ -282,30 +286,30 @@ class Planner:
         if links.each:
             positions, order = torch.cat([links.moved(rows), links.positions]).sort()
             ids = torch.cat([ids, links.ids])[order]
-        fused = PrefillPlan(placement, seen, positions, ids, chosen, stale, self._model.device)
-        fused.links = len(links.ids)
+        plan = PrefillPlan(placement, seen, positions, ids, chosen, stale, self._model.device)
+        plan.links = len(links.ids)
         layers = self._model.kv.layers
         if reuses and len(chosen) and (depth := max(1, round(recipe.depth * layers))) < layers:
-            fused.depth, fused.reused = depth, _hidden(seen, self._model.device)
+            plan.depth, plan.reused = depth, _hidden(seen, self._model.device)
         if recipe.attend is not None and reuses:
-            low, high = len(prompt.system), prompt.question_start + fused.links
-            fused.temper = Temper(low, high, recipe.attend.temperature, recipe.attend.scale)
+            low, high = len(prompt.system), prompt.question_start + plan.links
+            plan.temper = Temper(low, high, recipe.attend.temperature, recipe.attend.scale)
         if scored is not None:
-            fused.scores, fused.scored_rows = scored.scores, scored.rows
+            plan.scores, plan.scored_rows = scored.scores, scored.rows
             # SnapKV's votes need every layer, and rows that continue from layer 1 skip layer 0. Link tokens have no
             # states after layer 0.
-            can_continue = recipe.keep is None and not fused.links
+            can_continue = recipe.keep is None and not plan.links
             if recipe.from_layer_1 and can_continue and scored.shallow is not None:
-                fused.ahead = _continued(scored.shallow, stale, chosen)
-        return fused
+                plan.ahead = _continued(scored.shallow, stale, chosen)
+        return plan
 
     async def _attention(self, placement: PromptLayout, prompt: Prompt, needs: CachedAttention) -> torch.Tensor:
         """float32 [question_start], as defined by `CachedAttention`."""
         question = torch.arange(prompt.question_start, prompt.tokens)
         layers = needs.of(self._model.kv.layers)
-        result = await self._run(prompt, placement, question, layers)
+        result = await self._run(prompt, placement, question, probe=layers)
         assert result.scores is not None
-        return result.scores[: prompt.question_start].cpu()
+        return result.scores[: prompt.question_start]
 
     async def _score_at_layer_1(
         self, placement: PromptLayout, prompt: Prompt, selectors: Sequence[Selector[FreshStates]]
@@ -314,9 +318,9 @@ class Planner:
         starts = torch.tensor([*prompt.starts[1:], prompt.question_start], device=self._model.device)
         rows = torch.cat([context, torch.arange(prompt.question_start, prompt.tokens)])
         probe = ShallowProbe(tuple(selectors), starts)
-        result = await self._run(prompt, placement, rows, probe, unstored=len(context))
+        result = await self._run(prompt, placement, rows, shallow=probe, unstored=len(context))
         assert result.scores is not None
-        found = result.scores[:, : prompt.question_start].cpu()
+        found = result.scores[:, : prompt.question_start]
         return [Scored(each, len(rows), result.shallow) for each in found]
 
     async def _auxiliary_attention(self, prompt: Prompt) -> torch.Tensor:
@@ -329,21 +333,23 @@ class Planner:
         prompt: Prompt,
         placement: PromptLayout,
         positions: torch.Tensor,
-        probe: frozenset[int] | ShallowProbe,
+        probe: frozenset[int] = frozenset(),
+        shallow: ShallowProbe | None = None,
         unstored: int = 0,
     ) -> Result:
-        device = self._model.device
-        depth = self._model.kv.layers if isinstance(probe, ShallowProbe) else max(probe) + 1
+        device, layers = self._model.device, self._model.kv.layers
+        depth = max(probe, default=layers - 1) + 1
         return await self._engine.run(
             ForwardJob(
                 ids=prompt.ids[positions].to(device),
                 positions=positions.to(device),
-                # The prefill itself writes the question's keys again, to the same slots.
+                # The prefill writes its own rows over these slots.
                 runs=placement.fresh,
                 seen=placement.segments,
                 unstored=unstored,
                 probe=probe,
-                depth=depth if depth < self._model.kv.layers else None,
+                shallow=shallow,
+                depth=depth if depth < layers else None,
             )
         )
 
@@ -364,11 +370,12 @@ async def step(
         return plan, await engine.run(job(sampler, logits))
     result = await engine.run(job(None, 1))
     assert result.logits is not None
-    if plan.doubt.doubts(result.logits).any():
+    # In threads: over a large vocabulary, sampling takes 20 ms.
+    if (await asyncio.to_thread(plan.doubt.doubts, result.logits)).any():
         plan = plan.doubt.more().behind(answer)
         result = await engine.run(plan.prefill(None, 1, votes))
     assert result.logits is not None
-    return plan, replace(result, token=sampler.draw(result.logits[0]))
+    return plan, replace(result, token=await asyncio.to_thread(sampler.draw, result.logits[0]))
 
 
 def _stale(placement: PromptLayout, prompt: Prompt) -> torch.Tensor:

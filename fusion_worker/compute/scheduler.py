@@ -31,7 +31,7 @@ class Result:
     Attributes:
         token: id sampled from the last row.
         logits: float32 [requested rows, vocabulary].
-        scores: float32 [last position + 1]; of a shallow probe, [selectors, last position + 1].
+        scores: float32 [last position + 1], on the CPU; of a shallow probe, [selectors, last position + 1].
         shallow: the rows after layer 0.
         votes: float32 [layers, kv_heads, last position + 1], attention of the requested rows.
     """
@@ -72,9 +72,11 @@ class ForwardJob:
         unstored: number of first rows whose keys are in `seen` already; their KV is not written.
         sampler: samples a token from the last row.
         logits: number of last rows to return logits of.
-        probe: layers whose attention into each position is summed, or selectors that score each token.
+        probe: layers whose attention into each position is summed.
+        shallow: scores each token after layer 0, where the rows then stop; None runs them through all layers.
         ahead: the rows after layer 0, if they have been through it already.
-        depth: number of layers that the first rows run through, as many as `reused` has, or all; None for all layers.
+        depth: number of layers that the first rows run through: as many rows as `reused` has, or all rows without it;
+            None for all layers.
         reused: the KV that the first rows' slots get in the other layers. With a depth, all rows are stored.
         temper: a change of how the rows attend to the context; None for none.
         votes: number of last rows to return the attention of, by layer and KV head.
@@ -90,7 +92,8 @@ class ForwardJob:
     unstored: int = 0
     sampler: Sampler | None = None
     logits: int = 0
-    probe: frozenset[int] | ShallowProbe = frozenset()
+    probe: frozenset[int] = frozenset()
+    shallow: ShallowProbe | None = None
     ahead: LayerState | None = None
     depth: int | None = None
     reused: ReusedKV | None = None
@@ -125,17 +128,13 @@ class ForwardJob:
         return self.rows - self.done
 
     @property
-    def shallow(self) -> bool:
-        return isinstance(self.probe, ShallowProbe)
-
-    @property
     def splittable(self) -> bool:
-        return not (self.probe or self.logits > 1 or self.ahead or self.votes)
+        return not (self.probe or self.shallow or self.logits > 1 or self.ahead or self.votes)
 
     @property
     def alone(self) -> bool:
-        """Whether it needs a separate step because its rows skip layers."""
-        return self.shallow or self.ahead is not None
+        """Whether it needs a forward pass of its own because its rows skip layers."""
+        return self.shallow is not None or self.ahead is not None
 
     def leaving(self, start: int, stop: int) -> LeavingRows | None:
         """The first of the rows `[start, stop)` that run through the first layers only; None without a depth."""

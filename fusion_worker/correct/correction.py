@@ -6,7 +6,7 @@ place in the chunk predicts it, times n / (n + 100) behind n tokens of context. 
 number, a hundredth of a prefill.
 """
 
-import os
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -38,6 +38,7 @@ PLACES = 1 + _FIRST + len(_DECAYS)
 # Tables of places and of rotations are made for chunks of up to a multiple of so many tokens, and kept.
 _TABLE_TOKENS = 512
 # Few are in use: one for each RoPE of a model and length of a system prompt. A chunk of 32k tokens has one of 16 MB.
+# Learning uses one for each chunk, which displaces others for a while.
 _TABLES = 8
 # What a fit depends on.
 MADE = repr((RIDGE, STRENGTH, _HALF, _FIRST, _DECAYS)).encode()
@@ -52,7 +53,8 @@ def change_share(before: int) -> float:
 class Correction:
     """From a token's key, value and place to what is added to its key and value.
 
-    weights: float32 [layers, kv_heads, 2 * head_dim + PLACES, 2 * head_dim]. trained: whether that is its end.
+    weights: float32 [layers, kv_heads, 2 * head_dim + PLACES, 2 * head_dim]. trained: whether it was trained after
+    the fit, and there is no more to learn.
     """
 
     weights: torch.Tensor
@@ -68,25 +70,7 @@ class Correction:
         """The correction of a chunk that stands behind `before` tokens of context."""
         return PlacedCorrection(self, max(1, round(_STEPS * change_share(before))))
 
-    def apply(
-        self, kv: torch.Tensor, out: torch.Tensor, base: int, rotations: Sequence[Rotation], share: float
-    ) -> None:
-        """Corrects a chunk's KV.
-
-        Args:
-            kv: [layers, 2, tokens, kv_heads, head_dim].
-            out: where the corrected KV goes, of the same shape and dtype; may be `kv`.
-            base: the position for which the chunk's first key was written.
-            rotations: of each layer.
-            share: how much of the change that the map predicts is applied.
-        """
-        tokens = kv.shape[2]
-        weights = self._weights_as(kv.dtype if kv.is_cuda else compute_dtype(kv.dtype), kv.device)
-        place = places(tokens, kv.device).to(weights.dtype)
-        for layers, rotation, cos, sin in _blocks(rotations, base, tokens, kv.device):
-            correct(kv[layers], out[layers], weights[layers], place, rotation, cos, sin, share)
-
-    def _weights_as(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def weights_as(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The map in the dtype that it is applied in, made once."""
         if self._used is None or (self._used.dtype, self._used.device) != (dtype, device):
             object.__setattr__(self, "_used", self.weights.to(device, dtype))
@@ -98,10 +82,13 @@ class Correction:
         return replace(self, weights=self.weights.to(device))
 
     def save(self, path: Path) -> None:
-        """Puts it into a file, in one step. Raises OSError."""
-        partial = path.with_suffix(f".{os.getpid()}.partial")
-        save_file({"weights": self.weights.cpu()}, partial, {"trained": str(self.trained)})
-        partial.replace(path)
+        """Puts it into a file, in one step. Raises OSError or SafetensorError."""
+        partial = path.with_suffix(f".{uuid.uuid4().hex}.partial")  # other machines may share the folder
+        try:
+            save_file({"weights": self.weights.cpu()}, partial, {"trained": str(self.trained)})
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: Path, shape: torch.Size) -> "Correction":
@@ -130,8 +117,19 @@ class PlacedCorrection(NamedTuple):
         return self.step / _STEPS
 
     def apply(self, kv: torch.Tensor, out: torch.Tensor, base: int, rotations: Sequence[Rotation]) -> None:
-        """As `Correction.apply`."""
-        self.correction.apply(kv, out, base, rotations, self.share)
+        """Corrects a chunk's KV.
+
+        Args:
+            kv: [layers, 2, tokens, kv_heads, head_dim].
+            out: where the corrected KV goes, of the same shape and dtype; may be `kv`.
+            base: the position for which the chunk's first key was written.
+            rotations: of each layer.
+        """
+        tokens = kv.shape[2]
+        weights = self.correction.weights_as(kv.dtype if kv.is_cuda else compute_dtype(kv.dtype), kv.device)
+        place = places(tokens, kv.device).to(weights.dtype)
+        for layers, rotation, cos, sin in _blocks(rotations, base, tokens, kv.device):
+            correct(kv[layers], out[layers], weights[layers], place, rotation, cos, sin, self.share)
 
 
 class Average(NamedTuple):
@@ -149,7 +147,7 @@ class Average(NamedTuple):
         return b""
 
     def apply(self, kv: torch.Tensor, out: torch.Tensor, base: int, rotations: Sequence[Rotation]) -> None:
-        """As `Correction.apply`."""
+        """As `PlacedCorrection.apply`."""
         other = self.kv.to(kv.device, torch.float32)
         for layer, rotation in enumerate(rotations):
             out[layer, 0] = (kv[layer, 0] + rotation.turn(other[layer, 0], base - self.base)) / 2

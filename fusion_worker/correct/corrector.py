@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -53,7 +53,7 @@ MADE = repr((PROMPTS, TOKENS, _DRAWN_TOKENS)).encode() + fitting.MADE + distilla
 _MOST_WAITING = 8
 # Of corrections in memory: 40 corpora with SmolLM2, three with a model of 8B. The last one stays, however large.
 _MOST_BYTES = 256 << 20
-_MOST_NAMES = 4096  # of corpora, most of them without a correction
+_MOST_NAMES = 4096  # of corpora, some of them with a file that can't be read
 # Corpora that are learned about at the same time. A new one waits until one of these is done, or until nothing was
 # learned about it for so many seconds: what followed its fit is then lost.
 _MOST_LESSONS, _PATIENCE_SECONDS = 2, 600.0
@@ -78,6 +78,20 @@ class _Lessons:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
+class _Known(NamedTuple):
+    """A corpus's correction, if there is one. stamp: tells versions of its file apart; None without a file."""
+
+    correction: Correction | None = None
+    stamp: tuple[int, ...] | None = None
+
+    @property
+    def size(self) -> int:
+        return self.correction.weights.nbytes if self.correction is not None else 0
+
+
+_NOTHING = _Known()
+
+
 class Corrector:
     """One model's corrections, by tenant and corpus. Belongs to the event loop's thread."""
 
@@ -92,8 +106,7 @@ class Corrector:
         self._storage = Storage(pool, "plain", engine.tp)
         self._folder = cache.root() / "corrections"
         self._shape = shape(model.kv.layers, model.kv.kv_heads * model.ranks.count, model.kv.head_dim)
-        # None: there is none yet, in no file either.
-        self._known: OrderedDict[Path, Correction | None] = OrderedDict()
+        self._known: OrderedDict[Path, _Known] = OrderedDict()
         self._lessons: OrderedDict[Path, _Lessons] = OrderedDict()
         self._studies = asyncio.Lock()
         self._waiting: asyncio.Queue[tuple[Prompt, str]] = asyncio.Queue()
@@ -103,13 +116,7 @@ class Corrector:
 
     async def find(self, tenant: str, corpus: str) -> Correction | None:
         """The correction of a corpus; None before there is one."""
-        file = self._file(tenant, corpus)
-        if file not in self._known:
-            found = await asyncio.to_thread(self._read, file)
-            if file not in self._known:  # nothing was learned meanwhile
-                self._remember(file, found)
-        self._known.move_to_end(file)
-        return self._known[file]
+        return await self._find(self._file(tenant, corpus))
 
     async def learned(self, tenant: str, corpus: str) -> bool:
         """Whether there is a correction, and no more to learn for it."""
@@ -118,7 +125,7 @@ class Corrector:
     def offer(self, prompt: Prompt, corpus: str) -> None:
         """A prompt to learn from, as long as there is more to learn about the corpus and few wait."""
         file, full = self._file(prompt.tenant, corpus), self._waiting.qsize() >= _MOST_WAITING
-        final = self._is_final(self._known.get(file))
+        final = self._is_final(self._known.get(file, _NOTHING).correction)
         if len(prompt.chunks) > 1 and not full and not final and self._has_room(file):
             # As long as a drawn prompt: the KV of all prompts of a training is kept until its end.
             chunks = _first(prompt.chunks, _DRAWN_TOKENS - len(prompt.system))
@@ -136,12 +143,13 @@ class Corrector:
             ResourceExhausted: the prompt does not fit the pool.
         """
         file, digest = self._file(prompt.tenant, corpus), b"".join(part.digest for part in prompt.parts)
-        known = await self.find(prompt.tenant, corpus)
+        known = await self._find(file)
         if self._is_final(known):
+            self._lessons.pop(file, None)
             return
         if file not in self._lessons:
-            training = None if known is None else Distillation(self._model, known)
-            self._lessons[file] = _Lessons(Fit(self._shape) if known is None else None, training)
+            training = None if known is None else await self._training(known)
+            self._lessons.setdefault(file, _Lessons(Fit(self._shape) if known is None else None, training))
         lessons = self._lessons[file]
         self._lessons.move_to_end(file)
         while len(self._lessons) > _MOST_LESSONS:
@@ -166,7 +174,7 @@ class Corrector:
         One corpus at a time.
 
         Args:
-            sample: its chunks come from all over the corpus; two or more that differ.
+            sample: its chunks come from all over the corpus; three or more that differ.
             train: whether to go on after the fit.
 
         Raises:
@@ -201,6 +209,18 @@ class Corrector:
         await asyncio.wait([self._task])
         await asyncio.to_thread(self._thread.shutdown)
 
+    async def _find(self, file: Path) -> Correction | None:
+        known = before = self._known.get(file, _NOTHING)
+        if not self._is_final(before.correction):
+            # Another process may have learned more.
+            found = await asyncio.to_thread(self._read, file, before)
+            known = self._known.get(file, before)
+            if known is before and found is not before:  # nothing was learned here meanwhile
+                self._remember(file, known := found)
+        if file in self._known:
+            self._known.move_to_end(file)
+        return known.correction
+
     def _is_final(self, known: Correction | None) -> bool:
         """Whether there is no more to learn. Under tensor parallelism no rank can train: it has only its heads."""
         return known is not None and (known.trained or self._model.ranks.count > 1)
@@ -218,16 +238,22 @@ class Corrector:
     async def _fit(self, lessons: _Lessons, fit: Fit, lesson: Lesson, file: Path) -> None:
         """Adds a lesson to the fit, and makes a correction of it after the last of a few."""
         await self._in_thread(partial(self._add, fit, lesson))
-        if len(lessons.seen) < PROMPTS or fit.tokens < TOKENS:
-            return
-        correction = await self._in_thread(fit.solve)
-        log.info("learned a correction of reused KV from %d tokens of a corpus", fit.tokens)
-        await self._found(correction, file)
-        lessons.fit = None
+        correction = await self._find(file)  # another process may have been faster
+        if correction is None:
+            if len(lessons.seen) < PROMPTS or fit.tokens < TOKENS:
+                return
+            correction = await self._in_thread(fit.solve)
+            log.info("learned a correction of reused KV from %d tokens of a corpus", fit.tokens)
+            await self._found(correction, file)
         if self._is_final(correction):
             self._lessons.pop(file, None)
         else:
-            lessons.training = Distillation(self._model, correction)
+            lessons.training = await self._training(correction)
+            lessons.fit = None
+
+    async def _training(self, correction: Correction) -> Distillation:
+        """In a thread: torch takes a second for the first optimizer."""
+        return await self._in_thread(partial(Distillation, self._model, correction))
 
     async def _train(self, lessons: _Lessons, file: Path, idle: asyncio.Event | None) -> None:
         """Trains a correction if there are enough lessons, a step at a time, so that others can go on with it."""
@@ -250,42 +276,53 @@ class Corrector:
             await self._finish(training.correction, file)
 
     async def _finish(self, correction: Correction, file: Path) -> None:
-        await self._found(replace(correction, trained=True), file)
+        if not self._is_final(await self._find(file)):  # by another process
+            await self._found(replace(correction, trained=True), file)
         self._lessons.pop(file, None)
 
     async def _found(self, correction: Correction, file: Path) -> None:
-        await asyncio.to_thread(self._keep, correction, file)
-        self._remember(file, correction.on(self._model.device))
+        self._remember(file, _Known(await asyncio.to_thread(self._keep, correction, file)))
 
-    def _remember(self, file: Path, correction: Correction | None) -> None:
-        self._known[file] = correction
+    def _remember(self, file: Path, known: _Known) -> None:
+        self._known[file] = known
         self._known.move_to_end(file)
-        held = sum(known.weights.nbytes for known in self._known.values() if known is not None)
+        held = sum(each.size for each in self._known.values())
         while len(self._known) > 1 and (held > _MOST_BYTES or len(self._known) > _MOST_NAMES):
-            _, gone = self._known.popitem(last=False)
-            held -= gone.weights.nbytes if gone is not None else 0
+            held -= self._known.popitem(last=False)[1].size
 
-    def _read(self, file: Path) -> Correction | None:
+    def _read(self, file: Path, before: _Known) -> _Known:
+        """What the file holds now; `before` if it is unchanged, gone, or out of reach."""
         try:
-            return Correction.load(file, self._shape).on(self._model.device)
-        except FileNotFoundError:
-            return None
+            about = file.stat()
+        except OSError:
+            return before
+        stamp = (about.st_ino, about.st_size, about.st_mtime_ns)
+        if stamp == before.stamp:
+            return before
+        try:
+            return _Known(self._ready(Correction.load(file, self._shape)), stamp)
         except (OSError, SafetensorError, ValueError) as error:
             log.warning("the correction in %s can't be read, and is learned again: %s", file, error)
-            return None
+            return before._replace(stamp=stamp)
+
+    def _ready(self, correction: Correction) -> Correction:
+        """On the model's device, and with its name made: it copies and digests all weights, so use a thread."""
+        placed = correction.on(self._model.device)
+        _ = placed.name
+        return placed
 
     def _file(self, tenant: str, corpus: str) -> Path:
         parts = (self._model.fingerprint, MADE, tenant.encode(), corpus.encode())
         name = blake2b(b"\0".join(parts), digest_size=16)
         return self._folder / f"{name.hexdigest()}.safetensors"
 
-    @staticmethod
-    def _keep(correction: Correction, file: Path) -> None:
+    def _keep(self, correction: Correction, file: Path) -> Correction:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             correction.save(file)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             log.warning("a correction is not kept for the next start: %s", error)
+        return self._ready(correction)
 
     async def _loop(self) -> None:
         while True:

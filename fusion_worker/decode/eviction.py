@@ -15,23 +15,23 @@ from fusionkv.protos.runtime.cancellation import to_the_end
 
 
 async def evict(
-    fused: PrefillPlan, keep: SnapKV, votes: torch.Tensor, pool: KVPool, model: Model, tp: TPGroup
+    plan: PrefillPlan, keep: SnapKV, votes: torch.Tensor, pool: KVPool, model: Model, tp: TPGroup
 ) -> None:
     """Evicts all context but `keep.tokens` tokens by layer and head. Call it after the prefill, before decoding.
 
     A kept slot holds a different token in each layer and head, with its key rotated to that token's position. The
     slots are taken from the end of the request's fresh ones. If cancelled, returns only once copying has stopped.
 
-    fused: the plan, which is changed. votes: float32 [layers, kv_heads, positions], attention of the question's rows.
+    plan: the plan, which is changed. votes: float32 [layers, kv_heads, positions], attention of the question's rows.
     """
-    fresh, low = fused.placement.fresh, len(fused.stale) - fused.context_tokens
+    fresh, low = plan.placement.fresh, len(plan.stale) - plan.context_tokens
     kept = behind(fresh, sum(run.length for run in fresh) - keep.tokens)
-    tokens = keep.choose(votes[..., low : len(fused.stale) + fused.links]) + low
-    span, to = QuerySpan(0, 1, fused.positions[-1:].to(pool.kv.device), fused.visible()), slots_of(kept)
+    tokens = keep.choose(votes[..., low : len(plan.stale) + plan.links]) + low
+    span, to = QuerySpan(0, 1, plan.positions[-1:].to(pool.kv.device), plan.visible()), slots_of(kept)
     await to_the_end(asyncio.to_thread(tp.copy, partial(copy_kept, span, tokens, to, pool.kv, model)))
     context = stretches(kept, keep.tokens, low, shift=0)
-    fused.evict((*(segment for segment in fused.seen if segment.first < low), *context))
-    fused.placement.let_go()
+    plan.evict((*(segment for segment in plan.seen if segment.first < low), *context))
+    plan.placement.let_go()
 
 
 def copy_kept(span: QuerySpan, tokens: torch.Tensor, to: torch.Tensor, kv: torch.Tensor, model: Model) -> None:

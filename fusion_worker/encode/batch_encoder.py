@@ -1,6 +1,7 @@
 """A fusion worker without a server, which encodes batches of chunks in the calling process."""
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +14,10 @@ from fusionkv.fusion_worker.config import WorkerConfig, cache_address, configure
 from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime.cancellation import all_of
-from fusionkv.protos.runtime.errors import FailedPrecondition
+from fusionkv.protos.runtime.errors import FailedPrecondition, ResourceExhausted
 from fusionkv.protos.runtime.process import cores
 
+log = logging.getLogger(__name__)
 # Chunks of a batch that are encoded concurrently. Each may hold ten neighbours in the pool besides itself.
 _CONCURRENCY = 4
 
@@ -59,7 +61,10 @@ class BatchEncoder:
     async def _encode(self, requests: Sequence[pb.EncodeRequest]) -> tuple[int, int]:
         for request in requests:
             if request.mode == request.MODE_CORRECTION:
-                await self._one(request)
+                try:
+                    await self._one(request)
+                except ResourceExhausted as error:
+                    log.warning("the correction of corpus %s is not learned ahead of time: %s", request.corpus, error)
         chunks = [self._one(request) for request in requests if request.mode != request.MODE_CORRECTION]
         return len(chunks), sum(await all_of(chunks))
 

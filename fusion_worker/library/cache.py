@@ -80,7 +80,10 @@ def fingerprint(directory: Path) -> bytes:
 
 
 def _identity_files(directory: Path) -> Iterator[Path]:
-    yield from directory.glob("*.safetensors")
+    weights = [*directory.glob("*.safetensors")]
+    # Mistral's repositories hold all weights once more under this name, which transformers does not load, and not
+    # every host has.
+    yield from [file for file in weights if not file.name.startswith("consolidated")] or weights
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if (directory / name).is_file():
             yield directory / name

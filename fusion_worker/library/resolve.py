@@ -2,15 +2,20 @@
 
 import hashlib
 import json
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from fusionkv.fusion_worker.library import cache, conversion
 from fusionkv.fusion_worker.library.catalog import KNOWN
 from fusionkv.protos.runtime.errors import FailedPrecondition, first_line
 
 _GGUF = ".gguf"
-# Files to download from a repository: no pickles, no weights of other frameworks.
-_FILES = ["*.json", "*.safetensors", "*.jinja"]
+# Files to download from a repository: no pickles, no weights of other frameworks, none twice.
+_FILES: dict[str, Any] = {
+    "allow_patterns": ["*.json", "*.safetensors", "*.jinja"],
+    "ignore_patterns": ["consolidated*"],
+}
 
 
 def resolve(name: str | Path) -> Path:
@@ -65,13 +70,11 @@ def _from_hub(repository: str) -> Path:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        try:
-            cached = Path(snapshot_download(repository, allow_patterns=_FILES, local_files_only=True))
+        with suppress(LocalEntryNotFoundError):
+            cached = Path(snapshot_download(repository, **_FILES, local_files_only=True))
             if _complete(cached):
                 return cached
-        except LocalEntryNotFoundError:
-            pass
-        found = Path(snapshot_download(repository, allow_patterns=_FILES))
+        found = Path(snapshot_download(repository, **_FILES))
     except HFValidationError as error:
         raise FailedPrecondition(
             f"{repository} is neither a directory nor a Hugging Face hub id: {first_line(error)}"
@@ -96,5 +99,8 @@ def _complete(directory: Path) -> bool:
     index = directory / "model.safetensors.index.json"
     if not index.is_file():
         return (directory / "model.safetensors").is_file()
-    shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    try:
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except ValueError:
+        return False
     return all((directory / shard).is_file() for shard in shards)

@@ -23,8 +23,9 @@ class Cut(NamedTuple):
 def cuts(text: Sequence[int], anchors: Sequence[int], percent: int) -> tuple[Cut, ...]:
     """Splits a text into segments with their anchor tokens.
 
-    A segment has so many tokens that all of `anchors` are `percent` percent fewer. The last segment overlaps the one
-    before it rather than being shorter, and gets anchors only for the tokens that are not in the overlap.
+    A segment has len(anchors) * 100 / (100 - percent) tokens, so that all of `anchors` are `percent` percent fewer.
+    The last segment overlaps the one before it rather than being shorter, and gets anchors only for the tokens that
+    are not in the overlap.
     """
     size, found = len(anchors) * 100 // (100 - percent), []
     for start in range(0, len(text), size):
@@ -39,9 +40,10 @@ class AnchoredChunk(Chunk):
     """A chunk whose text is replaced by anchor tokens; its digest is that of the text.
 
     No KV of the text is kept, so text tokens take no positions in the prompt. Anchors of all segments follow each
-    other, as they do in a prompt, and see their segment's text at the positions right before them, which earlier
-    anchors have too. A model can therefore be trained in one pass, and an anchor token is always at the same distance
-    from its text. All segments have the same length, except that of a short chunk, so all keys share one base.
+    other, as they do in a prompt, and see their segment's text at the positions right before them. Earlier anchors
+    have these positions too: positions repeat. A model can therefore be trained in one pass, and an anchor token is
+    always at the same distance from its text. All segments have the same length, except that of a short chunk, so all
+    keys share one base.
     """
 
     text: tuple[int, ...] = ()

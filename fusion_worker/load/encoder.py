@@ -36,6 +36,11 @@ class Encoder:
         """
         namespace = self._loader.namespace(prompt.tenant)
         try:
+            # Not left to the next lookup: it finds nothing in quantised entries, which full attention can't use.
+            async with self._loader.locator.exact(prompt, namespace) as known:
+                if known:
+                    path = [part.digest for part in prompt.parts]
+                    return Encoded(keys.entry_key(namespace, path), b"", existed=True)
             async with self._loader.locator.prompt(prompt, namespace, InPlace()) as wanted:
                 return await self._store(wanted, namespace)
         except CacheFault as fault:

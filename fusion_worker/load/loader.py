@@ -32,7 +32,7 @@ from fusionkv.fusion_worker.transfer.storage import Storage
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos.runtime.cancellation import to_the_end
-from fusionkv.protos.runtime.errors import FailedPrecondition, NotFound, ServiceError, Unavailable
+from fusionkv.protos.runtime.errors import FailedPrecondition, NotFound, ServiceError, Unavailable, first_line
 
 log = logging.getLogger(__name__)
 tracer = trace.get_tracer(__name__)
@@ -184,7 +184,7 @@ class Loader:
             raise Unavailable(str(error)) from error
 
     async def average(self, part: LoadedChunk) -> Average:
-        """As a correction of the same chunk, encoded otherwise: the mean with this part's KV."""
+        """A correction for another encoding of the same chunk: replaces its KV by the mean of it and this part's."""
         data = await asyncio.to_thread(self._plain.take_out, part.resident)
         return Average(self._plain.numbers(data, part.resident.tokens), part.resident.base)
 
@@ -292,11 +292,16 @@ class Loader:
                 await self._correct(part, part.resident)
             ready.set_result(None)
         except ServiceError as error:
-            entry = part.wanted.entry
-            # A lease keeps entries of local tiers, so only an entry of the remote tier can disappear without a fault.
-            gone = isinstance(error, NotFound) and entry is not None and entry.tier == "remote"
+            entry, cache = part.wanted.entry, self._cache
+            # No lease covers an entry of the remote tier, and one may end while the request waits for room: such an
+            # entry disappears without a fault.
+            kept = entry is None or cache is None or (entry.tier != "remote" and cache.held(entry))
+            gone = isinstance(error, NotFound) and not kept
             ready.set_exception((EntryGone if gone else CacheFault)(f"fetch failed: {error}"))
         except Exception as error:
+            if part.wanted.entry is not None:  # such as no memory for the bytes: plain prefill does without
+                log.exception("a fetch failed")
+                error = CacheFault(f"fetch failed: {first_line(error)}")
             ready.set_exception(error)
 
     async def _corrected_from_pool(self, part: LoadedChunk) -> bool:
@@ -330,7 +335,8 @@ class Loader:
         near = buffer is None and self._signer is None
         if not near or not await self.storage.copy_in(self._cache, entry, part.resident):
             if buffer is None:
-                buffer = torch.empty(entry.size, dtype=torch.uint8, pin_memory=self._pool.kv.is_cuda)
+                empty = partial(torch.empty, entry.size, dtype=torch.uint8, pin_memory=self._pool.kv.is_cuda)
+                buffer = await asyncio.to_thread(empty)  # pinning memory takes milliseconds
                 await self._cache.fetch(entry, buffer.numpy().data, timeout=self._fetch_timeout)
                 if self._signer is not None:
                     await self._signer.verify(self._cache, entry, buffer.numpy().data)

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, supp
 from fusionkv.fusion_worker.correct.correction import Correction
 from fusionkv.fusion_worker.meters import Stages
 from fusionkv.fusion_worker.prompt import Chunk, ChunkSource, Prompt
-from fusionkv.fusion_worker.recipes import ISOLATED, Anchored, Encode, InPlace, Versions
+from fusionkv.fusion_worker.recipes import Anchored, Encode, InPlace, Versions
 from fusionkv.fusion_worker.transfer.signatures import DELETE_SECONDS, Signer
 from fusionkv.fusion_worker.transfer.storage import Storage
 from fusionkv.kvcache_service import keys
@@ -23,7 +23,7 @@ class CacheFault(Exception):
 
 
 class EntryGone(CacheFault):
-    """An entry of the remote tier was evicted after the lookup; another lookup reports it as a miss."""
+    """An entry was evicted after the lookup; another lookup reports it as a miss."""
 
 
 # Digest and preferred variants of the system prompt and each chunk.
@@ -91,7 +91,7 @@ class Lookups:
         self,
         prompt: Prompt,
         namespace: bytes,
-        encode: Encode = ISOLATED,
+        encode: Encode,
         max_seconds: float = math.inf,
         stages: Stages | None = None,
         correction: Correction | None = None,
@@ -173,17 +173,14 @@ class Lookups:
             CacheFault: as for `prompt`.
         """
         wanted = []
-        system = prompt.system.digest
         async with AsyncExitStack() as stack:
-            lookups = [self._lookup(namespace, [(system, ()), (c.digest, ())]) for c in prompt.chunks]
+            lookups = [self._lookup(namespace, [(prompt.system.digest, ()), (c.digest, ())]) for c in prompt.chunks]
             found = [await stack.enter_async_context(lookup) for lookup in lookups]
-            for i, (part, start) in enumerate(zip(prompt.parts, prompt.starts, strict=True)):
+            for i, start in enumerate(prompt.starts):
+                own = self.alone(prompt, i, start, namespace)
                 hit = (found[0][0] if found else _MISS) if i == 0 else found[i - 1][1]
-                path = (system,) if i == 0 else (system, part.digest)
                 exact = hit if hit.kind is HitKind.EXACT else _MISS
-                base = len(prompt.system) if i else 0
-                known = self._from_hit(part, start, path, exact, keys.entry_key(namespace, path), base)
-                wanted.append(known or self.alone(prompt, i, start, namespace))
+                wanted.append(self._from_hit(own.chunk, start, own.path, exact, own.key, own.base) or own)
             yield [w for w in wanted if len(w.chunk)]
 
     @asynccontextmanager
@@ -196,6 +193,17 @@ class Lookups:
         # An exact hit would win over the variant. The variant's digest in the path prevents one: no chunk has it.
         async with self._lookup(namespace, [(path[0], ()), (variant, ()), (path[1], (variant,))]) as hits:
             yield hits[2].entry is not None and hits[2].entry.variant == variant
+
+    @asynccontextmanager
+    async def exact(self, prompt: Prompt, namespace: bytes) -> AsyncIterator[bool]:
+        """Whether the cache service stores all parts of a prompt under their exact paths.
+
+        Raises:
+            CacheFault: as for `prompt`.
+        """
+        async with self._lookup(namespace, [(part.digest, ()) for part in prompt.parts]) as hits:
+            found = zip(prompt.parts, hits, strict=True)
+            yield all(hit.kind is HitKind.EXACT for part, hit in found if len(part))
 
     def alone(self, prompt: Prompt, index: int, position: int, namespace: bytes) -> ChunkSource:
         """A part to encode after the system prompt only; index 0 is the system prompt itself."""

@@ -50,20 +50,23 @@ class WriteBack:
     async def offer(self, namespace: bytes, part: LoadedChunk) -> None:
         """Queues a part, or drops it when the queue is full: a later miss costs time, not an answer.
 
-        A part that will be corrected in the pool is copied at once, because entries are stored uncorrected.
+        A part that will be corrected in the pool is copied at once, while the caller pins it, because entries are
+        stored uncorrected.
         """
         if self._waiting.qsize() + self._copying >= self._max_waiting:
             _dropped.add(1, {"fusionkv.reason": "queue full"})
             return
-        self._pool.pin(part.resident)
         copy = None
-        if part.wanted.correction is not None:
+        if part.wanted.correction is None:
+            self._pool.pin(part.resident)
+        else:
             self._copying += 1
             try:
                 copy = await to_the_end(asyncio.to_thread(self._storage.take_out, part.resident))
-            except BaseException:
-                self._pool.unpin(part.resident)
-                raise
+            except Exception as error:
+                _dropped.add(1, {"fusionkv.reason": type(error).__name__})
+                log.exception("a chunk was not stored")
+                return
             finally:
                 self._copying -= 1
         self._waiting.put_nowait((namespace, part, trace.get_current_span().get_span_context(), copy))
@@ -107,11 +110,11 @@ class WriteBack:
         while True:
             namespace, part, origin, data = await self._waiting.get()
             try:
-                try:
-                    if data is None:
+                if data is None:
+                    try:
                         data = await asyncio.to_thread(self._storage.take_out, part.resident)
-                finally:
-                    self._pool.unpin(part.resident)
+                    finally:
+                        self._pool.unpin(part.resident)
                 # A separate trace, linked to the request's, which does not wait for this. It follows that trace's
                 # sampling decision: a child of a dropped span is dropped.
                 dropped = origin.is_valid and not origin.trace_flags.sampled
@@ -133,7 +136,8 @@ class WriteBack:
     def _drop_waiting(self) -> None:
         """Drops all queued parts: with the service unreachable, each would hold its pages for another timeout."""
         while not self._waiting.empty():
-            _, part, *_ = self._waiting.get_nowait()
-            self._pool.unpin(part.resident)
+            _, part, _, copy = self._waiting.get_nowait()
+            if copy is None:
+                self._pool.unpin(part.resident)
             self._waiting.task_done()
             _dropped.add(1, {"fusionkv.reason": "cache out of reach"})

@@ -11,13 +11,13 @@ from fusionkv.fusion_worker.prompt import Prompt
 from fusionkv.protos.answer.v1.answer_pb2 import ExplainedChunk, Explanation
 
 
-def explain(prompt: Prompt, fused: PrefillPlan, stages: Stages, tokenizer: Tokenizer) -> Explanation:
-    placed = [part.wanted for part in fused.placement.parts if not part.wanted.is_system]
+def explain(prompt: Prompt, plan: PrefillPlan, stages: Stages, tokenizer: Tokenizer) -> Explanation:
+    placed = [part.wanted for part in plan.placement.parts if not part.wanted.is_system]
     lossless = [w.lossless for w in placed] or [False] * len(prompt.chunks)
     origins = [stages.origins[w.key] for w in placed] or [("", "")] * len(prompt.chunks)
-    chunks = zip(prompt.chunks, chosen(prompt, fused), origins, lossless, strict=True)
+    chunks = zip(prompt.chunks, chosen(prompt, plan), origins, lossless, strict=True)
     # The system prompt comes first, so its reused KV is lossless.
-    reused = bool(fused.placement.parts)
+    reused = bool(plan.placement.parts)
     explained = [
         ExplainedChunk(
             texts=texts(tokenizer, chunk.ids), kind=kind, tier=tier, lossless=exact, recomputed=found, scores=scores
@@ -36,20 +36,20 @@ def _around(texts: list[str], lossless: bool) -> ExplainedChunk:
     return ExplainedChunk(texts=texts, lossless=lossless, recomputed=[] if lossless else range(len(texts)))
 
 
-def chosen(prompt: Prompt, fused: PrefillPlan) -> Iterator[tuple[list[int], list[float]]]:
+def chosen(prompt: Prompt, plan: PrefillPlan) -> Iterator[tuple[list[int], list[float]]]:
     """Yields for each chunk the indices of its recomputed tokens, and the scores of its tokens as ranks from 0 to 1.
 
     Scores are empty if there was no choice.
     """
     recomputed = torch.zeros(prompt.question_start, dtype=torch.bool)
-    recomputed[fused.chosen] = True
+    recomputed[plan.chosen] = True
     ranks = torch.zeros(prompt.question_start)
-    if fused.scores is not None and (stale := fused.stale).any():
-        order = fused.scores[stale].argsort().argsort().float()
+    if plan.scores is not None and (stale := plan.stale).any():
+        order = plan.scores[stale].argsort().argsort().float()
         ranks[stale] = order / max(1, len(order) - 1)
     for start, chunk in zip(prompt.starts[1:], prompt.chunks, strict=True):
         inside = slice(start, start + len(chunk))
-        scores = [round(s, 2) for s in ranks[inside].tolist()] if fused.scores is not None else []
+        scores = [round(s, 2) for s in ranks[inside].tolist()] if plan.scores is not None else []
         yield recomputed[inside].nonzero()[:, 0].tolist(), scores
 
 

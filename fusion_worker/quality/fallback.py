@@ -9,7 +9,8 @@ import json
 import logging
 import random
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from opentelemetry import metrics
 from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.compute.planner import Planner
+from fusionkv.fusion_worker.compute.scheduler import ForwardJob, Result
 from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.prompt import Prompt
 from fusionkv.fusion_worker.recipes import RECIPES, Recipe
@@ -44,6 +46,8 @@ _MAX_WAITING = 16
 SAMPLES = 20
 _MIN_RAISED = 0.15  # minimum of a raised ratio
 _MAX_KEYS = 1024
+# Tokens of an answer that are computed at a time: with a vocabulary of 262,144, the logits of each take 1 MB.
+_BLOCK = 64
 # A recipe, a corpus, and whether the request's ratio was below the recipe's: low ratios are raised separately.
 _Key = tuple[str, str, bool]
 
@@ -171,7 +175,10 @@ class _Record:
 
 
 class Fallback:
-    """Raises ratios by recipe and corpus, and never lowers them. Only the 1,024 keys used last are remembered."""
+    """Raises ratios by recipe and corpus, and never lowers them.
+
+    Only the 1,024 keys whose answers were compared, or ratios raised, last are remembered.
+    """
 
     def __init__(self, floor: float) -> None:
         """floor: minimum share of answers that match full attention; 0 never raises a ratio."""
@@ -214,8 +221,6 @@ class Sample:
     """A greedy answer. logits: float32 [vocabulary], of its first token. allowed: its ratio."""
 
     prompt: Prompt
-    recipe: Recipe
-    corpus: str
     tokens: tuple[int, ...]
     logits: torch.Tensor
     allowed: Allowed
@@ -231,7 +236,7 @@ class Shadow:
         pool: KVPool,
         engine: Engine,
         loader: Loader,
-        fuser: Planner,
+        planner: Planner,
         idle: asyncio.Event,
     ) -> None:
         """idle: set while no request runs or waits."""
@@ -240,14 +245,13 @@ class Shadow:
         self._pool = pool
         self._engine = engine
         self._loader = loader
-        self._fuser = fuser
-        self._random = random.Random()
+        self._planner = planner
         self._waiting: asyncio.Queue[Sample] = asyncio.Queue()
         self.idle = idle
         self._task = asyncio.create_task(self._loop()) if share else None
 
     def wants(self) -> bool:
-        return self._random.random() < self._share
+        return random.random() < self._share
 
     def offer(self, sample: Sample) -> None:
         """Queues an answer, or drops it when the queue is full."""
@@ -283,29 +287,50 @@ class Shadow:
         if self._pool.slots_for(tokens) > self._pool.free + self._pool.idle:
             _skipped.add(1, {"fusionkv.reason": "no room"})
             return
-        logits = (await self._again(sample)).cpu()
+        found, kl = list[int](), 0.0
+        async with aclosing(self._again(sample)) as blocks:
+            async for logits in blocks:
+                if not found:
+                    kl = await asyncio.to_thread(_divergence, logits[0], sample.logits)
+                found += await asyncio.to_thread(_most_likely, logits)
         # Compares with full attention's own answer: both see the same tokens up to the first difference.
-        same = logits.argmax(-1).tolist() == list(sample.tokens)
-        first = int(logits[0].argmax()) == sample.tokens[0]
-        log_p, log_q = logits[0].log_softmax(-1), sample.logits.cpu().log_softmax(-1)
-        attributes = {"fusionkv.recipe": sample.recipe.name, "fusionkv.corpus": sample.corpus}
-        # For equal distributions, rounding may give a negative value, which a histogram drops.
-        _kl.record(max(0.0, float((log_p.exp() * (log_p - log_q)).sum())), attributes)
+        first, same = found[0] == sample.tokens[0], found == list(sample.tokens)
+        recipe, corpus, _ = sample.allowed.key
+        attributes = {"fusionkv.recipe": recipe, "fusionkv.corpus": corpus}
+        _kl.record(kl, attributes)
         _answers.add(1, attributes | {"fusionkv.same_first_token": first, "fusionkv.same_answer": same})
         self._guard.record(sample.allowed, same)
 
-    async def _again(self, sample: Sample) -> torch.Tensor:
-        """float32 [answer tokens, vocabulary]: full attention's logits of every token of the answer."""
+    async def _again(self, sample: Sample) -> AsyncGenerator[torch.Tensor]:
+        """Full attention's logits of every token of the answer, float32 [tokens, vocabulary], a block at a time."""
         prompt, answer = sample.prompt, sample.tokens
         # All but the question's last token first: a prefill without logits can be split, and yields to others.
         *question, last = prompt.question
         head = Prompt(prompt.system, prompt.chunks, tuple(question), prompt.tenant)
         async with self._loader.plain(prompt.tokens + len(answer)) as placement:
-            fused = self._fuser.plain(placement, head)
+            plan = self._planner.plain(placement, head)
             if head.tokens:
-                work = fused.prefill()
-                work.background = True
-                await self._engine.run(work)
-            result = await self._engine.run(fused.next([last, *answer[:-1]], logits=len(answer)))
-        assert result.logits is not None
-        return result.logits
+                await self._in_background(plan.prefill())
+            rest = [last, *answer[:-1]]
+            for start in range(0, len(rest), _BLOCK):
+                block = rest[start : start + _BLOCK]
+                result = await self._in_background(plan.next(block, logits=len(block)))
+                assert result.logits is not None
+                yield result.logits
+
+    async def _in_background(self, work: ForwardJob) -> Result:
+        work.background = True
+        return await self._engine.run(work)
+
+
+def _most_likely(logits: torch.Tensor) -> list[int]:
+    """The most likely token of each row."""
+    found: list[int] = logits.argmax(-1).tolist()
+    return found
+
+
+def _divergence(full: torch.Tensor, other: torch.Tensor) -> float:
+    """The KL divergence of the second of two rows of logits from the first, in nats."""
+    log_p, log_q = full.cpu().log_softmax(-1), other.cpu().log_softmax(-1)
+    # For equal distributions, rounding may give a negative value, which a histogram drops.
+    return max(0.0, float((log_p.exp() * (log_p - log_q)).sum()))

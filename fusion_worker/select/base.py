@@ -12,7 +12,7 @@ _POOL = 5
 
 @dataclass(frozen=True, slots=True)
 class Nothing:
-    """No forward pass. The selector receives `ChunkPlaces`."""
+    """No forward pass. The selector receives the first position of every chunk and of the question, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +54,6 @@ class SecondModel:
 
 
 Need = Nothing | CachedAttention | FreshLayer | SecondModel
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkPlaces:
-    """Positions `[start, stop)` of each chunk of a prompt. length: tokens of system prompt and context together."""
-
-    starts: tuple[int, ...]
-    stops: tuple[int, ...]
-    length: int
 
 
 Inputs = TypeVar("Inputs")

@@ -39,12 +39,12 @@ class RankLost(Unavailable):
 class Driver(TPGroup):
     """Rank 0's side of a group of several ranks. Steps and copies run concurrently, each in one order on all ranks.
 
-    on_lost is called with the error when a rank is lost, in the thread that noticed. Later calls raise that error.
+    Calls after the first one that loses a rank raise its error.
     """
 
-    def __init__(self, ranks: Ranks, steps: Channel, copies: Channel, on_lost: Callable[[RankLost], None]) -> None:
-        self.ranks, self._on_lost = ranks, on_lost
-        self._steps, self._copies = steps, copies
+    def __init__(self, ranks: Ranks, steps: Channel, copies: Channel, on_lost: Callable[[Unavailable], None]) -> None:
+        super().__init__(on_lost)
+        self.ranks, self._steps, self._copies = ranks, steps, copies
         self.own = steps.own = copies.own
         self._copying = threading.Lock()
         self._lost: RankLost | None = None
@@ -71,7 +71,7 @@ class Driver(TPGroup):
             if self._lost is None:
                 self._lost = RankLost(f"the {self.ranks.count} ranks of this worker are out of sync: {error}")
                 log.error("the tensor-parallel ranks are out of sync", exc_info=error)
-                self._on_lost(self._lost)
+                self.on_lost(self._lost)
             raise self._lost from error
 
 
@@ -81,7 +81,7 @@ class Processes:
     Attributes:
         meeting: rendezvous file of torch.distributed.
         pipes: sockets to each rank, for steps and for copies.
-        lost: fails with RankLost when a rank ends or hangs.
+        lost: fails with RankLost when a rank ends or hangs, and with Unavailable when a worker's only GPU fails.
     """
 
     def __init__(self, meeting: Path) -> None:
@@ -91,7 +91,7 @@ class Processes:
         self._failed: Future[None] = Future()
         self.lost = asyncio.wrap_future(self._failed)
 
-    def report(self, why: RankLost) -> None:
+    def report(self, why: Unavailable) -> None:
         """Fails `lost`. Thread-safe."""
         with suppress(InvalidStateError):
             self._failed.set_exception(why)
@@ -104,7 +104,7 @@ class Processes:
     async def lead(self, config: WorkerConfig) -> tuple[Model, TPGroup]:
         """Loads rank 0's model and connects the ranks. Raises as `models.load`, and RankLost if one can't start."""
         if config.tensor_parallel == 1:
-            return _load(config, config.device), TPGroup()
+            return _load(config, config.device), TPGroup(self.report)
         joined: Future[_Joined] = Future()
 
         def join() -> None:
@@ -131,8 +131,8 @@ async def started(count: int, argv: Sequence[str]) -> AsyncIterator[Processes]:
                 (step, its_step), (copy, its_copy) = socketpair(), socketpair()
                 processes.pipes.append((step, copy))
                 fds = its_step.fileno(), its_copy.fileno()
-                own = ("--rank", str(rank), "--meeting", str(processes.meeting), "--pipes", *map(str, fds))
-                command = (sys.executable, "-P", "-m", "fusionkv.fusion_worker", *argv, *own)
+                own = ("--rank", rank, "--meeting", processes.meeting, "--pipes", *fds, "--parent", os.getpid())
+                command = (sys.executable, "-P", "-m", "fusionkv.fusion_worker", *argv, *map(str, own))
                 # In a new session, so that only rank 0 gets the terminal's signals.
                 child = await asyncio.create_subprocess_exec(*command, pass_fds=fds, start_new_session=True)
                 its_step.close()
@@ -150,7 +150,6 @@ async def started(count: int, argv: Sequence[str]) -> AsyncIterator[Processes]:
 
 def follow(config: WorkerConfig, rank: int, meeting: Path, pipes: Sequence[int]) -> None:
     """Runs a rank other than 0 until rank 0 ends: steps in this thread, copies in another one."""
-    process.end_with_parent()
     step, copy = (socket(fileno=number) for number in pipes)
     model, steps, copies = _join(config, rank, meeting, [(step, copy)])
     steps.own = copies.own = KVPool.of(model.kv, config.pool_bytes, config.page_tokens, model.device).own(model)

@@ -63,11 +63,8 @@ class Storage:
 
     def size(self, tokens: int) -> int:
         """Bytes of an entry of `tokens` tokens."""
-        return self.part_size(tokens) * self._tp.ranks.count
-
-    def part_size(self, tokens: int) -> int:
-        """Bytes of one rank's part of such an entry."""
-        return self._pool.shape.kv_heads * sum(blocks * each for blocks, each in self._arrays(tokens))
+        heads = self._pool.shape.kv_heads * self._tp.ranks.count
+        return heads * sum(blocks * each for blocks, each in self._arrays(tokens))
 
     def buffer(self, size: int) -> torch.Tensor:
         """Allocates uint8 [size] on the device, for use within `beside`."""
@@ -107,7 +104,7 @@ class Storage:
         return await to_the_end(asyncio.to_thread(copy))
 
     def read(self, runs: Sequence[SlotRange], tokens: int) -> torch.Tensor:
-        """Copies this rank's part of a chunk: uint8 [part_size] in host memory."""
+        """Copies this rank's part of a chunk: uint8 [bytes] in host memory."""
         with self.beside():
             kv = self._in_slots(runs, tokens).contiguous()
             if self._kind is not None:
@@ -115,7 +112,7 @@ class Storage:
             return kv.cpu().view(torch.uint8).reshape(-1)
 
     def write(self, runs: Sequence[SlotRange], tokens: int, part: torch.Tensor) -> None:
-        """Writes this rank's part, uint8 [part_size] in host memory or on the device, to the chunk's slots."""
+        """Writes this rank's part, uint8 [bytes] in host memory or on the device, to the chunk's slots."""
         with self.beside():
             if self._kind is None:
                 self._write(runs, self._kv(part.view(self._pool.shape.dtype), tokens))
@@ -126,7 +123,7 @@ class Storage:
     def rewrite(
         self, resident: PooledChunk, change: Callable[[torch.Tensor, torch.Tensor], None], source: PooledChunk
     ) -> None:
-        """Writes what `change` makes of one chunk's KV into another chunk's slots. For plain storage alone.
+        """Writes what `change` makes of one chunk's KV into another chunk's slots. Only for the format `plain`.
 
         change: reads its first argument and writes its second, which may be the same tensor; both are [layers, 2,
         tokens, kv_heads of all ranks, head_dim]. source: the chunk that is read, which may be `resident`.

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import pickle
 import pkgutil
+import threading
 import typing
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from fusionkv.fusion_worker import select
+from fusionkv.fusion_worker.decode.sampling import Sampler
 from fusionkv.fusion_worker.recipes import RECIPES
 from fusionkv.fusion_worker.select.base import CachedAttention, Need, Selector
 from tests.fusion_worker.oracle import CLOSE, error, oracle, random_ids, whole
@@ -32,6 +34,16 @@ async def test_the_ratio_follows_the_first_token(recipe: str, doubt: bool, start
     assert found.summary.tokens_recomputed == plain.summary.tokens_recomputed > 0
     for one, other in zip(found.logits, plain.logits, strict=True):
         assert error(one, other) < CLOSE
+
+
+async def test_tokens_are_drawn_beside_the_event_loop(
+    start: Any, parts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used, draw = set(), Sampler.draw
+    monkeypatch.setattr(Sampler, "draw", lambda *given: used.add(threading.current_thread()) or draw(*given))
+    await (await start("llama")).ask(*parts, recipe="prophetkv+adaptive", ratio=RATIO, max_tokens=3)
+    assert used
+    assert threading.current_thread() not in used
 
 
 async def test_doubt_within_an_answer(start: Any, parts: Any) -> None:

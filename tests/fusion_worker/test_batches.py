@@ -90,7 +90,7 @@ async def test_a_fragmented_pool(kind: str, start: Any) -> None:
     """Chunks and fresh tokens lie in several runs; what lies between them belongs to others."""
     rig, plain = await start(kind, pool_bytes=1 << 20), oracle(kind)
     pool = rig.pool
-    held = [pool.reserve(1) for _ in range(pool.pages)]
+    held = [pool.reserve(1) for _ in range(pool.capacity // pool.page_tokens)]
     pool.kv.fill_(float("nan"))  # what nobody may see
     for runs in held[::2]:
         pool.release(runs)

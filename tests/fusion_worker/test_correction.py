@@ -17,6 +17,7 @@ from fusionkv.fusion_worker.correct.correction import (
     STRENGTH,
     Correction,
     Fit,
+    PlacedCorrection,
     change_share,
     places,
     shape,
@@ -78,12 +79,13 @@ def changed(kv: torch.Tensor, w: torch.Tensor, share: float = 1.0) -> torch.Tens
 
 def test_the_map_is_the_same_wherever_a_chunk_was_written() -> None:
     kv, correction = random(LAYERS, 2, 20, HEADS, DIM, seed=1), Correction(weights())
+    half = PlacedCorrection(correction, 4)
     for base in (0, 7, 1000):
         stored, wanted = at(kv, base), at(changed(kv, correction.weights, 0.5), base)
         found = torch.empty_like(stored)
-        correction.apply(stored, found, base, ROTATIONS, 0.5)
+        half.apply(stored, found, base, ROTATIONS)
         assert torch.allclose(found, wanted, atol=1e-4)
-        correction.apply(stored, stored, base, ROTATIONS, 0.5)
+        half.apply(stored, stored, base, ROTATIONS)
         assert torch.equal(stored, found)
 
 
@@ -109,7 +111,7 @@ def test_a_fit_finds_the_map_that_made_its_chunks() -> None:
     # Of keys and values that are all alike in size, the ridge takes the same part.
     true[:, :, : 2 * DIM] /= 1 + RIDGE
     change, found = changed(new, true) - new, torch.empty_like(new)
-    fit.solve().apply(at(new, 0), found, 0, ROTATIONS, 1.0)
+    PlacedCorrection(fit.solve(), 8).apply(at(new, 0), found, 0, ROTATIONS)
     assert float((found - at(new + STRENGTH * change, 0)).norm() / (STRENGTH * change).norm()) < 0.03
 
 
@@ -265,7 +267,8 @@ async def test_a_corpus_is_learned_ahead_of_time(start: Any, parts: Any) -> None
     asked = await rig.ask(*parts, recipe="full_reuse+corrected", corpus="ahead")
     assert asked.summary.chunks_corrected == 2
     too_long = "the system prompt and the two longest chunks have 2095 tokens"
-    for few, message in (([], "at least two different chunks"), ([random_ids(2000, 1)], too_long)):
+    long = [random_ids(2000, 1), LESSON[0]]
+    for few, message in (([LESSON[0], last], "at least three different chunks"), (long, too_long)):
         with pytest.raises(InvalidArgument, match=message):
             await rig.encode(parts[0], few, last, "CORRECTION", corpus="other")
 
@@ -325,17 +328,45 @@ async def test_what_is_learned_is_kept_and_its_tenants_own(start: Any) -> None:
     assert await find(other.tenant, "corpus") is None
 
 
+async def test_what_another_worker_learns_is_used(start: Any) -> None:
+    """One goes on from what the other fits, and leaves what the other trains as it is."""
+    rig, prompts = await start("llama"), [LESSON[n:6] + LESSON[:n] for n in range(6)]
+    ours, theirs = rig.servicer.answerer.corrector, (await start("llama")).servicer.answerer.corrector
+    assert await ours.find(rig.tenant, "c") is None
+    await ours.learn(sample(rig, prompts[1]), "c")
+    assert await theirs.study(sample(rig, prompts[0]), "c", train=False)
+    fit = await ours.find(rig.tenant, "c")
+    assert torch.equal(fit.weights, (await theirs.find(rig.tenant, "c")).weights)
+    await ours.learn(sample(rig, prompts[2]), "c")
+    await ours.learn(sample(rig, prompts[3]), "c")
+    (lessons,) = ours._lessons.values()
+    assert (lessons.fit, len(lessons.training._exercises)) == (None, 1)
+    assert await theirs.study(sample(rig, prompts[0]), "c")
+    trained = (await theirs.find(rig.tenant, "c")).weights
+    await ours.learn(sample(rig, prompts[4]), "c")
+    assert not ours._lessons
+    await ours._finish(fit, ours._file(rig.tenant, "c"))  # such as for lack of memory
+    for each in (ours, (await start("llama")).servicer.answerer.corrector):
+        assert torch.equal((await each.find(rig.tenant, "c")).weights, trained)
+
+
 async def test_learning_yields_to_requests(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the priority of its thread, which torch's threads inherit; that of the others is as before."""
     usual, found = os.getpriority(os.PRIO_PROCESS, 0), list[int]()
+    make = Distillation.__init__
+
+    def begin(*given: Any) -> None:
+        found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        make(*given)
 
     def step(training: Distillation) -> None:
         found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         training._steps += 1
 
+    monkeypatch.setattr(Distillation, "__init__", begin)
     monkeypatch.setattr(Distillation, "step", step)
-    await taught(await start("llama"))
-    assert len(found) == LESSONS
+    assert "name" in vars(await taught(await start("llama"))), "made in a thread as well"
+    assert len(found) == 1 + LESSONS
     assert min(found) > usual
     priorities = [os.getpriority(os.PRIO_PROCESS, thread.native_id or 0) for thread in threading.enumerate()]
     assert priorities.count(usual) > 1
@@ -454,7 +485,8 @@ async def test_what_is_not_used_leaves_memory(start: Any, monkeypatch: pytest.Mo
     first = await taught(rig)
     assert await ours.learned(rig.tenant, "")
     assert await ours.find(rig.tenant, "") is first, "the last one stays"
-    assert await ours.find("d", "") is None
+    first.save(ours._file("d", ""))
+    assert await ours.find("d", "") is not None
     again = await ours.find(rig.tenant, "")
     assert again is not first
     assert torch.equal(again.weights, first.weights), "from its file"
@@ -462,7 +494,7 @@ async def test_what_is_not_used_leaves_memory(start: Any, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("how", ["damaged", "other constants"])
 async def test_a_file_that_is_no_use_is_learned_again(
-    how: str, start: Any, corrections: Path, monkeypatch: pytest.MonkeyPatch
+    how: str, start: Any, corrections: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     await taught(await start("qwen2"))
     if how == "damaged":
@@ -471,6 +503,7 @@ async def test_a_file_that_is_no_use_is_learned_again(
     else:
         monkeypatch.setattr(corrector, "MADE", b"otherwise")
     assert (await taught(await start("qwen2"))).weights.isfinite().all()
+    assert caplog.text.count("can't be read") == (how == "damaged"), "not at every request"
 
 
 async def test_a_fault_of_the_cache_is_plain_prefill(start: Any, parts: Parts) -> None:

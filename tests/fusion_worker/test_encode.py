@@ -7,29 +7,30 @@ import pytest
 import torch
 
 from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.encode.batch_encoder import BatchEncoder
 from fusionkv.fusion_worker.recipes import RECIPES
 from fusionkv.kernels.quantised import KINDS, quantise, restore
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import HitKind
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
-from tests.fusion_worker.oracle import CLOSE, Parts, byte_tokenizer, error, join, last_of, oracle, random_ids
+from tests.fusion_worker.oracle import CLOSE, Parts, byte_tokenizer, error, join, last_of, oracle, random_ids, saved
 from tests.services import start_cache
 
 pytestmark = pytest.mark.system
 LENGTHS = (70, 13, 1)
 
 
-@pytest.mark.parametrize("mode", ["EXACT", "NEIGHBOURS"])
-async def test_encoding_twice_is_encoding_once(mode: str, cached: Any) -> None:
+@pytest.mark.parametrize(("mode", "store"), [("EXACT", "plain"), ("EXACT", "int8"), ("NEIGHBOURS", "plain")])
+async def test_encoding_twice_is_encoding_once(mode: str, store: str, cached: Any) -> None:
     system, a, b, c = (random_ids(n, n) for n in (5, 9, 12, 20))
-    rig, plain = await cached("llama"), oracle("llama")
+    rig, plain = await cached("llama", store=store), oracle("llama")
     client = rig.servicer.cache
     puts = (await client.stats()).puts
     first = await rig.encode(system, [a, b], c, mode)
     stored = (await client.stats()).puts - puts
     assert (first.existed, first.tokens, bool(first.variant)) == (False, 20, mode == "NEIGHBOURS")
-    for worker in (rig, await cached("llama")):
+    for worker in (rig, await cached("llama", store=store)):
         again = await worker.encode(system, [a, b], c, mode)
         assert (again.key, again.variant, again.existed, again.tokens) == (first.key, first.variant, True, 20)
     await rig.stored()
@@ -40,6 +41,8 @@ async def test_encoding_twice_is_encoding_once(mode: str, cached: Any) -> None:
     hit = (await client.lookup(rig.namespace, path, timeout=5)).hits[-1]
     assert hit.kind is (HitKind.EXACT if mode == "EXACT" else HitKind.ALTERNATIVE)
     assert (hit.entry.key, hit.entry.base) == (first.key, 5 + 9 + 12)
+    if store != "plain":
+        return
     past = plain.kv([*system, *a, *b]) if mode == "EXACT" else plain.reused(system, [a, b])
     expected = last_of(plain.kv(c, past=past), 20)
     torch.testing.assert_close(await rig.kv_of(hit.entry), expected, atol=1e-4, rtol=1e-4)
@@ -86,6 +89,15 @@ async def test_encoding_that_is_refused(
     with pytest.raises(error, match=message):
         await rig.encode(**{**fields, **change})
     assert (await rig.encode(**fields, model_fingerprint=rig.model.fingerprint)).tokens == 1
+
+
+def test_a_correction_without_room_ends_no_batch(cache_service: str, tmp_path: Path, tenant: str) -> None:
+    flags = {"model": saved(tmp_path), "cache": cache_service, "pool_bytes": 1 << 20}
+    encoder = BatchEncoder(None, {**flags, "threads": torch.get_num_threads()})
+    first, second, third = ({"ids": [n] * 600} for n in range(3))
+    lesson = pb.EncodeRequest(mode="MODE_CORRECTION", before=[first, second], chunk=third)
+    batch = [lesson, *(pb.EncodeRequest(mode="MODE_EXACT", chunk={"ids": [n]}, tenant=tenant) for n in range(3))]
+    assert encoder.encode([request.SerializeToString() for request in batch]) == (3, 0)
 
 
 async def test_a_model_says_what_it_is(start: Any) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from fusionkv.kvcache_service.client import Entry
 from tests.chaos.network import Relay
 from tests.fusion_worker.oracle import Parts, oracle, prompt, random_ids
 from tests.ports import free_port
+from tests.services import start_cache
 
 pytestmark = pytest.mark.system
 LOOKUP, FETCH = 2.0, 1.0
@@ -220,6 +222,34 @@ async def test_a_load_that_nobody_waits_for_ends(line: Line, behind: Any) -> Non
     await undegraded(rig, parts, expected=oracle("llama").full_attention(parts))
 
 
+async def test_an_entry_that_is_gone_when_its_lease_has_ended_is_a_miss(
+    start: Any, launch: Any, tmp_path: Path
+) -> None:
+    parts, service = prompt(40, 30), start_cache(launch, tmp_path, "--lease-ms", "50")
+    await (await start("llama", cache=service.address)).fill(*parts)
+    rig = await start("llama", cache=service.address, max_loads=1)
+    loader, leases = rig.servicer.loader, rig.servicer.cache._local._leases
+    async with loader.turns.turn(-1):
+        waiting = asyncio.create_task(rig.ask(*parts, ratio=0.0, expected=oracle("llama").full_reuse(parts)))
+        await rig.until(lambda: len(loader._loads) == 3 and time.monotonic() > max(leases.values()))
+        await rig.servicer.cache.delete(namespace=rig.namespace)
+    s = (await waiting).summary
+    assert (s.degraded_reason, s.chunks_missed) == ("", 2)
+
+
+async def test_a_fetch_without_memory(cached: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = prompt(40, 30)
+    await (await cached("llama")).fill(*parts)
+    rig = await cached("llama")
+    monkeypatch.setattr(rig.servicer.loader.storage, "put_in", out_of_memory)
+    s = (await rig.ask(*parts, expected=oracle("llama").full_attention(parts))).summary
+    assert s.degraded_reason == "fetch failed: out of memory"
+
+
+def out_of_memory(*_: Any) -> None:
+    raise torch.OutOfMemoryError("out of memory\non this GPU")
+
+
 async def test_nobody_there(special: Any) -> None:
     rig, parts = await special("qwen3", cache="127.0.0.1:1", lookup_timeout=LOOKUP), prompt(30, 30)
     expected, started = oracle("qwen3").full_attention(parts), time.perf_counter()
@@ -254,12 +284,15 @@ async def test_no_room_to_wait(cached: Any) -> None:
     assert (await (await cached("llama")).ask(*parts)).summary.chunks_missed == 1
 
 
-async def test_chunks_that_are_being_copied_count_as_waiting(line: Line, cache_client: Any) -> None:
-    """Those that will be corrected are copied before they wait to be stored."""
+async def test_chunks_that_are_being_copied_count_as_waiting(
+    line: Line, cache_client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that will be corrected are copied before they wait to be stored, and then hold no pages."""
     line.up = line.stall
     shape = KVShape(1, 1, 4, torch.float32)
     pool = KVPool.of(shape, 10 * shape.token_bytes, 1, torch.device("cpu"))
-    back = WriteBack(pool, Storage(pool, "plain"), cache_client(line.address), 2, 30.0)
+    more = Storage(pool, "plain"), cache_client(line.address), 2, 30.0
+    back, other = WriteBack(pool, *more), WriteBack(pool, *more)
 
     def part(n: int) -> LoadedChunk:
         chunk = Chunk((n,))
@@ -267,10 +300,18 @@ async def test_chunks_that_are_being_copied_count_as_waiting(line: Line, cache_c
         wanted = ChunkSource(chunk, 0, 0, (b"S" * 32, chunk.digest), chunk.digest, correction=average)
         return LoadedChunk(wanted, pool.add(chunk.digest, 1, 0))
 
-    await asyncio.gather(*(back.offer(b"n" * 32, part(n)) for n in range(10)))
+    parts = [part(n) for n in range(10)]
+    await asyncio.gather(*(back.offer(b"n" * 32, part) for part in parts))
     # Two more may be on their way.
     assert back._waiting.qsize() <= 2
     back.close()
+    other.close()  # so that a part waits until it is dropped
+    await other.offer(b"n" * 32, parts[0])
+    other._drop_waiting()
+    monkeypatch.setattr(Storage, "take_out", out_of_memory)
+    await other.offer(b"n" * 32, parts[0])  # is no error
+    assert other._waiting.empty()
+    assert [part.resident.pins for part in parts] == [1] * 10, "only those of this test"
 
 
 def test_an_entry_that_is_gone_is_a_miss_of_the_second_lookup() -> None:

@@ -6,6 +6,8 @@ import hashlib
 import mmap
 import os
 import resource
+import threading
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, aclosing, asynccontextmanager
 from pathlib import Path
@@ -155,8 +157,12 @@ async def test_why_kv_was_not_used(start: Any, parts: Parts) -> None:
 async def test_a_caller_that_leaves_frees_the_kv(start: Any, parts: Parts) -> None:
     rig = await start("llama")
     async with prefilled(rig, parts) as (worker, events, _, kv):
+        (held,), freed = rig.servicer.answerer.handover._held.values(), list[threading.Thread]()
+        weakref.finalize(held.data, lambda: freed.append(threading.current_thread()))
         await events.aclose()
         await rig.until(lambda: rig.servicer.answerer.handover.bytes == 0)
+        await rig.until(lambda: bool(freed))
+        assert freed[0] is not threading.current_thread(), "the event loop waits for it"
         with pytest.raises(NotFound):
             await worker.hold_prefill(kv.handle, 10)
 

@@ -321,27 +321,29 @@ def test_a_download_that_is_ended_leaves_nothing(root: Path, tmp_path: Path) -> 
 @pytest.mark.system
 def test_a_hub_id(tiny: Path, tmp_path: Path) -> None:
     """From the cache of huggingface_hub, without a network; one that is not there, or not whole, is refused."""
-    for name in ("whole", "part"):
+    for name in ("whole", "part", "cut"):
         revision = tmp_path / f"hub/models--org--{name}/snapshots/{'a' * 40}"
         revision.mkdir(parents=True)
         conversion.convert(tiny, revision)
         refs = revision.parent.parent / "refs"
         refs.mkdir()
         (refs / "main").write_text("a" * 40)
-    (revision / "model.safetensors").unlink()
+    (revision / "model.safetensors.index.json").write_text('{"weight')
+    (revision.parents[2] / f"models--org--part/snapshots/{'a' * 40}/model.safetensors").unlink()
     code = (
         "from fusionkv.fusion_worker.library.cache import name_of\n"
         "from fusionkv.fusion_worker.library.resolve import resolve\n"
         "from fusionkv.protos.runtime.errors import FailedPrecondition\n"
-        "for name in ('org/whole', 'org/part', 'org/none'):\n"
+        "for name in ('org/whole', 'org/part', 'org/cut', 'org/none'):\n"
         "    try: print(name_of(resolve(name)), resolve(name))\n"
         "    except FailedPrecondition as error: print(error)\n"
     )
     done = run_python("-c", code, env={"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_ENDPOINT": "http://127.0.0.1:9"})
-    whole, part, none = done.stdout.splitlines()
+    whole, part, shards, none = done.stdout.splitlines()
     assert whole == f"whole {tmp_path}/hub/models--org--whole/snapshots/{'a' * 40}"
     assert "snapshots/aaaa" in part
-    assert "lacks config.json, tokenizer.json or some safetensors weights: org/part has none, or could not" in part
+    for name, told in (("part", part), ("cut", shards)):
+        assert f"lacks config.json, tokenizer.json or some safetensors weights: org/{name} has none, or could" in told
     assert none.startswith("org/none is neither a directory nor in the Hugging Face cache, and can't be downloaded: ")
     assert none.endswith("; check its name and the network, or give a directory")
 

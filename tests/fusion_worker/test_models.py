@@ -192,7 +192,15 @@ def test_the_fingerprint_covers_every_byte(save: Any, tmp_path: Path) -> None:
         assert fingerprint(directory) == first, name
     assert len(seen) == 1 + 3 * (len(names) - ("generation_config.json" in names))
     shutil.copy(directory / "model.safetensors", directory / "model-2.safetensors")
-    assert fingerprint(directory) not in seen
+    more = fingerprint(directory)
+    assert more not in seen
+    (directory / "consolidated.safetensors").write_bytes(b"the same once more")
+    assert fingerprint(directory) == more
+    for file in directory.glob("model*.safetensors"):
+        file.unlink()
+    alone = fingerprint(directory)
+    (directory / "consolidated.safetensors").unlink()
+    assert fingerprint(directory) != alone
 
 
 def test_a_template_without_a_chat_template() -> None:

@@ -89,11 +89,13 @@ async def test_a_wrong_answer_is_counted(monkeypatch: pytest.MonkeyPatch) -> Non
         return (1, 2), SimpleNamespace(degraded="the cache failed" if case.recipe == "epic" else "", stages=stages)
 
     monkeypatch.setattr(soak, "answer", answer)
-    monkeypatch.setattr(soak, "_CANCELLED", 0.0)
     # However slow the machine is, one client asks five times.
     clock = itertools.count()
     monkeypatch.setattr(soak, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    for recipe, expected, wrong in (("prophetkv", (1, 2), 0), ("prophetkv", (1, 3), 5), ("epic", (1, 2), 5)):
+    cases = (("prophetkv", (1, 2), 0), ("prophetkv", (1, 3), 5), ("epic", (1, 2), 5))
+    # Answers that are there before they are cancelled count, too.
+    for cancelled, (recipe, expected, wrong) in itertools.product((0.0, 1.0), cases):
+        monkeypatch.setattr(soak, "_CANCELLED", cancelled)
         nothing: Any = None
         run = soak.Soak(nothing, [soak.Case(nothing, recipe, 0.1)], [expected])
         await run.run(1, 6, 0)

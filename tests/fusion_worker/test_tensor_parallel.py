@@ -3,6 +3,8 @@
 import asyncio
 import dataclasses
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import AsyncExitStack, aclosing, suppress
@@ -249,6 +251,19 @@ def test_ranks_end_with_their_worker(launch: Any, reference_model: Path) -> None
     service, child = start_two(launch, reference_model)
     assert service.stop() == 0, service.log
     assert not child.is_running()
+
+
+async def test_a_gpu_that_fails_for_good_ends_the_worker(start: Any) -> None:
+    """Here, where there is none, all its calls fail."""
+    told = list[Unavailable]()
+    (await start("llama", tp=TPGroup(told.append))).servicer.engine._check_device()
+    assert "the GPU answers no more calls" in str(told)
+
+
+def test_a_rank_without_its_worker_ends_at_once() -> None:
+    rank = ("--rank", "1", "--meeting", "/nowhere", "--pipes", "3", "4", "--parent", "0")
+    command = (sys.executable, "-P", "-m", "fusionkv.fusion_worker", *rank)
+    assert subprocess.run(command, check=False, timeout=60).returncode == 0
 
 
 @pytest.mark.parametrize("count", [3, 8])

@@ -1,6 +1,8 @@
 """Answers made again by full attention, verdicts beside a model, and what a worker makes of both."""
 
+import asyncio
 import shutil
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.fusion_worker.library.cache import fingerprint
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
+from fusionkv.fusion_worker.quality import fallback
 from fusionkv.fusion_worker.quality.fallback import (
     FILE,
     SAFE,
@@ -143,25 +146,40 @@ async def test_a_worker_answers_with_full_attention_in_place_of_what_is_unsafe(
 @pytest.mark.parametrize("question", [1, 6])
 @pytest.mark.parametrize("max_step_tokens", [16, 4096])
 async def test_full_attention_over_the_same_answer(
-    question: int, max_step_tokens: int, start: Any, parts: Any
+    question: int, max_step_tokens: int, start: Any, parts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A few tokens at a time, since the logits of many take gigabytes."""
+    monkeypatch.setattr(fallback, "_BLOCK", 3)
     rig, plain = await start("llama", shadow_share=1.0, max_step_tokens=max_step_tokens), oracle("llama")
     asked = *parts[:2], parts[2][:question]
     seen: list[tuple[Sample, torch.Tensor]] = []
     again = rig.servicer.answerer.shadow._again
 
-    async def watch(sample: Sample) -> torch.Tensor:
-        seen.append((sample, await again(sample)))
-        return seen[-1][1]
+    async def watch(sample: Sample) -> AsyncGenerator[torch.Tensor]:
+        async for logits in again(sample):
+            seen.append((sample, logits))
+            yield logits
 
     rig.servicer.answerer.shadow._again = watch
-    answer = await rig.ask(*asked, recipe="full_reuse", max_tokens=4)
+    answer = await rig.ask(*asked, recipe="full_reuse", max_tokens=7)
     await rig.servicer.answerer.shadow.settle()
-    ((sample, logits),) = seen
+    sample, logits = seen[0][0], torch.cat([block for _, block in seen])
     assert list(sample.tokens) == answer.ids
+    assert [len(block) for _, block in seen] == [3, 3, 1]
     assert error(sample.logits.cpu(), answer.logits[0]) == 0
     for at, row in enumerate(logits.cpu()):
         assert error(row, plain.logits([*whole(asked), *answer.ids[:at]])) < CLOSE
+
+
+async def test_a_sample_keeps_no_logits_of_others(start: Any, parts: Any) -> None:
+    rig, made = await start("llama", shadow_share=1.0), list[Sample]()
+    rig.servicer.answerer.shadow.offer = made.append
+    gate, running = await rig.block(*parts, recipe="full_reuse")
+    asked = [asyncio.create_task(rig.ask(*parts, recipe="full_reuse")) for _ in range(2)]
+    await rig.until(lambda: len(rig.servicer.engine._scheduler._prefills) == 2)  # of the next step
+    gate.opened.set()
+    await asyncio.gather(running, *asked)
+    assert [sample.logits.untyped_storage().nbytes() for sample in made] == [made[0].logits.nbytes] * 3
 
 
 async def test_it_waits_until_nobody_else_does(start: Any, parts: Any) -> None:
@@ -172,7 +190,7 @@ async def test_it_waits_until_nobody_else_does(start: Any, parts: Any) -> None:
     system, chunks, question = parts
     prompt = Prompt(Chunk(tuple(system)), tuple(Chunk(tuple(c)) for c in chunks), tuple(question))
     recipe, logits = find("full_reuse"), torch.zeros(rig.model.vocabulary)
-    shadow.offer(Sample(prompt, recipe, "", (1, 2), logits, Fallback(0.0).ratio(recipe, "", 0.0)))
+    shadow.offer(Sample(prompt, (1, 2), logits, Fallback(0.0).ratio(recipe, "", 0.0)))
     await rig.until(lambda: shadow._waiting.qsize() == 0)
     assert shadow._waiting._unfinished_tasks == 1, "it was made while a request was running"
     gate.opened.set()
