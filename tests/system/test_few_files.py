@@ -65,6 +65,14 @@ def test_too_few_to_start_is_said(tmp_path: Path, reference_model: Path, name: s
     check_refused(Service(*own, before=limited(files)), f"only {files} open files are allowed")
 
 
+def test_a_cache_allows_itself_a_file_of_every_segment(launch: Any, tmp_path: Path) -> None:
+    service = launch(*flags(tmp_path / "a", disk="100GiB"), before=("sh", "-c", 'ulimit -Sn 64; exec "$@"', "-"))
+    soft, hard = psutil.Process(service.process.pid).rlimit(psutil.RLIMIT_NOFILE)
+    assert soft == hard > 64
+    few = Service(*flags(tmp_path / "b", disk="17GiB"), before=limited(64))
+    check_refused(few, "only 64 open files are allowed, and a full disk tier needs 65: raise the limit (ulimit -n")
+
+
 async def test_entries_stay_without_descriptors(launch: Any, cache_client: Any, tmp_path: Path, crowd: Crowd) -> None:
     files = 64
     first = launch(*flags(tmp_path))
