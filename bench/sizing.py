@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from fusionkv.protos.runtime.errors import FailedPrecondition, ServiceError, first_line
+from fusionkv.bench import command
+from fusionkv.protos.runtime.errors import FailedPrecondition, first_line
 from fusionkv.protos.runtime.settings import positive
 
 if TYPE_CHECKING:
@@ -63,14 +64,7 @@ class Size:
 
 def main() -> int:
     args = _parser().parse_args()
-    try:
-        report(args)
-    except (ServiceError, OSError) as error:
-        print(f"fusionkv size: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return command.run("fusionkv size", lambda: report(args))
 
 
 def _parser() -> argparse.ArgumentParser:

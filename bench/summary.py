@@ -70,8 +70,9 @@ def _start(rows: Sequence[dict[str, Any]]) -> Iterator[Figure]:
 
 
 def _load(rows: list[dict[str, Any]]) -> Iterator[Figure]:
-    base, _ = throughput.capacity(rows, rows[0]["name"])
-    for name in dict.fromkeys(row["name"] for row in rows[1:]):
+    first, *others = dict.fromkeys(row["name"] for row in rows)
+    base, _ = throughput.capacity(rows, first)
+    for name in others:
         rate, more = throughput.capacity(rows, name)
         yield Figure(
             f"questions a second, {name.replace('_', ' ')}",

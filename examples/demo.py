@@ -303,10 +303,10 @@ def main() -> int:
     )
     parser.add_argument("--corpora", type=Path, help="folders of *.md, and questions.json (default: examples/world)")
     parser.add_argument("--questions", type=int, default=10, help="number of questions (default: %(default)s)")
-    parser.add_argument("--order", choices=ORDER_NAMES, help="order of the chunks in a prompt (default: ends)")
-    parser.add_argument(
-        "--neighbours", type=int, help="encode every chunk after so many similar ones (default: 0, alone)"
-    )
+    about = "order of the chunks in a prompt (default: ends; of a reference model document)"
+    parser.add_argument("--order", choices=ORDER_NAMES, help=about)
+    about = "encode every chunk after so many similar ones (default: 0, alone; of a reference model 10)"
+    parser.add_argument("--neighbours", type=int, help=about)
     parser.add_argument(
         "--out", type=Path, default=ROOT / "build/demo.json", help="file for all answers (default: %(default)s)"
     )

@@ -1,7 +1,8 @@
 """`fusionkv eval`: quality and cost of every recipe on tasks and models, with confidence intervals.
 
 Without --data, the reference models' tasks are measured. Measurements are kept in OUT/cells.jsonl and not
-repeated; OUT/report.json and OUT/report.html are written from them. Delete cells.jsonl when the code has changed.
+repeated; OUT/report.json and OUT/report.html are written from them. Delete cells.jsonl when the code has changed, and
+the corrections beside the models (docs/correction.md) when their training has.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from fusionkv.bench.quality.data.samples import Task
 from fusionkv.bench.quality.report import report
 from fusionkv.bench.quality.report.cells import Cell, Store, Subject, locked, table
 from fusionkv.bench.quality.report.rows import judged, rows
-from fusionkv.fusion_worker.client import DEFAULT_RECIPE, full_name
+from fusionkv.fusion_worker.client import DEFAULT, DEFAULT_RECIPE, full_name
 from fusionkv.fusion_worker.config import STORES, WorkerConfig
 from fusionkv.fusion_worker.library.cache import fingerprint, name_of
 from fusionkv.fusion_worker.library.resolve import resolve
@@ -55,7 +56,9 @@ def main() -> int:
 
     def evaluate() -> int:
         with locked(args.out):
-            return _evaluate(args, Console(stderr=True, highlight=False))
+            # Wide enough for the table where the output is no terminal.
+            width = None if sys.stderr.isatty() else 140
+            return _evaluate(args, Console(stderr=True, highlight=False, width=width))
 
     return command.run("fusionkv eval", evaluate, resumed=True)
 
@@ -80,7 +83,8 @@ def _parser() -> argparse.ArgumentParser:
         "--recipes",
         nargs="+",
         metavar="RECIPE",
-        help="recipes, with or without modifiers; `default` is the gateway's (default: all)",
+        help="recipes, with or without modifiers; `default` is the gateway's (default: that one, and every recipe "
+        "without modifiers that needs no specially trained model)",
     )
     add(
         "--ratios",
@@ -157,7 +161,7 @@ def _evaluate(args: argparse.Namespace, console: Console) -> int:
 
 def _plan(args: argparse.Namespace) -> list[tuple[Task, list[Cell]]]:
     """All tasks, each with its cells."""
-    wanted = args.recipes or (_UNTRAINED if args.auxiliary else _BY_ITSELF)
+    wanted = args.recipes or [*(_UNTRAINED if args.auxiliary else _BY_ITSELF), DEFAULT]
     named = (full_name(name, DEFAULT_RECIPE) for name in wanted)
     recipes = [find_recipe(name) for name in dict.fromkeys(["full_attention", "full_reuse", *named])]
     if history := [recipe.name for recipe in recipes if isinstance(recipe.encode, Versions)]:

@@ -111,9 +111,8 @@ async def _check(args: argparse.Namespace, console: Console) -> int:
 
 
 def _recipes(model: Model, auxiliary: Model | None) -> list[Recipe]:
-    """The recipes that the model can follow, and the gateway's default with and without its modifiers."""
-    base = DEFAULT_RECIPE.partition("+")[0]
-    named = dict.fromkeys([*RECIPES, DEFAULT_RECIPE, f"{base}+corrected"])
+    """The recipes that the model can follow, and the gateway's default."""
+    named = dict.fromkeys([*RECIPES, DEFAULT_RECIPE])
     found = [recipe for recipe in map(find_recipe, named) if recipe.links <= max(map(len, model.links), default=0)]
     return [recipe for recipe in found if auxiliary is not None or recipe.needs != SecondModel()]
 

@@ -9,7 +9,7 @@ import torch
 from fusionkv.bench.quality.data.neighbours import Neighbours
 from fusionkv.bench.quality.data.samples import Library
 from fusionkv.bench.quality.report.cells import Cell
-from fusionkv.fusion_worker.compute.kv_pool import slots_of
+from fusionkv.fusion_worker.compute.kv_pool import PooledChunk, slots_of
 from fusionkv.fusion_worker.correct.correction import Correction
 from fusionkv.fusion_worker.correct.corrector import MADE
 from fusionkv.fusion_worker.load.anchors import AnchoredChunk
@@ -56,21 +56,22 @@ async def hold(
     library: Library | None,
     prompts: Sequence[Prompt],
     encodes: Sequence[Encoding],
-    correction: Correction | None = None,
+    correction: Correction | None,
+    restored: dict[bytes, PooledChunk],
 ) -> AsyncIterator[Contexts]:
     """Encodes the prompts' chunks with every encoding and as a whole, and holds them in the pool.
 
     library: passages among which neighbours are found; None uses the prompts' chunks. Neighbours are pinned while a
-    chunk is encoded, and stay in the pool while there is room. Raises ResourceExhausted if the chunks don't fit.
+    chunk is encoded, and stay in the pool while there is room. restored: quantised chunks of earlier calls, by key.
+    Raises ResourceExhausted if the chunks don't fit.
     """
-    restored: set[bytes] = set()
     parts: dict[tuple[Prompt, Encoding], tuple[LoadedChunk, ...]] = {}
     wholes: dict[Prompt, tuple[LoadedChunk, ...]] = {}
     async with AsyncExitStack() as stack:
 
         async def bring(wanted: Sequence[ChunkSource]) -> tuple[LoadedChunk, ...]:
             placed = (await stack.enter_async_context(loader.parts([w for w in wanted if len(w.chunk)]))).parts
-            restored.update(_restore(loader, placed, restored))
+            _restore(loader, placed, restored)
             return placed
 
         for prompt in prompts:
@@ -98,6 +99,10 @@ async def hold(
                     wanted, own, variants[chunk.digest] = _after(loader, prompt, near, chunk, known)
                     async with neighbours.turn:
                         if known is not None:
+                            # Encoded once, though corrected otherwise behind other lengths of text, or not at all.
+                            plain = [replace(w, key=w.uncorrected, correction=None) for w in wanted[:-1]]
+                            async with loader.parts(plain):
+                                pass  # they stay in the pool
                             async with loader.parts([*wanted[:-1], own]) as layout:
                                 average = await loader.average(layout.parts[-1])
                             wanted[-1] = replace(wanted[-1], correction=average)
@@ -149,14 +154,14 @@ def _wanted(loader: Loader, prompt: Prompt, variants: Mapping[bytes, tuple[bytes
     return found
 
 
-def _restore(loader: Loader, placed: Sequence[LoadedChunk], done: set[bytes]) -> set[bytes]:
-    """Quantises new chunks as if they had been stored and fetched; returns their keys."""
-    new = {p.wanted.key: p.resident for p in placed if p.wanted.key.endswith(RESTORED)}
-    for key, resident in new.items():
-        if key not in done:
+def _restore(loader: Loader, placed: Sequence[LoadedChunk], done: dict[bytes, PooledChunk]) -> None:
+    """Quantises new chunks as if they had been stored and fetched, and adds them to `done`."""
+    for key, resident in {p.wanted.key: p.resident for p in placed if p.wanted.key.endswith(RESTORED)}.items():
+        # One that left the pool is computed again, as another chunk.
+        if done.get(key) is not resident:
             runs, tokens = resident.runs, resident.tokens
             loader.storage.write(runs, tokens, loader.storage.read(runs, tokens))
-    return set(new)
+            done[key] = resident
 
 
 def _after(
@@ -205,4 +210,4 @@ def deviation(
 
 
 def _take(kv: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    return kv[:, :, slots.to(kv.device)].double()
+    return kv[:, :, slots.to(kv.device)].float()

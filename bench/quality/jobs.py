@@ -63,14 +63,17 @@ def cells_of(task: Task, recipes: Sequence[Recipe], ratios: Sequence[float]) -> 
 def missing(
     subject: Subject, config: WorkerConfig, plan: Sequence[tuple[Task, Sequence[Cell]]], store: Store
 ) -> Iterator[Job]:
-    """Yields jobs for the cells of a plan that the store lacks. plan: tasks, each with its cells."""
+    """Yields jobs for the cells of a plan that the store lacks. plan: tasks, each with its cells.
+
+    The first blocks of all tasks come first: their jobs learn the tasks' corrections, for which others wait.
+    """
     parts: dict[tuple[str, int], list[Part]] = {}
     for task, cells in plan:
         for block in task.blocks(BLOCK):
             lacking = tuple(cell for cell in cells if key(subject, block, cell) not in store)
             if lacking:
                 parts.setdefault((task.contexts or task.name, block.start), []).append(Part(block, lacking))
-    for together in parts.values():
+    for together in sorted(parts.values(), key=lambda together: together[0].block.start > 0):
         yield Job(subject, config, tuple(together))
 
 
@@ -91,7 +94,8 @@ def run(jobs: Sequence[Job], processes: int, threads: int) -> Iterator[tuple[Job
                     waiting[pool.submit(_work, job)] = job
                 if not waiting:
                     return
-                for future in wait(waiting, return_when=FIRST_COMPLETED).done:
+                done = wait(waiting, return_when=FIRST_COMPLETED).done
+                for future in sorted(done, key=lambda future: future.exception() is not None):
                     yield waiting.pop(future), future.result()
         except BaseException as error:
             # The others' results are not needed any more, and could take half an hour. The pool waits for its

@@ -13,7 +13,7 @@ from fusionkv.fusion_worker.quality.fallback import SAFE, UNDECIDED, UNSAFE, Jud
 from fusionkv.fusion_worker.recipes import RECIPES, Recipe
 
 # Maximum KL divergence from full attention, in nats: full attention's tokens keep exp(-0.1), 90%, of their
-# probability. docs/quality.md shows what the bound separates.
+# probability.
 BOUND = 0.1
 # Questions between two decisions; and questions before the first one, since fewer make intervals too narrow.
 ROUND, LEAST = 6, 12

@@ -108,12 +108,6 @@ def text_score(name: str, answer: str, expected: Sequence[str], classes: Sequenc
     return TEXT_METRICS[name](answer, expected)
 
 
-def normalised(score: float, full_reuse: float, full_attention: float) -> float:
-    """Share of full reuse's loss that a recipe recovers (FusionRAG eq. 11); nan without a loss."""
-    lost = full_attention - full_reuse
-    return (score - full_reuse) / lost if lost > 0 else float("nan")
-
-
 def kl(reference: np.ndarray, logits: np.ndarray) -> np.ndarray:
     """KL(reference || logits) in nats, float64 [...], of distributions given by logits, float [..., vocabulary]."""
     p, q = _log_softmax(reference), _log_softmax(logits)

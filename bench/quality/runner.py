@@ -1,8 +1,10 @@
 """Measures cells over a block of samples, in process with the real engine, many samples at a time."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractAsyncContextManager
+import fcntl
+import logging
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Any
@@ -27,11 +29,12 @@ from fusionkv.bench.quality.examiner import Answer, Asked, Examiner, Given, cloc
 from fusionkv.bench.quality.report.cells import NO_CONTEXT, Cell, Measured
 from fusionkv.bench.worker.integrity import check_pool
 from fusionkv.fusion_worker.compute.engine import Engine
-from fusionkv.fusion_worker.compute.kv_pool import KVPool, slots_of
+from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk, slots_of
 from fusionkv.fusion_worker.compute.planner import Planner, Scored
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.correct.correction import Correction
 from fusionkv.fusion_worker.correct.corrector import Corrector
+from fusionkv.fusion_worker.library import cache
 from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Prompt, PromptLayout
@@ -45,9 +48,11 @@ _Answered = tuple[Answer, dict[Cell, dict[str, float]]]
 _Scorings = dict[tuple[Any, Selector[Any] | None], Scored]
 # Maximum concurrent groups of samples: enough rows for full steps of the engine.
 _MAX_GROUPS = 8
-# The same if neighbours come from a whole file, so that the pool has room to keep them for the next samples.
+# The same if neighbours come from a whole file, so that the pool has room to keep them for the next samples: all of
+# them only if it holds the file's KV.
 _MAX_GROUPS_WITH_LIBRARY = 2
 _MAX_DEVIATIONS = 1024
+log = logging.getLogger(__name__)
 
 
 class Runner:
@@ -76,6 +81,7 @@ class Runner:
         self._prompter = Prompter(model, chunk_tokens)
         self._neighbours = Neighbours(model.max_tokens, self._prompter)
         self._deviations: dict[tuple[tuple[bytes, int], ...], dict[str, float]] = {}
+        self._restored: dict[bytes, PooledChunk] = {}
 
     async def close(self) -> None:
         if self._auxiliary is not None:
@@ -103,6 +109,8 @@ class Runner:
         slots = asyncio.Semaphore(self._at_once(task, groups, cells))
         corrects = any(encode.corrected for encode in encodings(cells))
         correction = await self._learned(task, asked[0].prompt) if corrects else None
+        if corrects and correction is None and block.start == 0:
+            log.warning("%s: too few passages to learn a correction from, so none is applied", task.name)
 
         async def one(group: list[Asked], alone: bool) -> list[list[Answer]]:
             async with slots:
@@ -125,7 +133,8 @@ class Runner:
         chunks = self._neighbours.among(task.library, prompts).chunks
         digest = blake2b(b"".join(chunk.digest for chunk in chunks), digest_size=8).hexdigest()
         corpus = f"{task.name} {digest}"
-        await self._corrector.study(replace(like, chunks=chunks), corpus, self._train)
+        async with _turn(self._model.fingerprint, corpus):
+            await self._corrector.study(replace(like, chunks=chunks), corpus, self._train)
         return await self._corrector.find(like.tenant, corpus)
 
     def _ask(self, task: Task, sample: Sample) -> Asked:
@@ -169,7 +178,8 @@ class Runner:
         prompts = [asked.prompt for asked in group]
         library = group[0].task.library
         ways = encodings(cells)
-        async with hold(self._loader, self._neighbours, library, prompts, ways, correction) as contexts:
+        about = (self._loader, self._neighbours, library, prompts, ways, correction, self._restored)
+        async with hold(*about) as contexts:
             done = []
             if alone:
                 done.append(await self._sample(group[0], cells, contexts, True, picture))
@@ -208,7 +218,7 @@ class Runner:
             answer.values["kl"] = float(metrics.kl(full.first, answer.first))
             answer.values |= self._encoded(asked, cell) | away.get(cell, {})
         for answer in answers.values():
-            answer.first = answer.given = None  # views of logits, 6 MB a cell with SmolLM2
+            answer.first = answer.given = None  # logits
         if NO_CONTEXT in cells:
             answers[NO_CONTEXT] = await self._without_context(asked)
         return [answers[cell] for cell in cells]
@@ -350,6 +360,22 @@ class Runner:
     def _laid(self, asked: Asked, recipe: Recipe) -> Prompt:
         """The prompt as the recipe lays it out in the pool."""
         return self._loader.laid(asked.prompt, recipe.encode)
+
+
+@asynccontextmanager
+async def _turn(model: bytes, corpus: str) -> AsyncIterator[None]:
+    """Keeps other processes from learning the same correction, which they then read instead.
+
+    They would learn another: a process that finds one half trained begins with other prompts.
+    """
+    name = blake2b(model + corpus.encode(), digest_size=16).hexdigest()
+    path = cache.root() / "corrections" / f".{name}.lock"
+    with ExitStack() as stack:
+        with suppress(OSError):  # no correction can be kept there either, and each process learns all of its own
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(path.open("w"))
+            await asyncio.to_thread(fcntl.flock, file, fcntl.LOCK_EX)
+        yield
 
 
 def _keep(recipe: Recipe, prompt: Prompt) -> SnapKV | None:

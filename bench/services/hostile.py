@@ -74,7 +74,8 @@ def _measure(address: str, content: bytes, call: Callable[[Client], object], sec
     sends, ends = threading.Event(), threading.Event()
     in_work = threading.Semaphore(_SENDERS)
     took, run = _sender(address, content, sends, ends, in_work)
-    senders = [threading.Thread(target=run) for _ in range(_SENDERS if content else 0)]
+    # If a call fails, `ends` is not set, and they go on until the process ends.
+    senders = [threading.Thread(target=run, daemon=True) for _ in range(_SENDERS if content else 0)]
     for sender in senders:
         sender.start()
     times: dict[bool, list[float]] = {False: [], True: []}

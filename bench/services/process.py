@@ -1,6 +1,7 @@
-"""Runs a service as a process, with the smallest reference model at hand; and what a process holds and computes."""
+"""Runs a service as a process, with the first reference model; and what a process holds and computes."""
 
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -17,12 +18,18 @@ MODEL = min(file.parent for file in (ROOT / "models").glob("*/config.json"))
 def running(
     module: str, *flags: str, listen: str = "127.0.0.1:0", env: Mapping[str, str] | None = None
 ) -> Iterator[tuple[list[str], int]]:
-    """Runs a service until SIGTERM at the end; yields its addresses and process id."""
+    """Runs a service until SIGTERM at the end; yields its addresses and process id.
+
+    Raises:
+        OSError: it ended before it served.
+    """
     command = [sys.executable, "-P", "-m", f"fusionkv.{module}", "--listen", listen, *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env) as process:
         assert process.stdout is not None
         try:
-            line = next(line for line in process.stdout if " serving on " in line)
+            line = next((line for line in process.stdout if " serving on " in line), "")
+            if not line:
+                raise OSError(f"{module} did not start; to see why, run {shlex.join(command)}")
             yield line.partition(" serving on ")[2].split(), process.pid
         finally:
             process.terminate()

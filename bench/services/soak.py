@@ -92,8 +92,9 @@ class Soak:
                 await asyncio.wait([asking], timeout=chance.expovariate(20))
                 asking.cancel()
                 await asyncio.wait([asking])
-                self.seen["cancelled"] += asking.cancelled()
-                continue
+                if asking.cancelled():
+                    self.seen["cancelled"] += 1
+                    continue
             ids, summary = await asking
             case = self._cases[number]
             if summary.degraded or ids != self._expected[number]:
@@ -179,8 +180,9 @@ async def soak(
                 run, worker, service = Soak(servicer, cases, expected), Trail(os.getpid()), Trail(pid)
                 with Progress(console=console) as progress:
                     for piece in progress.track(range(pieces), description="soak"):
+                        shown = len(run.wrong)
                         await run.run(clients, 60 * minutes / pieces, piece)
-                        for each in run.wrong[:_SHOWN]:
+                        for each in run.wrong[shown:_SHOWN]:
                             progress.console.print(f"wrong: {each}")
                         await _check_idle(servicer, cache)
                         worker.look()

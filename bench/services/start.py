@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -63,6 +64,9 @@ def _serve(model: str, directory: str, settle: float = _SETTLING_SECONDS) -> tup
     running = subprocess.Popen(
         serving, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | settings
     )
+    # Services that say nothing are not waited for either.
+    patience = threading.Timer(_PATIENCE_SECONDS, running.terminate)
+    patience.start()
     try:
         assert running.stdout is not None
         lines = []
@@ -70,14 +74,14 @@ def _serve(model: str, directory: str, settle: float = _SETTLING_SECONDS) -> tup
             lines.append(line)
             if line.startswith("ready"):
                 break
-            if time.perf_counter() - started > _PATIENCE_SECONDS:
-                raise RuntimeError("the services did not get ready in time:\n" + "".join(lines))
         else:
-            raise RuntimeError("the services ended:\n" + "".join(lines))
+            raise RuntimeError(f"the services ended, or took over {_PATIENCE_SECONDS:g} s:\n" + "".join(lines))
+        patience.cancel()
         seconds = time.perf_counter() - started
         time.sleep(settle)
         return seconds, {name: Footing.of(pid) for name, pid in _children(running.pid).items()}
     finally:
+        patience.cancel()
         running.terminate()
         running.communicate()
 

@@ -85,8 +85,7 @@ def _label(point: Point) -> str:
 
 def percent(row: Row) -> str:
     """A score with its interval, as "81.2 (77.6 to 84.4)"."""
-    if row.score is None:
-        return "none"
+    assert row.score is not None
     interval = "" if row.low is None or row.high is None else f" ({100 * row.low:.1f} to {100 * row.high:.1f})"
     return f"{100 * row.score:.1f}{interval}"
 

@@ -164,11 +164,13 @@ def summary(rows: Sequence[Row], judged: Mapping[str, str]) -> Table:
     """The table of the middle ratio, for a terminal."""
     figures = Figures.of(rows, judged)
     table = Table(title=f"worst case over {len(figures.models)} models, %", box=None, pad_edge=False)
-    titles = [
-        task if name == judged[task] != "answer_kl_back" else f"{task}\n{name}" for task, name in figures.columns
-    ]
+    titles = []
+    for task, name in figures.columns:
+        short = task.removeprefix("cacheblend/")
+        titles.append(short if name == judged[task] != "answer_kl_back" else f"{short}\n{name}")
     for name in ("recipe", "r", *titles):
-        table.add_column(name, justify="left" if name == "recipe" else "right")
+        # Folded, not cut: recipes may differ in their last modifier.
+        table.add_column(name, justify="left" if name == "recipe" else "right", overflow="fold")
     for recipe, r, cells in figures.table(figures.middle):
         scores = ["" if row is None or row.score is None else f"{100 * row.score:.1f}" for row in cells]
         table.add_row(recipe, f"{r:g}", *scores)

@@ -47,7 +47,7 @@ def rows(model: str, task: Task, table: Mapping[Cell, Measured]) -> Iterator[Row
 
     normalised_M            share of full reuse's loss in M that the recipe recovers (FusionRAG eq. 11)
     answer_kl_back          1 - answer_kl / full reuse's answer_kl, of the means
-    gold_nll_back           (full reuse's gold_nll - the recipe's) / (full reuse's - full attention's), of the means
+    gold_nll_back           share of full reuse's loss of likelihood that the recipe recovers, of the means
     M_minus_full_attention  mean difference by sample
     M_minus_best            mean difference by sample from the best other recipe at the same ratio
     """
@@ -69,7 +69,7 @@ def rows(model: str, task: Task, table: Mapping[Cell, Measured]) -> Iterator[Row
         yield row(f"{scored}_minus_full_attention", statistics.difference(own, full.values[scored]))
         if reuse is not None and reuse is not measured:
             columns = (own, reuse.values[scored], full.values[scored])
-            yield row(f"normalised_{scored}", statistics.bootstrap(_normalised, *columns))
+            yield row(f"normalised_{scored}", statistics.bootstrap(_recovered, *columns))
         if others := _rivals(cell, scored, table):
             best = max(others, key=lambda values: math.fsum(values))
             yield row(f"{scored}_minus_best", statistics.difference(own, best))
@@ -82,8 +82,8 @@ def _brought_back(
     if reuse is not None and "answer_kl" in own and "answer_kl" in reuse.values:
         yield "answer_kl_back", statistics.bootstrap(_kl_back, own["answer_kl"], reuse.values["answer_kl"])
     if full is not None and reuse is not None and all("gold_nll" in m.values for m in (measured, full, reuse)):
-        columns = [m.values["gold_nll"] for m in (measured, reuse, full)]
-        yield "gold_nll_back", statistics.bootstrap(_nll_back, *columns)
+        columns = [[-nll for nll in m.values["gold_nll"]] for m in (measured, reuse, full)]
+        yield "gold_nll_back", statistics.bootstrap(_recovered, *columns)
 
 
 def _kl_back(means: np.ndarray) -> np.ndarray:
@@ -91,9 +91,14 @@ def _kl_back(means: np.ndarray) -> np.ndarray:
         return 1 - means[0] / means[1]
 
 
-def _nll_back(means: np.ndarray) -> np.ndarray:
+def _recovered(means: np.ndarray) -> np.ndarray:
+    """The share of full reuse's loss that a recipe recovers (FusionRAG eq. 11); nan without a loss.
+
+    means: of the recipe, full reuse and full attention; higher is better.
+    """
+    lost = means[2] - means[1]
     with np.errstate(divide="ignore", invalid="ignore"):
-        return (means[1] - means[0]) / (means[1] - means[2])
+        return np.where(lost > 0, (means[0] - means[1]) / lost, np.nan)
 
 
 def _rivals(cell: Cell, scored: str, table: Mapping[Cell, Measured]) -> list[Sequence[float]]:
@@ -101,10 +106,6 @@ def _rivals(cell: Cell, scored: str, table: Mapping[Cell, Measured]) -> list[Seq
         return []
     rivals = [(c, m) for c, m in table.items() if c.ratio == cell.ratio and not c.recipe.fixed]
     return [m.values[scored] for c, m in rivals if c.recipe.name != cell.recipe.name]
-
-
-def _normalised(means: np.ndarray) -> np.ndarray:
-    return np.vectorize(metrics.normalised)(means[0], means[1], means[2])
 
 
 def _row(model: str, task: str, cell: Cell, metric: str, estimate: Estimate) -> Row:

@@ -42,9 +42,9 @@ class BadFile(ValueError):
 class Row:
     """The results of a file with a search mode.
 
-    recall_at_8: mean share of a question's gold passages among the first eight. mrr: mean reciprocal rank of the
-        first
-    gold passage, 0 if none is among the first hundred.
+    Attributes:
+        recall_at_8: mean share of a question's gold passages among the first eight.
+        mrr: mean reciprocal rank of the first gold passage, 0 if none is among the first hundred.
     """
 
     file: str

@@ -20,6 +20,7 @@ from fusionkv.bench.quality.data.samples import Library, Sample, Task
 from fusionkv.bench.quality.data.tasks import reference
 from fusionkv.bench.quality.jobs import BLOCK, cells_of, missing
 from fusionkv.bench.quality.report.cells import NO_CONTEXT, Cell, Measured, Store, Subject, key, locked, table
+from fusionkv.fusion_worker.client import DEFAULT_RECIPE
 from fusionkv.fusion_worker.config import STORES, WorkerConfig
 from fusionkv.fusion_worker.recipes import find_recipe
 from fusionkv.fusion_worker.select.base import CachedAttention, QuestionAttention
@@ -95,6 +96,10 @@ def test_what_changes_no_figure_changes_no_key() -> None:
     blocks = [next(replace(TASK, library=library).blocks(BLOCK)) for library in (Library(TASK.samples), more)]
     guided = Cell(find_recipe("fusionrag"), 0.1)
     assert [len({key(SUBJECT, block, cell) for block in blocks}) for cell in (guided, CELL)] == [2, 1]
+    # Without a file's passages, a correction is learned from those of all samples.
+    whole, part = (next(task.blocks(BLOCK)) for task in (TASK, TASK.first(BLOCK)))
+    fixed = Cell(find_recipe("prophetkv+corrected"), 0.1)
+    assert [key(SUBJECT, whole, cell) == key(SUBJECT, part, cell) for cell in (fixed, CELL)] == [False, True]
     renamed = replace(CELL.recipe, description="said otherwise")
     assert key(replace(SUBJECT, model="moved"), FIRST, Cell(renamed, 0.1)) == KEY
 
@@ -118,7 +123,8 @@ def test_tasks_of_the_same_contexts_share_a_job(tmp_path: Path) -> None:
     plan = [(task, [CELL]) for task in (one, TASK, two)]
     jobs = missing(SUBJECT, WorkerConfig(), plan, store)
     found = [[(part.block.task.name, part.block.start) for part in job.parts] for job in jobs]
-    assert found == [[("one", 0), ("two", 0)], [("one", BLOCK), ("two", BLOCK)], [("t", 0)], [("t", BLOCK)]]
+    # The first blocks first, which learn the corrections.
+    assert found == [[("one", 0), ("two", 0)], [("t", 0)], [("one", BLOCK), ("two", BLOCK)], [("t", BLOCK)]]
 
 
 def test_cells_are_ratios_where_a_recipe_leaves_them_open() -> None:
@@ -139,8 +145,9 @@ def test_files_have_ratios_of_their_own(tmp_path: Path) -> None:
         ((task, cells),) = _plan(args)
         assert task.library == Library(task.samples)
         assert {cell.ratio for cell in cells if cell.recipe.name == "epic"} == wanted
-    reference_cells = _plan(_parser().parse_args(["--tasks", "chain2", "--recipes", "epic", "--n", "1"]))[0][1]
-    assert {cell.ratio for cell in reference_cells if cell.recipe.name == "epic"} == set(RATIOS)
+    reference_cells = _plan(_parser().parse_args(["--tasks", "chain2", "--n", "1"]))[0][1]
+    for name in ("epic", DEFAULT_RECIPE):
+        assert {cell.ratio for cell in reference_cells if cell.recipe.name == name} == set(RATIOS)
 
 
 def test_what_was_measured_belongs_to_one_way_of_storing() -> None:

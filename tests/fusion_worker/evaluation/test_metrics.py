@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fusionkv.bench.quality import metrics
-from fusionkv.bench.quality.metrics import exact_match, f1, kl, normalised, number_match, rouge_l
+from fusionkv.bench.quality.metrics import exact_match, f1, kl, number_match, rouge_l
 from fusionkv.bench.quality.report import statistics
 
 
@@ -87,12 +87,6 @@ def test_classes(answer: str, score: float) -> None:
 def test_numbers() -> None:
     assert number_match("Paragraph 7, or 12", ["Paragraph 7"]) == 0.5
     assert number_match("none", ["Paragraph 7"]) == 0.0
-
-
-def test_the_share_brought_back() -> None:
-    assert normalised(0.781, 0.712, 0.852) == pytest.approx(0.492, abs=1e-3)  # FusionRAG's own example
-    assert normalised(0.6, 0.7, 0.8) == pytest.approx(-1.0)
-    assert math.isnan(normalised(0.9, 0.9, 0.9))
 
 
 def test_divergence() -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from fusionkv.bench.quality.data.samples import Sample, Task
 from fusionkv.bench.quality.report import charts, report, statistics
 from fusionkv.bench.quality.report.cells import NO_CONTEXT, Cell, Measured
-from fusionkv.bench.quality.report.rows import Row, judged, rows
+from fusionkv.bench.quality.report.rows import Row, _recovered, judged, rows
 from fusionkv.fusion_worker.recipes import find_recipe
 from tests.pages import Page
 
@@ -79,6 +79,12 @@ def test_scores_differences_and_shares_brought_back(figures: list[Row]) -> None:
     assert ("full_reuse", 0.0, "normalised_exact_match") not in absent
 
 
+def test_the_share_brought_back() -> None:
+    """The first is FusionRAG's own example; full reuse lost nothing in the last two."""
+    means = np.array([(0.781, 0.712, 0.852), (0.6, 0.7, 0.8), (0.9, 0.9, 0.9), (0.8, 0.9, 0.7)])
+    np.testing.assert_allclose(_recovered(means.T), [0.492, -1.0, math.nan, math.nan], atol=1e-3)
+
+
 def test_where_nothing_was_lost_nothing_is_brought_back() -> None:
     same = {c: measured(exact(0, 1), 0) for c in (*table(0),)}
     row = find(list(rows("a", TASK, same)), "a", "epic", 0.15, "normalised_exact_match")
@@ -118,6 +124,10 @@ def test_what_comes_back_is_a_ratio_of_means() -> None:
     absent = {(row.recipe, row.metric) for row in figures}
     assert not {("no_context", name) for name in ("answer_kl", "answer_kl_back", "agreement")} & absent
     assert find(figures, "a", "epic", 0.15, "f1_minus_full_attention").score == 0.0
+    gained = answers()
+    gained[cell("full_reuse", 0.0)].values["gold_nll"] = [0.5] * 4  # type: ignore[index]
+    row = find(list(rows("a", DATA, gained)), "a", "epic", 0.15, "gold_nll_back")
+    assert (row.score, row.low, row.high) == (None, None, None)
 
 
 def test_a_data_task_is_judged_by_what_comes_back_and_f1_stands_beside() -> None:
@@ -130,6 +140,9 @@ def test_a_data_task_is_judged_by_what_comes_back_and_f1_stands_beside() -> None
     Console(file=out, width=100).print(report.summary(figures, by))
     assert re.search(r"answer_kl_back +f1\n", out.getvalue())
     assert re.search(r"epic +0.15 +50.0 +50.0", out.getvalue())
+    narrow = StringIO()
+    Console(file=narrow, width=24).print(report.summary(figures, by))
+    assert "…" not in narrow.getvalue(), "names that differ at their ends stay apart"
     page = re.sub(r"<[^>]*>|\s+", " ", report.page(figures, by, [("a", DATA, answers())]))
     assert re.search(r"a on qa: answers", page)
     assert re.search(r"epic +0.15 +50\.0 \(.*?\) +50\.0 \(.*?\) +100\.0 \(.*?\) +0\.100 +2\.250 ", page)
