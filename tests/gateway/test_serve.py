@@ -188,7 +188,7 @@ def test_precompute_encodes_once(run: Run, pages: Path) -> None:
         [each for each in rows(run(*ingest, "fusionrag", "--json")) if each["event"] == "precompute"]
         for _ in range(2)
     )
-    begun = {"event": "precompute", "done": 0, "total": 6, "skipped": 0}
+    begun = {"event": "precompute", "done": 0, "total": 6, "skipped": 0, "learning": False}
     assert (first[0], first[-1]) == (begun, {**begun, "done": 6})
     assert (again[-1]["done"], again[-1]["skipped"]) == (6, 6)
     wrong = run(*ingest, "full_attention", status=1)
