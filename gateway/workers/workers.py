@@ -199,7 +199,7 @@ class WorkerPool:
         raise _reported(failures)
 
     async def encode(self, request: pb.EncodeRequest, lesson: Lesson | None = None) -> pb.EncodeResponse:
-        """Encodes one chunk on any worker, taught first. Unresponsive workers are detected as by `generate`."""
+        """Encodes one chunk on any worker, which learns `lesson` first. Watches workers as `generate` does."""
 
         async def call(client: WorkerClient) -> AsyncGenerator[pb.EncodeResponse]:
             if lesson is not None:
