@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -32,12 +32,6 @@ RESERVED = "fusionkv-reserved"
 _HASH_INLINE_BYTES = 1 << 20
 # Maximum time in which a request waits for the deletion of a damaged entry.
 _DELETE_DAMAGED_SECONDS = 0.5
-# Timeout of calls in the background.
-_RISE_SECONDS = 10.0
-# Delay of such a call, in which further keys are collected. Reads have priority.
-_RISE_AFTER_SECONDS = 0.02
-# Keys per call, far below the service's limit (max_path, by default 256), and waiting keys; the oldest are dropped.
-_MAX_RISING, _MAX_WAITING = 8, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +86,6 @@ class CacheClient:
         self._closed = False
         self._puts: set[asyncio.Timeout] = set()
         self._local = LocalTiers(address)
-        self._rise = Rise(self._prefetch)
 
     async def lookup(
         self,
@@ -164,7 +157,7 @@ class CacheClient:
         return entry.shared is None and entry.extent is not None
 
     async def read(self, entry: Entry, reader: Callable[[int, int], bytes], *, timeout: float) -> bool:
-        """Reads an entry that is `on_disk` in a thread. The service then promotes it, if hot enough.
+        """Reads an entry that is `on_disk` in a thread. The service promotes it later, if hot enough.
 
         Args:
             reader: Takes a file descriptor and an offset; returns the checksum (protos/runtime/checksum.py) of the
@@ -182,28 +175,20 @@ class CacheClient:
             raise errors.DeadlineExceeded(
                 f"reading segment files of {self.address} took longer than {timeout:g} s"
             ) from error
-        if digest != entry.checksum or not self._local.held(entry.lease):
-            return False
-        self._rise.soon(entry.key)
-        return True
+        return digest == entry.checksum and self._local.held(entry.lease)
 
     async def _promoted(self, entry: Entry, into: memoryview, timeout: float) -> bool:
         """Has an entry promoted, or copied from the remote tier, and copies it from shared memory, if it is there."""
         if not self._local.mapped:
             return False
         try:
-            response = await self._prefetch([entry.key], timeout)
+            response = await self._call("Prefetch", pb.PrefetchRequest(keys=[entry.key]), timeout)
         except errors.ServiceError:
             return False  # the stream, which is tried next, raises the error
         arena = await self._local.open(response.arena)
         shared = None if arena is None else _shared(response.entries[0], arena, entry.size)
         # No lease covers these bytes: the entry may be in the remote tier, or be stored anew under this key.
         return shared is not None and await asyncio.to_thread(copy, shared, into) == entry.checksum
-
-    async def _prefetch(self, keys: Sequence[bytes], timeout: float = _RISE_SECONDS) -> pb.PrefetchResponse:
-        """Has entries promoted to memory, if hot enough; the response has their offsets."""
-        response: pb.PrefetchResponse = await self._call("Prefetch", pb.PrefetchRequest(keys=keys), timeout)
-        return response
 
     async def put(
         self,
@@ -273,7 +258,6 @@ class CacheClient:
     async def close(self) -> None:
         """Closes the connection; calls in progress and later ones raise Unavailable."""
         self._closed = True
-        self._rise.close()
         for put in self._puts:
             put.reschedule(0)  # grpc.aio would let it wait for ever
         for channel in self._channels:
@@ -371,41 +355,6 @@ def _shared(at: pb.Entry | pb.Prefetched, arena: memoryview, size: int) -> memor
     """View of an entry's bytes in the arena; None if it is not in memory."""
     inside = at.HasField("arena_offset") and at.arena_offset + size <= len(arena)
     return arena[at.arena_offset : at.arena_offset + size] if inside else None
-
-
-class Rise:
-    """Batches keys of entries that a client read from segment files, and has them promoted in the background."""
-
-    def __init__(self, send: Callable[[Sequence[bytes]], Awaitable[Any]]) -> None:
-        """send: requests promotion of entries by key; a ServiceError is ignored."""
-        self._send = send
-        self._keys: dict[bytes, None] = {}
-        self._sending: asyncio.Task[None] | None = None
-        self._closed = False
-
-    def soon(self, key: bytes) -> None:
-        """Queues a key; does not block."""
-        self._keys.pop(key, None)
-        self._keys[key] = None
-        if len(self._keys) > _MAX_WAITING:
-            del self._keys[next(iter(self._keys))]
-        if not self._closed and (self._sending is None or self._sending.done()):
-            self._sending = asyncio.create_task(self._run())
-
-    def close(self) -> None:
-        """Drops queued keys, and ignores later ones."""
-        self._closed = True
-        if self._sending is not None:
-            self._sending.cancel()
-
-    async def _run(self) -> None:
-        while self._keys:
-            await asyncio.sleep(_RISE_AFTER_SECONDS)
-            keys = list(self._keys)[:_MAX_RISING]
-            for key in keys:
-                del self._keys[key]
-            with contextlib.suppress(errors.ServiceError):
-                await self._send(keys)
 
 
 def _put_message(part: pb.PutRequest | memoryview) -> bytes:

@@ -87,9 +87,8 @@ class KVCacheServicer:
         ]
         own = dict.fromkeys(entry for i, (_, entry) in enumerate(local) if entry is not None and i not in remote)
         slow = [entry for entry in own if self._store.residents.fastest(entry).blocking]
-        if self._files is not None and context.peer().startswith("unix:"):  # the caller reads the disk tier's files
-            slow = [entry for entry in slow if DiskTier.name not in entry.places]
-        self._store.prefetch(slow)
+        # A caller at a unix socket reads the disk tier's files itself.
+        self._store.prefetch(slow, later=self._files is not None and context.peer().startswith("unix:"))
         return pb.LookupResponse(hits=hits, lease=lease, lease_ms=lease_ms if lease else 0, arena=self._arena)
 
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[memoryview]:

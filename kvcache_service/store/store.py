@@ -31,6 +31,8 @@ T = TypeVar("T")
 _IO_THREADS = 8
 # Lookups prefetched concurrently, each in one of the I/O threads. The others serve calls.
 _MAX_LOOKUPS = 4
+# Delay of promotions for a caller that reads the disk tier's files itself: its reads have priority.
+_LATER_SECONDS = 0.1
 _SWEEP_SECONDS = 1.0
 # Entries deleted per batch: about 5 ms on the event loop.
 _DELETE_BATCH = 1024
@@ -234,19 +236,24 @@ class Store:
             if entry in self.loading:
                 await asyncio.shield(self.loading[entry])
 
-    def prefetch(self, entries: Sequence[StoredEntry]) -> None:
+    def prefetch(self, entries: Sequence[StoredEntry], *, later: bool) -> None:
         """Promotes a Lookup's entries in the background, unless too many Lookups are being prefetched.
 
         An entry is promoted only if a Fetch would promote it too.
+
+        later: The caller reads the entries itself, so they are promoted afterwards, for other Lookups. Otherwise they
+            are promoted at once, as long as this Lookup's lease is held.
         """
 
-        async def rise_leased() -> None:
+        async def rise() -> None:
+            if later:
+                await asyncio.sleep(_LATER_SECONDS)
             for entry in entries:
-                if entry.visible and entry.leases:  # otherwise the caller no longer needs it
+                if entry.visible and (later or entry.leases):
                     await self.rise(entry)
 
         if entries and len(self.prefetching) < _MAX_LOOKUPS:
-            background(self.prefetching, rise_leased())
+            background(self.prefetching, rise())
 
     def _room_above(self, entry: StoredEntry) -> dict[Tier, Place]:
         """Reserves a place in the fastest tier with room for an entry, dropping colder copies; empty if none has."""

@@ -1,15 +1,13 @@
-"""What a Lookup finds on disk rises before it is fetched; what a client read itself rises later."""
+"""What a Lookup finds on disk rises before it is fetched; what a caller reads itself rises later."""
 
 import asyncio
-from collections.abc import Sequence
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fusionkv.kvcache_service.client import Rise
 from fusionkv.kvcache_service.store import store
-from fusionkv.protos.runtime.errors import Unavailable
 from tests.kvcache_service.tools import MIB, Service, digest, nearby, payload, serving
 from tests.waiting import until
 
@@ -95,52 +93,13 @@ async def test_one_read_ends_and_no_other_is_begun(how: str, tmp_path: Path, mon
         assert a not in service.chunks("memory")
 
 
-async def test_who_reads_the_files_by_himself_gets_nothing_taken_up(start: Any, tmp_path: Path) -> None:
+async def test_what_a_caller_reads_in_the_files_rises_later(start: Any, tmp_path: Path) -> None:
     service = await start(memory=2 * MIB, disk=32 * MIB)
-    await stored(service, "a")
+    (a,) = await stored(service, "a")
     async with nearby(service, tmp_path / "socket", hand_over=False) as near:
-        assert (await near.entry("a")).extent is not None
-        assert not service.store.prefetching
-
-
-class Listener:
-    """Takes what `rise` sends, and notes it; `out` of reach, it fails."""
-
-    def __init__(self) -> None:
-        self.asked: list[list[bytes]] = []
-        self.out = False
-        self.rise = Rise(self.take_up)
-
-    async def take_up(self, keys: Sequence[bytes]) -> None:
-        self.asked.append(list(keys))
-        if self.out:
-            raise Unavailable("gone")
-
-
-async def test_what_is_read_together_is_sent_together_and_later() -> None:
-    service, keys = Listener(), [b"%d" % number for number in range(12)]
-    for key in keys:
-        service.rise.soon(key)
-    await asyncio.sleep(0)
-    assert not service.asked, "the reader's own bytes come first"
-    await until(lambda: len(service.asked) == 2)
-    assert service.asked == [keys[:8], keys[8:]]
-
-
-async def test_what_is_read_after_a_failed_call_is_sent() -> None:
-    service = Listener()
-    service.out = True
-    service.rise.soon(b"first")
-    await until(lambda: service.asked == [[b"first"]])
-    service.out = False
-    service.rise.soon(b"second")
-    await until(lambda: service.asked == [[b"first"], [b"second"]])
-
-
-async def test_closed_it_sends_nothing() -> None:
-    service = Listener()
-    service.rise.soon(b"first")
-    service.rise.close()
-    service.rise.soon(b"second")
-    await asyncio.sleep(0.1)
-    assert not service.asked
+        asked = time.monotonic()
+        found = await near.find("a")
+        assert found.hits[0].entry.extent is not None
+        await near.client.release(found.lease)
+        await until(lambda: a in service.chunks("memory"))
+        assert time.monotonic() - asked >= store._LATER_SECONDS, "the caller's own reads come first"

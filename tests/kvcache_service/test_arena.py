@@ -107,17 +107,6 @@ async def test_a_lease_released_during_a_copy_makes_it_void() -> None:
     assert not await copying
 
 
-async def test_what_is_on_disk_or_elsewhere_is_streamed(start: Any, tmp_path: Path) -> None:
-    service, data = await start(memory=1 * MIB, disk=64 * MIB), payload("x", 2 * MIB)
-    await service.put("S", data)
-    async with nearby(service, tmp_path / "s") as near:
-        entry = await near.entry("S")
-        assert (entry.tier, entry.shared) == ("disk", None)
-        assert await near.fetched(entry) == (data, 2 * MIB)
-    await service.put("T", b"small")
-    assert (await service.entry("T")).shared is None, "over TCP"
-
-
 async def test_what_is_on_disk_rises_and_is_copied_then(crowded: Service, tmp_path: Path) -> None:
     async with nearby(crowded, tmp_path / "s") as near:
         entry = await near.entry("S")

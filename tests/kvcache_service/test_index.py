@@ -135,14 +135,6 @@ def test_the_version_that_is_most_alike_is_found(stored: set[str], asked: str, p
         assert ranker.best(fallback, entries.values()) is not None
 
 
-def test_an_exact_entry_comes_before_every_version() -> None:
-    exact = record("SABX")
-    index = index_of(exact, version("SABX"), version("SAX"))
-    kind, row, _ = index.find(NAMESPACE, path("SABX"), [(), (), (), (THREE,)])[-1]
-    assert kind is HitKind.EXACT
-    assert row == index.row(exact.key)
-
-
 async def test_no_more_are_kept_than_their_variant_allows(tmp_path: Path) -> None:
     """Put at the same time, of several chunks and bounds; over a restart; and while one is leased."""
     bounds = {keys.versions_variant(most): most for most in (1, 3)}

@@ -141,6 +141,8 @@ async def test_every_bad_request_has_its_status(start: Any) -> None:
         ("Delete", "key has 31 bytes", pb.DeleteRequest(keys=[short])),
         ("Delete", "namespace has 31 bytes", pb.DeleteRequest(namespace=short)),
         ("Fetch", "key has 31 bytes", pb.FetchRequest(key=short)),
+        ("Prefetch", "key has 31 bytes", pb.PrefetchRequest(keys=[short])),
+        ("Prefetch", "5 keys at once; at most 4", pb.PrefetchRequest(keys=[n] * 5)),
     ]
     for method, text, request in cases:
         call = getattr(service.stub, method)(request, timeout=20)

@@ -13,7 +13,7 @@ import pytest
 
 from fusionkv.bench.cache.integrity import check_tier
 from fusionkv.kvcache_service.index.record import Record, encode
-from fusionkv.kvcache_service.tiers import disk, memory
+from fusionkv.kvcache_service.tiers import disk
 from fusionkv.kvcache_service.tiers.base import Place, Tier
 from fusionkv.kvcache_service.tiers.disk import DiskTier
 from fusionkv.kvcache_service.tiers.extents import NoSpace
@@ -22,7 +22,6 @@ from fusionkv.kvcache_service.tiers.sealed_disk import SealedDiskTier
 from tests.kvcache_service import tools
 from tests.kvcache_service.test_index_rewrite import opened
 from tests.kvcache_service.tools import payload, write
-from tests.waiting import wait_until
 
 BLOCK = 4096
 CAPACITY = 16 * BLOCK
@@ -276,19 +275,3 @@ def test_a_truncated_segment_is_named(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"segment 1 of .* is truncated"):
         tier.read(Place(disk.SEGMENT_BYTES, BLOCK), 0, BLOCK)
     tier.close()
-
-
-def test_pages_of_memory_are_allocated_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the sizes of entries are: a range that starts within a page would be refused."""
-    step = 1 << 20
-    monkeypatch.setattr(memory, "_STEP_BYTES", step)
-    tier = MemoryTier(8 * step)
-    for _ in range(50):
-        place, _ = tier.reserve(100_001)
-        ahead = min(8 * step, place.offset + place.size + step // 2)
-        wait_until(partial(_allocates, tier, ahead))
-    tier.close()
-
-
-def _allocates(tier: MemoryTier, size: int) -> bool:
-    return os.fstat(tier.file).st_blocks * 512 >= size

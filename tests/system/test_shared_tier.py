@@ -165,19 +165,6 @@ async def test_a_remote_tier_that_stands_still_costs_a_lookup_its_time_once(two:
     assert await fetched(two.clients[1], "meanwhile") == b"meanwhile"
 
 
-async def test_what_is_deleted_is_deleted_in_the_remote_tier(two: Services) -> None:
-    a, b = two.clients
-    await fill(a, ("one", "other", "kept"), 2000)
-    await two.settled()
-    entry = (await find(a, "one")).entry
-    assert await a.delete([entry.key]) == 1
-    assert await get(b, "one") is None
-    assert await get(b, "kept") == payload("kept", 2000)
-    assert await a.delete(namespace=NAMESPACE) == 2
-    assert await get(b, "other") is None
-    assert await get(b, "kept") == payload("kept", 2000), "its own copy is the other's own to delete"
-
-
 async def test_a_service_that_ends_writes_back_what_it_has(two: Services, remote: Remote) -> None:
     """The other finds all; but what a Mooncake Store had in the memory of the one that ended is gone."""
     await fill(two.clients[0], range(30), 30_000)
