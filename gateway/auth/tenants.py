@@ -160,7 +160,7 @@ class Meter:
 
 
 class Shares:
-    """A capacity, such as requests in flight or parsers, that tenants share.
+    """A capacity, such as requests in flight, that tenants share.
 
     One tenant may hold all of it but `spare`; or all of it if `spare` is more than half.
     Not thread-safe: use it in the event loop only.
@@ -171,10 +171,6 @@ class Shares:
         self._total = total
         self._limit = total - spare if total >= 2 * spare else total
         self._held: Counter[str] = Counter()
-        self._waiting: list[tuple[str, asyncio.Future[None]]] = []
-        # Turn in which each tenant last received something that it had waited for.
-        self._turns: dict[str, int] = {}
-        self._turn = 0
 
     @property
     def held(self) -> int:
@@ -198,34 +194,11 @@ class Shares:
             if taken:
                 self.release(tenant, amount)
 
-    async def wait(self, tenant: str) -> None:
-        """Takes one unit, waiting until it is available. Waiting tenants take turns, however many calls each has."""
-        if self.take(tenant):
-            return
-        granted = asyncio.get_running_loop().create_future()
-        self._waiting.append((tenant, granted))
-        try:
-            await granted
-        except asyncio.CancelledError:
-            if granted.cancelled():
-                self._waiting.remove((tenant, granted))
-            else:
-                self.release(tenant)
-            raise
-
     def release(self, tenant: str, amount: int = 1) -> None:
         """Returns an amount that was taken."""
         self._held[tenant] -= amount
         if not self._held[tenant]:
             del self._held[tenant]
-        # The tenant whose last turn is longest ago goes first; the sort is stable, so its oldest call does.
-        for tenant, granted in sorted(self._waiting, key=lambda waiting: self._turns.get(waiting[0], 0)):
-            if not granted.done() and self.take(tenant):
-                self._turn += 1
-                self._turns[tenant] = self._turn
-                self._waiting.remove((tenant, granted))
-                granted.set_result(None)
-                return
 
 
 @dataclass(frozen=True, slots=True)

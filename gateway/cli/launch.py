@@ -5,9 +5,6 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-# Packages outside of fusionkv[all], with the extra that has them.
-_EXTRAS = {"pymilvus": "milvus", "ray": "ray", "sumy": "compress"}
-
 
 def launched(command: str, module: str, flags: Sequence[str]) -> list[str]:
     """The command line of a process that runs `module` as `fusionkv COMMAND`."""
@@ -22,10 +19,9 @@ def missing_package(command: str, error: ModuleNotFoundError) -> str:
         ModuleNotFoundError: `error`, if the module is no package that installing would add.
     """
     package = (error.name or "").partition(".")[0]
-    if package in ("", "fusionkv", *sys.stdlib_module_names) or _installed(package):
+    if not package or _installed(package):
         raise error
-    extra = _EXTRAS.get(package, "all")
-    return f'fusionkv {command} needs {package}, which is not installed: pip install "fusionkv[{extra}]"'
+    return f'fusionkv {command} needs {package}, which is not installed: pip install "fusionkv[all]"'
 
 
 def _installed(package: str) -> bool:

@@ -7,10 +7,11 @@ import os
 import signal
 import time
 from array import array
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from fusionkv.gateway.auth.tenants import Shares, Tenant
+from fusionkv.gateway.auth.tenants import Tenant
 from fusionkv.gateway.children import ChildProcess
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest import parse, parser
@@ -54,7 +55,11 @@ class Parsers:
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
-        self._slots = Shares(config.parsers, spare=int(config.several_tenants))
+        self._free = asyncio.Semaphore(config.parsers)
+        # Documents wait in the order in which they came, but only so many of a tenant's are parsed or wait there: the
+        # others' wait behind no more of them, however many it sends.
+        share = max(1, config.parsers - int(config.several_tenants))
+        self._shares: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(share))
         self._idle: list[Parser] = []
         self._starting: set[asyncio.Task[None]] = set()
 
@@ -70,29 +75,28 @@ class Parsers:
             Unavailable: a parser can't be started, or was killed from outside.
         """
         seconds = self._config.parse_seconds
-        try:
-            async with asyncio.timeout(seconds):
-                await self._slots.wait(tenant.salt)
-        except TimeoutError as error:
-            raise ResourceExhausted(
-                f"all parsers have been busy for {seconds:g} s; try again later", retry_after=0.5
-            ) from error
-        process: Parser | None = None
-        try:
+        async with contextlib.AsyncExitStack() as slot:
+            try:
+                async with asyncio.timeout(seconds):
+                    await slot.enter_async_context(self._shares[tenant.salt])
+                    await slot.enter_async_context(self._free)
+            except TimeoutError as error:
+                raise ResourceExhausted(
+                    f"all parsers have been busy for {seconds:g} s; try again later", retry_after=0.5
+                ) from error
             # Earlier documents may have used up the quota while this one waited.
             tenant.meter.check_tokens()
             process = self._idle.pop() if self._idle else Parser(self._config)
-            await process.use(vocabulary)
-            documents = await process.parse(content, kind, first_line)
-            return Parsed(documents, _cost(process))
-        finally:
-            if process is not None:
+            try:
+                await process.use(vocabulary)
+                documents = await process.parse(content, kind, first_line)
+                return Parsed(documents, _cost(process))
+            finally:
                 tenant.meter.spend(_cost(process))
-            if process is None or process.usable:
-                self._idle += [process] if process is not None else []
-                self._slots.release(tenant.salt)
-            else:
-                background(self._starting, self._replace(process, tenant, vocabulary))
+                if process.usable:
+                    self._idle.append(process)
+                else:
+                    background(self._starting, self._replace(process, vocabulary, slot.pop_all()))
 
     async def close(self) -> None:
         """Ends all processes. Call it when no document is being parsed."""
@@ -102,19 +106,19 @@ class Parsers:
         while self._idle:
             await self._idle.pop().end()
 
-    async def _replace(self, ended: "Parser", tenant: Tenant, vocabulary: Vocabulary) -> None:
+    async def _replace(self, ended: "Parser", vocabulary: Vocabulary, slot: contextlib.AsyncExitStack) -> None:
         """Starts another process before freeing the slot, so that the next document does not wait for the start."""
-        process = Parser(self._config)
-        try:
-            await ended.end()
-            with contextlib.suppress(Unavailable):  # the next document retries, and reports the error
-                await process.use(vocabulary)
-        finally:
-            if process.usable:
-                self._idle.append(process)
-            else:
-                await process.end()
-            self._slots.release(tenant.salt)
+        async with slot:
+            process = Parser(self._config)
+            try:
+                await ended.end()
+                with contextlib.suppress(Unavailable):  # the next document retries, and reports the error
+                    await process.use(vocabulary)
+            finally:
+                if process.usable:
+                    self._idle.append(process)
+                else:
+                    await process.end()
 
 
 class Parser:

@@ -178,26 +178,17 @@ def test_the_default_recipe_needs_nothing_but_chunks_encoded_alone(client: Clien
         [*client.precompute("ahead", "prefix_cache")]
 
 
+@pytest.mark.parametrize("embedded", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_tenant_uses_what_was_learned_ahead_of_time(
-    cache: Any, start: Start, serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cache: Any, start: Start, serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, embedded: bool
 ) -> None:
     monkeypatch.setenv("FUSIONKV_MODELS", str(tmp_path))  # nothing that an earlier run has learned
-    client, _ = serve(start(cache=cache), "--tenant", "acme")
+    embedder = str(sentence_models.write(tmp_path / "embedder")) if embedded else "none"
+    client, _ = serve(start(cache=cache), "--tenant", "acme", "--embedder", embedder, "--embedder-threads", "1")
     for i in range(9):
         client.ingest("c", f"{i}.txt", f"Of Name{i}: " + f"a{i} b{i} c{i} " * 20)
-    assert [*client.precompute("c")][-1].done == 9
+    assert [[*client.precompute("c")][-1].skipped for _ in range(2)] == [0, 9]
     assert client.ask("c", "Name1, a2, b3 and c4?", max_tokens=1).summary.chunks_corrected > 0
-
-
-@pytest.mark.slow
-def test_a_correction_is_learned_with_embeddings(cache: Any, start: Start, serve: Serve, tmp_path: Path) -> None:
-    worker = start(cache=cache)
-    embedder = str(sentence_models.write(tmp_path / "embedder"))
-    client, _ = serve(worker, "--embedder", embedder, "--embedder-threads", "1")
-    for i in range(9):
-        client.ingest("embedded", f"{i}.txt", f"Of Name{i}: " + f"a{i} b{i} c{i} " * 20)
-    assert [[*client.precompute("embedded")][-1].skipped for _ in range(2)] == [0, 9]
-    assert client.ask("embedded", "Name1, a2, b3 and c4?", max_tokens=1).summary.chunks_corrected > 0
 
 
 def test_what_the_cache_lost_is_encoded_again(start: Start, launch: Launch, serve: Serve, tmp_path: Path) -> None:

@@ -216,6 +216,22 @@ async def test_one_tenant_does_not_hold_all_parsers() -> None:
         await asyncio.gather(*slow, return_exceptions=True)
 
 
+async def test_tenants_that_wait_go_in_turn_and_who_gives_up_takes_nothing() -> None:
+    order = []
+    async with parsers(auth_tokens=Path("tokens"), parse_seconds=300) as made:
+
+        async def parsed(name: str) -> None:
+            await quick(made, tenant(name))
+            order.append(name)
+
+        waiting = [asyncio.create_task(parsed(name)) for name in "aaaabbcd"]
+        await asyncio.sleep(0)
+        for gives_up in (waiting[1], waiting[-1]):  # one waits for its tenant's first, one for the parser
+            gives_up.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert "".join(order) == "abcaba"
+
+
 async def test_what_waited_is_refused_when_those_before_it_used_up_the_quota() -> None:
     who = tenant(tokens=100)
     async with parsers(parse_seconds=300) as made:

@@ -9,7 +9,6 @@ from bs4 import BeautifulSoup
 
 from fusionkv.gateway.client.client import Client
 from fusionkv.gateway.client.results import Answer, Explanation, Passage
-from fusionkv.protos.runtime.errors import InvalidArgument
 from tests.gateway.conftest import Serve, Stack
 from tests.waiting import wait_until
 
@@ -110,15 +109,3 @@ def test_answers_over_passages_are_explained_to_operators(stack: Stack, serve: S
     assert httpx2.post(f"{page}/full", timeout=60).status_code == 303
     shown = BeautifulSoup(httpx2.get(page).text, "html.parser").text
     assert all(said in shown for said in ("Which user?", "Lakes", "passage 2", "full attention"))
-
-
-@pytest.mark.parametrize(
-    ("asked", "error"),
-    [
-        ({"passages": ["x"] * 129, "question": "q"}, "129 passages are given; the maximum is 128"),
-        ({"passages": ["x" * 2100], "question": "q"}, "the model's maximum is 2048 in total"),
-    ],
-)
-def test_what_cannot_be_followed_is_refused(client: Client, asked: dict[str, Any], error: str) -> None:
-    with pytest.raises(InvalidArgument, match=error):
-        client.ask(**asked)
