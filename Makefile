@@ -137,10 +137,6 @@ vllm: setup ## vLLM with the connector beside vLLM alone and with LMCache; ARGS=
 recall: setup ## What retrieval finds, by words, by embeddings and by both: ARGS="FILE..."; build/bench/recall.json
 	@$(PY) -m fusionkv.bench.quality.retrieval.recall $(ARGS)
 
-.PHONY: quality
-quality: setup ## Writes the tables of docs/journal/quality.md from the report of `make eval`
-	@$(PY) scripts/quality_docs.py $(ARGS) > build/quality.md && mv build/quality.md docs/journal/quality.md
-
 .PHONY: plots
 plots: setup ## Draws the plots of docs/performance.md and docs/quality.md, from build/bench/ or their tables
 	@$(PY) scripts/plots.py

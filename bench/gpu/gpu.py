@@ -1,7 +1,6 @@
-"""Speed and correctness on a GPU: kernels against reference and other kernels, and time to first token of a 7B model.
+"""Speed of the kernels and of a disk on a GPU, against other kernels and ways to read.
 
-Needs torch and triton, and for the time to first token the packages that a fusion worker imports (transformers,
-grpcio, jinja2); this package need not be installed. Ceilings and baselines are measured in the same run.
+Needs torch and triton; this package need not be installed. Ceilings and baselines are measured in the same run.
 """
 
 import argparse
@@ -34,11 +33,11 @@ def _commit() -> str:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Runs all parts; the last ones compile most. A part that fails is reported and does not stop the others."""
-    from fusionkv.bench.gpu import disk, ttft
+    """Runs all parts. A part that fails is reported and does not stop the others."""
+    from fusionkv.bench.gpu import disk
     from fusionkv.bench.gpu.report import Machine, Report
     from fusionkv.bench.gpu.setup import FULL, TINY, Setup
-    from fusionkv.bench.kernels import accuracy, decode, flex, prefill, rates, scores
+    from fusionkv.bench.kernels import decode, prefill, rates, scores
     from fusionkv.bench.kernels.clock import Budget, Clock
 
     torch.manual_seed(0)
@@ -55,7 +54,7 @@ def _run(args: argparse.Namespace) -> int:
         report=report,
     )
     started = time.perf_counter()
-    for part in (rates, decode, scores, ttft, disk, prefill, accuracy, flex):
+    for part in (rates, decode, scores, disk, prefill):
         name = part.__name__.rpartition(".")[2]
         print(f"[{time.perf_counter() - started:.0f} s] {name}", file=sys.stderr, flush=True)
         try:

@@ -10,27 +10,12 @@ from fusionkv.bench.kernels.clock import Budget, Clock
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """The dimensions of a Qwen2 model."""
-
-    name: str
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    vocabulary: int
-    tied: bool = False  # whether the embeddings are also the output layer
-
-
-@dataclass(frozen=True)
 class Sizes:
     """Sizes of all measurements, in tokens unless stated. The full shapes are those of Qwen2.5-7B and Llama-3.1-8B.
 
     Attributes:
         matrix: rows of the square matrices for the matrix rate.
         copied: bytes of the copies.
-        cut: divisor of the lengths of the checks' prompts.
     """
 
     shapes: tuple[Shape, ...]
@@ -42,9 +27,6 @@ class Sizes:
     scores_context: int
     matrix: int
     copied: int
-    cut: int
-    model: ModelShape
-    model_context: int
 
 
 FULL = Sizes(
@@ -57,9 +39,6 @@ FULL = Sizes(
     scores_context=32 << 10,
     matrix=8192,
     copied=4 << 30,
-    cut=1,
-    model=ModelShape("qwen2-7b", 28, 3584, 18944, 28, 4, 152064),
-    model_context=27 << 10,
 )
 TINY = Sizes(
     shapes=(Shape("toy", 4, 2, 32),),
@@ -71,15 +50,12 @@ TINY = Sizes(
     scores_context=128,
     matrix=128,
     copied=1 << 20,
-    cut=16,
-    model=ModelShape("toy", 2, 64, 128, 4, 2, 512),
-    model_context=128,
 )
 
 
 @dataclass
 class Setup:
-    """A benchmark run. matrix_tflops, copy_gbs, host_gbs: ceilings, 0 until `rates` has measured them."""
+    """A benchmark run. matrix_tflops, copy_gbs: ceilings, 0 until `rates` has measured them."""
 
     device: torch.device
     dtype: torch.dtype
@@ -89,7 +65,6 @@ class Setup:
     report: Report
     matrix_tflops: float = 0.0
     copy_gbs: float = 0.0
-    host_gbs: float = 0.0
 
     def allows(self, what: str, seconds: float) -> bool:
         """Whether a row that takes about `seconds` fits the time budget; prints a notice if it does not."""

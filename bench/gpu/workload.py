@@ -47,7 +47,6 @@ class Problem:
     v: torch.Tensor
     spans: Spans
     rotation: Rotation
-    window: int | None = None
 
     @classmethod
     def random(cls, shape: Shape, slots: int, spans: Spans, dtype: torch.dtype) -> "Problem":
@@ -63,7 +62,7 @@ class Problem:
 
     @property
     def pairs(self) -> int:
-        """Number of pairs of a row and a visible key, without a window."""
+        """Number of pairs of a row and a visible key."""
         return sum(int((span.positions + 1).sum()) for span in self.spans)
 
     @property
@@ -72,27 +71,27 @@ class Problem:
         return sum(int(span.positions[-1]) + 1 for span in self.spans)
 
     def attend(self) -> torch.Tensor:
-        return sparse_attention(self.q, self.k, self.v, self.spans, self.rotation, self.scale, self.window)
+        return sparse_attention(self.q, self.k, self.v, self.spans, self.rotation, self.scale)
 
     def apart(self) -> torch.Tensor:
         """The same as `attend`, without sharing keys between requests; on a GPU still in one launch."""
-        rest = self.rotation, self.scale, self.window
+        rest = self.rotation, self.scale
         if self.q.device.type == "cpu" or not has_triton():
             alone = (sparse_attention(self.q, self.k, self.v, Spans([span]), *rest) for span in self.spans)
             return torch.cat([out[span.start : span.stop] for out, span in zip(alone, self.spans, strict=True)])
         from fusionkv.kernels.gpu import sparse_attention_triton
 
         tile = tile_for(self.q.device, self.q.shape[2], self.q.dtype)
-        return sparse_attention_triton.attend(self.q, self.k, self.v, self.spans, *rest, tile)
+        return sparse_attention_triton.attend(self.q, self.k, self.v, self.spans, *rest, None, tile)
 
     def scores(self, span: QuerySpan) -> torch.Tensor:
-        return attention_scores(self.q, self.k, span, self.rotation, self.scale, self.window)
+        return attention_scores(self.q, self.k, span, self.rotation, self.scale)
 
 
-def rotary(dim: int, partial: bool = False, interleaved: bool = False) -> Rotation:
-    """RoPE with base 1e6, of all channels or, if `partial`, of the first half."""
-    half = dim // (4 if partial else 2)
-    return Rotation(1e6 ** (-torch.arange(half, dtype=torch.float64) / half), interleaved)
+def rotary(dim: int) -> Rotation:
+    """RoPE with base 1e6, of all channels."""
+    half = dim // 2
+    return Rotation(1e6 ** (-torch.arange(half, dtype=torch.float64) / half), interleaved=False)
 
 
 def choose(first: int, tokens: int, share: float) -> torch.Tensor:

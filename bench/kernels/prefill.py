@@ -1,6 +1,6 @@
 """One layer's sparse prefill against flash attention over the whole prompt, and against SDPA with a mask."""
 
-from collections.abc import Iterator
+import itertools
 
 import torch
 
@@ -21,24 +21,17 @@ def measure(setup: Setup) -> None:
         setup.report.notice("the flash backend over the whole prompt: no CUDA device")
     flash: dict[tuple[str, int], float | None] = {}
     lines = []
-    for context, ratio, shape in cases(setup):
+    sizes = setup.sizes
+    for context, ratio, shape in itertools.product(sizes.contexts, sizes.ratios, sizes.shapes):
         what = f"prefill {shape.name}, {context} tokens, r = {ratio}"
         if setup.allows(what, _guess(setup, shape, context, ratio)):
-            problem = workload.prefill(shape, context, setup.sizes.chunk, ratio, setup.device, setup.dtype)
+            problem = workload.prefill(shape, context, sizes.chunk, ratio, setup.device, setup.dtype)
             try:
                 lines.append(_rows(setup, shape, context, ratio, problem, flash, what))
             except torch.OutOfMemoryError:
                 setup.report.fail(f"{what}: out of memory")
             del problem  # before the next one is made
     setup.report.table("Prefill of one layer, ms (flash: causal over all tokens)", _COLUMNS, lines)
-
-
-def cases(setup: Setup) -> Iterator[tuple[int, float, Shape]]:
-    """Yields context, ratio and shape of every row."""
-    for context in setup.sizes.contexts:
-        for ratio in setup.sizes.ratios:
-            for shape in setup.sizes.shapes:
-                yield context, ratio, shape
 
 
 def _rows(

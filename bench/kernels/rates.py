@@ -9,15 +9,14 @@ from fusionkv.bench.gpu.setup import Setup
 
 
 def measure(setup: Setup) -> None:
-    """Measures the ceilings and sets them in the setup."""
+    """Measures the ceilings, and sets those that other parts use in the setup."""
     lines = []
     setup.matrix_tflops = _matrix(setup)
     lines.append(("matrix product, TFLOP/s", setup.matrix_tflops))
     setup.copy_gbs = _copy(setup)
     lines.append(("copy in device memory, GB/s read and written", setup.copy_gbs))
     if setup.device.type == "cuda":
-        setup.host_gbs = _host(setup)
-        lines.append(("copy from pinned host memory, GB/s", setup.host_gbs))
+        lines.append(("copy from pinned host memory, GB/s", _host(setup)))
     else:
         setup.report.notice("copies from pinned host memory: no CUDA device")
     setup.report.table("Ceilings of this device, best of several", ("what", "rate"), lines)

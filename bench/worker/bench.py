@@ -23,10 +23,9 @@ from rich.console import Console
 from rich.progress import Progress
 
 from fusionkv.bench import command
-from fusionkv.bench.gpu.model import build
-from fusionkv.bench.gpu.setup import FULL, ModelShape
 from fusionkv.bench.services.process import running
 from fusionkv.bench.worker.passages import Passages
+from fusionkv.bench.worker.shapes import SHAPES, build
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.client import DEFAULT_RECIPE
 from fusionkv.fusion_worker.config import WorkerConfig
@@ -40,7 +39,6 @@ from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.protos.answer.v1.answer_pb2 import Explanation
 
 CHUNK = 512
-SHAPES = {"shape": ModelShape("qwen2.5-0.5b-shape", 24, 896, 4864, 14, 2, 151936, tied=True), "shape-7b": FULL.model}
 COLUMNS = ("name", "context", "r", "baseline_s", "value_s", "ratio", "mean_position", "ideal")
 # Number of prompts from which a recipe with corrections learns.
 _LESSONS = 4

@@ -45,60 +45,12 @@ def test_files_named_in_the_life_of_a_request_exist(root: Path) -> None:
     assert [name for name in named if not (root / name).exists()] == []
 
 
-def test_tables_hold_the_worst_model_and_keep_the_text(root: Path, tmp_path: Path) -> None:
-    def row(model: str, recipe: str, r: float, metric: str, score: float) -> dict[str, object]:
-        found = {"model": model, "task": "chain2", "recipe": recipe, "r": r, "metric": metric}
-        return {**found, "score": score, "low": score - 0.1, "high": score + 0.1, "n": 500}
-
-    rows = [
-        row(model, recipe, r, "exact_match", score + (model == "b") * 0.05)
-        for model in ("a", "b")
-        for recipe, r, score in (("full_reuse", 0.0, 0.1), ("epic", 0.1, 0.2), ("epic", 0.15, 0.3))
-    ]
-    measured = {"recomputed_tokens": (46.0, 48.0), "prefill_seconds": (0.5, 0.5), "agreement": (0.75, 0.5)}
-    measured["kl"] = 0.25, 0.125
-    rows += [
-        row(m, "epic", 0.15, name, at) for name, both in measured.items() for m, at in zip("ab", both, strict=True)
-    ]
-    rows += [row("a", "full_reuse", 0.0, f"kv_deviation_layer_{n}", n / 8) for n in range(11)]
-    rows += [row("b", "full_reuse", 0.0, f"kv_deviation_layer_{n}", 0.5) for n in range(3)]
-    report = tmp_path / "report.json"
-    report.write_text(json.dumps(rows))
-    page = run_python(root / "scripts/quality_docs.py", report).stdout
-    text, heading, tables = page.partition("## Tables\n")
-    assert (root / "docs/journal/quality.md").read_text().startswith(text + heading)
-    assert "500 samples a cell" in tables
-    assert tables.index("Worst case over `a`, `b`") < tables.index("### `a`") < tables.index("### `b`")
-    assert tables.count("| `epic` | 0.15 | 30.0 (20-40) |\n") == 2  # the worst case, and model a
-    assert "| `epic` | 0.15 | 35.0 (25-45) |\n" in tables
-    assert tables.count("| `epic` | 0.1 |") == 1, "a model's own tables are at one ratio"
-    cost, _, rest = tables.partition("### Cost")[2].partition("### Against full attention")
-    assert "| `epic` | 0.15 | 47 |  |\n" in cost
-    assert "seconds" not in tables, "they depend on what else ran"
-    against, _, away = rest.partition("### KV deviation by layer")
-    assert "| `epic` | 0.15 | 50.0; 0.25 |\n" in against
-    assert "| layer 9 | layer 10 |\n" in away
-    assert "| `full_reuse` | 0.500 | 0.500 | 0.500 | 0.375 |" in away
-    assert "epic" not in away
-
-
 ROWS = [
     {"name": name, "r": r, "requests_per_s": rate, "ttft_p50_s": late / 2, "ttft_p99_s": late}
     | {"tokens_per_s": 16 * rate, "engine_idle": 0.25, "bound_s": 6.2}
     for name, r in (("full_attention", 1.0), ("prophetkv", 0.15))
     for rate, late in ((0.5, 2.0), (0.75, 7.0))
 ]
-
-
-def test_a_line_for_each_rate(root: Path, tmp_path: Path) -> None:
-    (tmp_path / "throughput.json").write_text(json.dumps(ROWS))
-    lines = run_python(root / "scripts/throughput_table.py", tmp_path / "throughput.json").stdout.splitlines()
-    assert lines[2:4] == [
-        "| full attention | 0.50 | 1.00 | 2.00 | 8.0 | 25% |",
-        "| full attention | 0.75 | 3.50 | **7.00** | 12.0 | 25% |",
-    ]
-    assert lines[4].startswith("| prophetkv, r = 0.15 | 0.50 |")
-    assert {line.count("|") for line in lines} == {7}
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ EXTRAS = {
     "kernels": {"worker", "gpu"},
     "kvcache_service": {"cache", "mooncake"},
     "fusion_worker": {"worker", "gguf", "gpu", "gds", "ray"},
-    "gateway": {"compress", "embed", "gateway", "http", "langchain", "llama-index", "milvus"},
+    "gateway": {"embed", "gateway", "http", "langchain", "llama-index", "milvus"},
     "vllm_connector": {"vllm", "worker"},
     "models": {"worker"},
     "bench": {"worker", "cache", "gateway", "gguf", "gpu", "gds", "http", "mooncake"},

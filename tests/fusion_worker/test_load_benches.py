@@ -1,19 +1,16 @@
 """The worker's benches at a small size: everything is answered, and what is worked out of it is right."""
 
-import re
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
-from fusionkv.bench.gpu.model import build
-from fusionkv.bench.gpu.setup import ModelShape
 from fusionkv.bench.worker import bench, throughput
 from fusionkv.bench.worker.passages import Passages
+from fusionkv.bench.worker.shapes import ModelShape, build
 from fusionkv.bench.worker.throughput import Traffic
 from fusionkv.fusion_worker.models import Model
-from tests.commands import run_python
 
 
 def small() -> Model:
@@ -85,13 +82,3 @@ async def test_times_to_the_first_token() -> None:
         assert row["tokens_recomputed"] == round(float(str(row["r"])) * 2 * bench.CHUNK)
         # The first chunk stands where it was encoded: what is computed is in the second.
         assert row["mean_position"] is None or int(str(row["mean_position"])) > 32 + bench.CHUNK
-
-
-@pytest.mark.system
-def test_the_cost_of_signatures(root: Path) -> None:
-    done = run_python(root / "bench/services/signatures.py", 3)
-    sizes = re.findall(r"^(.+): signing \d+ us; verifying names \d+ us, bytes \d+ us$", done.stdout, re.MULTILINE)
-    assert sizes == ["1 MiB", "8 MiB"]
-    lines = re.findall(r"^  fetch, (.+): (\d+) us, and verified (\d+) us \(\d+% of it\)$", done.stdout, re.MULTILINE)
-    assert [how for how, *_ in lines] == ["streamed", "from memory"] * 2
-    assert all(int(alone) < int(verified) for _, alone, verified in lines)

@@ -103,7 +103,9 @@ def run(launch_module: Any, reference_model: Path, tmp_path_factory: pytest.Temp
                 stranger.list()
             scraped = {"fusionkv-kvcache": scrape(cache)}
             assert cache.stop() == 0
+            known = client.stats().requests_degraded
             summaries["degraded"] = client.ask("c", QUESTION, recipe="prophetkv", max_tokens=1).summary
+            assert client.stats().requests_degraded == known + 1
             # Answers are made again by full attention when the worker is idle, which it is now.
             received.wait_for(lambda: received.total("fusionkv-worker", "fusionkv.worker.shadow.kl"))
         scraped |= {"fusionkv-gateway": scrape(gateway), "fusionkv-worker": scrape(worker)}

@@ -21,8 +21,6 @@ from fusionkv.protos.runtime import errors
 from tests.fusion_worker.oracle import BASE, byte_tokenizer
 from tests.services import pool_bytes, start_worker
 from tests.system import prompts
-from tests.system.redis_process import RedisServer
-from tests.system.shared_services import sharing
 from tests.waiting import until
 
 pytestmark = pytest.mark.system
@@ -195,49 +193,3 @@ async def test_sigterm_lets_answers_end(launch: Any, directory: Path) -> None:
     assert await asyncio.to_thread(service.wait) == 0
     assert "Traceback" not in service.log
     assert "fusionkv-worker stopped" in service.log
-
-
-POOL_TOKENS = 768
-CHUNKS = [ids(10 + n % 6, 10 + n) for n in range(20)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("signed", [False, True], ids=["plain", "signed"])
-async def test_workers_at_two_nodes(
-    launch: Any, redis: RedisServer, reference_model: Path, key_file: Path, tmp_path: Path, signed: bool
-) -> None:
-    """What one encoded the other finds; with its own cache service or without the remote tier each answers right."""
-    keys = ("--signing-keys", str(key_file)) if signed else ()
-    flags = ("--device", "cpu", "--dtype", "float32", "--pool-bytes", pool_bytes(reference_model, POOL_TOKENS), *keys)
-    async with sharing(launch, tmp_path, redis) as cluster:
-        first, second = [
-            WorkerClient(start_worker(launch, reference_model, *flags, cache=service).address)
-            for service in cluster.services
-        ]
-        right, _ = await ask(first, CHUNKS, recipe="full_attention")
-
-        async def missed(worker: WorkerClient, degraded: bool = False) -> int:
-            found, summary = await ask(worker, CHUNKS)
-            assert found == right
-            assert summary.degraded == degraded
-            return summary.chunks_missed
-
-        async def stored() -> bool:
-            return (await cluster.entries())[0] == len(CHUNKS) + 1
-
-        assert await missed(first) == len(CHUNKS)
-        await until(stored)
-        await cluster.settled()
-        found, summary = await ask(second, CHUNKS)
-        assert (found, summary.degraded, summary.chunks_missed) == (right, False, 0)
-        assert {hit.tier for hit in summary.hits if hit.chunks} == {"remote"}
-
-        # Their own node's copies, without the remote tier; then nothing at all.
-        redis.kill9()
-        await ask(second, [ids(740, 3)], recipe="full_attention")  # empties its pool
-        assert await missed(second) == 0
-        cluster.services[1].kill9()
-        await ask(second, [ids(740, 3)], recipe="full_attention")
-        await missed(second, degraded=True)
-        for worker in (first, second):
-            await worker.close()
