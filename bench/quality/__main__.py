@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import cache, partial
 from pathlib import Path
 
 from rich.console import Console
@@ -32,12 +31,11 @@ from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.fusion_worker.models import on_cpu
 from fusionkv.fusion_worker.recipes import RECIPES, Versions, find_recipe
 from fusionkv.fusion_worker.select.base import SecondModel
-from fusionkv.gateway.ingest.parse import shorten
 from fusionkv.models.shipped import shipped
 from fusionkv.models.tasks import CROSS_CHUNK, TASKS
 from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
 from fusionkv.protos.runtime.process import cores
-from fusionkv.protos.runtime.settings import parse_bytes, positive, share
+from fusionkv.protos.runtime.settings import parse_bytes, positive
 
 RATIOS = (0.05, 0.1, 0.15, 0.2)
 # For questions over real texts, on which recipes lose and bring back more than on the models' own tasks.
@@ -99,13 +97,6 @@ def _parser() -> argparse.ArgumentParser:
         type=positive,
         default=512,
         help="size of chunks of an unsplit context (default: %(default)s)",
-    )
-    add(
-        "--compress",
-        type=share,
-        default=0.0,
-        metavar="SHARE",
-        help="share of every passage to omit, in whole sentences (default: none; needs sumy)",
     )
     add(
         "--out",
@@ -170,9 +161,6 @@ def _plan(args: argparse.Namespace) -> list[tuple[Task, list[Cell]]]:
     asked = [task.first(args.n) for path in args.data for task in datasets.load(path, prompts)]
     asked += [tasks.reference(name, args.n) for name in dict.fromkeys(args.tasks or (() if args.data else TASKS))]
     _each_once("task", [task.name for task in asked])
-    if args.compress:
-        once = cache(partial(shorten, left_out=args.compress))  # tasks share contexts
-        asked = [task.shortened(once) for task in asked]
     controls = set(TASKS) - set(CROSS_CHUNK)
 
     def ratios(task: Task) -> list[float]:
@@ -214,8 +202,6 @@ def _size(job: jobs.Job) -> int:
 def _subject(directory: Path, store: str, args: argparse.Namespace) -> Subject:
     auxiliary = _fingerprint(args.auxiliary) if args.auxiliary else ""
     name, fingerprint = name_of(directory), _fingerprint(directory)
-    if args.compress:
-        name = f"{name} ({args.compress:g} left out)"
     if store != "plain":
         name, fingerprint = f"{name} ({store})", f"{fingerprint}-{store}"
     # On a GPU, `auto` may be another dtype than on a CPU, and seconds are others in any case.

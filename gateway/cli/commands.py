@@ -22,7 +22,6 @@ from fusionkv.gateway.cli.console import print_json, progress_bar, retry_while_b
 from fusionkv.gateway.client import results
 from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.gateway.client.results import Event, Explanation, Ingested, Item, Progress, Summary, Token, fields
-from fusionkv.gateway.ingest import parse
 from fusionkv.protos.kvcache.v1.kvcache_pb2 import Tier
 from fusionkv.protos.runtime import cancellation
 from fusionkv.protos.runtime.errors import AlreadyExists, InvalidArgument, ServiceError
@@ -70,16 +69,17 @@ async def ingest(args: argparse.Namespace) -> int:
 
 
 async def _store(client: AsyncClient, name: str, path: Path, args: argparse.Namespace, total: "_Total") -> None:
-    options = {"source": files.source(path), "replace": args.replace, "prefix": args.prefix}
+    options = {
+        "media_type": args.media_type,
+        "source": files.source(path),
+        "replace": args.replace,
+        "prefix": args.prefix,
+    }
     parts = files.parts(name, path, args.media_type)
     while (part := await asyncio.to_thread(next, parts, None)) is not None:
         first_line, content = part
-        kind = args.media_type
-        if args.compress:
-            text, kind = await asyncio.to_thread(parse.shortened, name, content, kind, args.compress)
-            content = text.encode()
-        call = functools.partial(client.ingest, args.corpus, name, content, media_type=kind, first_line=first_line)
-        done = await retry_while_busy(functools.partial(call, **options), args.timeout)
+        call = functools.partial(client.ingest, args.corpus, name, content, first_line=first_line, **options)
+        done = await retry_while_busy(call, args.timeout)
         total.add(done)
         if args.json:
             print_json({"event": "document", **asdict(done)})

@@ -14,7 +14,7 @@ from fusionkv.gateway.cli import connect
 from fusionkv.gateway.cli.launch import launched, missing_package
 from fusionkv.gateway.client import DEFAULT_ADDRESS, ORDER_NAMES, UNREACHED_HINT
 from fusionkv.gateway.ingest.media_types import ENDINGS, MEDIA_TYPES
-from fusionkv.protos.runtime.settings import SettingsError, positive, share
+from fusionkv.protos.runtime.settings import SettingsError, positive
 
 MODULES = {
     "kvcache": "fusionkv.kvcache_service",
@@ -169,13 +169,6 @@ def _parser() -> argparse.ArgumentParser:
         default=8,
         metavar="N",
         help="number of documents in flight (default: %(default)s)",
-    )
-    ingest.add_argument(
-        "--compress",
-        type=share,
-        default=0.0,
-        metavar="SHARE",
-        help="share of every document's text to omit, in whole sentences (default: 0; needs fusionkv[compress])",
     )
     ingest.add_argument(
         "--precompute",

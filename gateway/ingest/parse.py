@@ -1,28 +1,19 @@
-"""Converts a document's bytes to text, by media type; and shortens it by whole sentences."""
+"""Converts a document's bytes to text, by media type."""
 
 import io
-import json
 import mimetypes
 import re
 import sys
-from collections.abc import Sequence
 from pathlib import PurePosixPath
-from typing import Any
 
 from fusionkv.gateway.ingest.document import Document, check_text, json_lines
-from fusionkv.gateway.ingest.media_types import ENDINGS, HTML, JSONL, MARKDOWN, MEDIA_TYPES, PDF, PLAIN
-from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
-from fusionkv.protos.runtime.settings import extra
+from fusionkv.gateway.ingest.media_types import ENDINGS, HTML, JSONL, MARKDOWN, MEDIA_TYPES, PDF
+from fusionkv.protos.runtime.errors import InvalidArgument
 
 # Maximum ratio of a document's text to its size, and the text that is allowed in any case. Compressed PDFs come near
 # the ratio; other documents exceed it only by design.
 MAX_GROWTH, MIN_TEXT = 50, 1 << 20
-# After the end of a sentence or a line; separators belong to the sentence before them.
-_BORDER = re.compile(r"(?<=[.!?])\s+|(?<=[\u3002\uff01\uff1f])|\n\s*")
 _WIDE = re.compile(r"utf[-_]?(16|32)", re.IGNORECASE)
-_WORD = re.compile(r"\w+")
-# Sentences ranked together: time is quadratic in their number, and every part of a long text keeps its share.
-_GROUP = 100
 
 
 def media_type(name: str, given: str = "") -> str:
@@ -77,28 +68,6 @@ def parse(content: bytes, kind: str, limit: int = sys.maxsize, first_line: int =
     return documents
 
 
-def shortened(name: str, content: bytes, given: str, omitted: float) -> tuple[str, str]:
-    """Omits a share of a document's text, in whole sentences. Blocks: call it in a thread.
-
-    Returns:
-        The text and its media type: plain text, Markdown or JSON lines.
-
-    Raises as `media_type`, `parse` and `shorten`.
-    """
-    kind = media_type(name, given)
-    documents = parse(content, kind)
-    if kind != JSONL:
-        return shorten(documents[0].text, omitted), MARKDOWN if documents[0].markdown else PLAIN
-    lines = {document.line: _line(document, shorten(document.text, omitted)) for document in documents}
-    # Keep the line numbers, which name documents without an id.
-    return "\n".join(lines.get(number, "") for number in range(1, max(lines) + 1)), kind
-
-
-def _line(document: Document, text: str) -> str:
-    values = {"id": document.name, "title": document.title, "metadata": dict(document.metadata)}
-    return json.dumps({**{key: value for key, value in values.items() if value}, "text": text})
-
-
 def utf8(content: bytes, encoding: str = "utf-8") -> str:
     try:
         text = content.decode(encoding).removeprefix("\ufeff")
@@ -149,56 +118,3 @@ def _pdf(content: bytes, limit: int) -> str:
     except Exception as error:
         # Broken files make pypdf raise any error, such as ZeroDivisionError.
         raise InvalidArgument(f"the PDF can't be read: {error or type(error).__name__}") from error
-
-
-def shorten(text: str, left_out: float) -> str:
-    """Omits a share of a text's characters, or slightly more: keeps the best whole sentences that fit, in order.
-
-    The library sumy ranks them, by TextRank. At least one of every hundred is kept. Raises FailedPrecondition
-    if sumy is not installed.
-    """
-    with extra("compress", "shortening texts", FailedPrecondition):
-        from sumy.models.dom import ObjectDocumentModel, Paragraph, Sentence
-        from sumy.summarizers.text_rank import TextRankSummarizer
-    pieces, kept = _sentences(text), list[str]()
-    for start in range(0, len(pieces), _GROUP):
-        part = pieces[start : start + _GROUP]
-        choice = _Best([len(piece) for piece in part], left_out)
-        sentences = [Sentence(piece, _Words()) for piece in part]
-        TextRankSummarizer()(ObjectDocumentModel([Paragraph(sentences)]), choice)
-        kept += [part[i] for i in sorted(choice.chosen)]
-    return "".join(kept).rstrip() + text[len(text.rstrip()) :]
-
-
-def _sentences(text: str) -> list[str]:
-    """Splits a text into sentences that concatenate to it; none is blank unless the text is."""
-    pieces, start, end = list[str](), 0, len(text.rstrip())
-    for match in _BORDER.finditer(text):
-        if match.end() < end and text[start : match.end()].strip():
-            pieces.append(text[start : match.end()])
-            start = match.end()
-    return [*pieces, text[start:]] if text else []
-
-
-class _Words:
-    """The tokenizer interface that sumy needs. Its own tokenizer downloads data of nltk."""
-
-    @staticmethod
-    def to_words(text: str) -> tuple[str, ...]:
-        return tuple(_WORD.findall(text))
-
-
-class _Best:
-    """Selects the best sentences that fit. sumy passes all of them, best first."""
-
-    def __init__(self, lengths: Sequence[int], left_out: float) -> None:
-        self._lengths = lengths
-        self._room = (1 - left_out) * sum(lengths)
-        self.chosen: list[int] = []
-
-    def __call__(self, infos: Sequence[Any]) -> Sequence[Any]:
-        for info in infos:
-            if self._lengths[info.order] <= self._room or not self.chosen:
-                self._room -= self._lengths[info.order]
-                self.chosen.append(info.order)
-        return infos

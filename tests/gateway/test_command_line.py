@@ -124,7 +124,7 @@ def test_json_lines_may_start_with_a_byte_order_mark(tmp_path: Path) -> None:
     "argv",
     [
         [], ["fly"], ["ask", "c"], ["ingest", "c"], ["ingest", "c", "p", "--concurrency", "0"],
-        ["ingest", "c", "p", "--compress", "1"], ["ask", "c", "q", "--filter", "year"],
+        ["ask", "c", "q", "--filter", "year"],
         ["serve", "--config", "no.toml", "worker"],
         *(["list", "--timeout", seconds] for seconds in ("0", "-1", "nan", "inf", "soon")),
     ],

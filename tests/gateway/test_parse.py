@@ -1,14 +1,11 @@
-"""Documents of every media type to text, what is refused, and what stays of those that are shortened."""
+"""Documents of every media type to text, and what is refused."""
 
 import io
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from pypdf import PdfWriter
 
-from fusionkv.gateway.cli import main as cli
 from fusionkv.gateway.ingest import parse
 from fusionkv.gateway.ingest.document import Document
 from fusionkv.gateway.ingest.media_types import HTML, JSONL, MARKDOWN, PDF, PLAIN
@@ -137,39 +134,3 @@ def test_each_json_line_is_a_document() -> None:
 def test_content_that_is_not_of_its_type_is_refused(content: bytes, kind: str, error: str) -> None:
     with pytest.raises(InvalidArgument, match=error):
         parse.parse(content, kind)
-
-
-SENTENCES = [f"Report Velnora says that Name{i} of the grey house has the code {100 + i}." for i in range(8)]
-TEXT = " ".join(SENTENCES)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "kind"),
-    [
-        ("a.txt", TEXT, "text/plain"),
-        ("a.md", TEXT, "text/markdown"),
-        ("a.html", f"<p>{TEXT}</p>", "text/markdown"),
-        ("a.jsonl", f"{json.dumps(TEXT)}\n\n{json.dumps({'id': 'x', 'text': TEXT})}\n", "application/jsonl"),
-    ],
-)
-def test_half_of_the_sentences_stay(name: str, content: str, kind: str) -> None:
-    text, found = parse.shortened(name, content.encode(), "", 0.5)
-    assert found == kind
-    parts = [text]
-    if kind.endswith("jsonl"):
-        first, none, last = text.split("\n")
-        assert (json.loads(first).get("id"), none, json.loads(last)["id"]) == (None, "", "x")
-        parts = [json.loads(line)["text"] for line in (first, last)]
-    for part in parts:
-        assert 3 <= sum(sentence in part for sentence in SENTENCES) <= 4
-        assert len(part) <= len(TEXT) / 2
-
-
-@pytest.mark.system
-def test_the_command_stores_the_shorter_text(stack: Any, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(TEXT)
-    flags = ["--gateway", stack.gateway.address]
-    assert cli.main(["ingest", "brief", str(tmp_path), "--compress", "0.5", *flags]) == 0
-    assert cli.main(["ingest", "whole", str(tmp_path), *flags]) == 0
-    short, long = (sum(p.tokens for p in stack.client.retrieve(c, "code?", top_k=50)) for c in ("brief", "whole"))
-    assert 0 < short <= long / 2 + 2

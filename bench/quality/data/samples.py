@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -75,15 +75,6 @@ class Task:
     def first(self, count: int) -> "Task":
         """The task with only its first `count` samples."""
         return replace(self, samples=self.samples[:count])
-
-    def shortened(self, shorten: Callable[[str], str]) -> "Task":
-        """The task with every passage shortened."""
-
-        def shorter(samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
-            return tuple(replace(s, passages=tuple(map(shorten, s.passages))) for s in samples)
-
-        library = self.library and Library(shorter(self.library.samples))
-        return replace(self, samples=shorter(self.samples), library=library)
 
     def blocks(self, size: int) -> Iterator["Block"]:
         """Yields the samples in blocks of `size`."""

@@ -150,20 +150,17 @@ def test_files_have_ratios_of_their_own(tmp_path: Path) -> None:
         assert {cell.ratio for cell in reference_cells if cell.recipe.name == name} == set(RATIOS)
 
 
-def test_what_was_measured_belongs_to_one_way_of_storing() -> None:
-    args = argparse.Namespace(auxiliary=None, device="cpu", dtype="auto", chunk_tokens=512, compress=0.0)
+def test_what_was_measured_belongs_to_one_way_of_storing_and_one_kind_of_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    args = argparse.Namespace(auxiliary=None, device="cpu", dtype="auto", chunk_tokens=512)
     subjects = [_subject(shipped()[0], store, args) for store in STORES]
-    block, cell = next(reference("single", BLOCK).blocks(BLOCK)), Cell(find_recipe("full_reuse"), 0.0)
-    assert len({key(subject, block, cell) for subject in subjects}) == len({s.model for s in subjects}) == len(STORES)
-
-
-def test_what_was_measured_belongs_to_one_kind_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The dtype `auto` and the seconds are others on a GPU."""
-    args = argparse.Namespace(auxiliary=None, device="cpu", dtype="auto", chunk_tokens=512, compress=0.0)
-    on_cpu = _subject(shipped()[0], "plain", args)
+    keys = {key(subject, FIRST, CELL) for subject in subjects}
+    assert len(keys) == len({subject.model for subject in subjects}) == len(STORES)
+    # The dtype `auto` and the seconds are others on a GPU.
     monkeypatch.setattr("fusionkv.bench.quality.__main__.on_cpu", lambda device: device == "cpu")
     args.device = "cuda"
-    assert key(_subject(shipped()[0], "plain", args), FIRST, CELL) != key(on_cpu, FIRST, CELL)
+    assert key(_subject(shipped()[0], "plain", args), FIRST, CELL) not in keys
 
 
 def test_what_a_report_could_not_tell_apart_is_refused(
