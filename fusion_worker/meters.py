@@ -140,18 +140,13 @@ def refused(reason: str) -> None:
 
 
 def first_token(summary: Summary) -> None:
-    """Records the stages of a request. Call it within the request's span, which becomes the exemplar."""
+    """Records the stages and the context tokens of a request, within its span, which becomes the exemplar."""
     attributes = {"fusionkv.recipe": summary.recipe.name}
     for stage, seconds in summary.stages.seconds.items():
         if stage == "ttft":
             _ttft.record(seconds, attributes)
         else:
             _stage.record(seconds, {"fusionkv.stage": stage})
-
-
-def context(summary: Summary) -> None:
-    """Counts context tokens by kind at an answer's end: an adaptive ratio may recompute more while decoding."""
-    attributes = {"fusionkv.recipe": summary.recipe.name}
     for kind in ("lossless", "reused", "recomputed"):
         _tokens.add(getattr(summary, kind), attributes | {"fusionkv.kind": kind})
     if summary.prompt.context_tokens:

@@ -77,18 +77,6 @@ class Tempered:
 
 
 @dataclass(frozen=True, slots=True)
-class Adaptive:
-    """Recomputes a part of the ratio first, and all of it once the next token of the answer is uncertain.
-
-    first: share of the ratio that is recomputed first. certain: minimum probability of the most likely next token;
-    below it, the rest is recomputed.
-    """
-
-    first: float
-    certain: float
-
-
-@dataclass(frozen=True, slots=True)
 class Recipe:
     """How the KV of a prompt's context is made.
 
@@ -97,14 +85,11 @@ class Recipe:
         ratio: default share of context tokens to recompute.
         encode: how the KV of reused chunks is made; None reuses nothing.
         choose: chooses tokens by their scores; None chooses those with the highest ones.
-        from_layer_1: whether chosen tokens continue from the states after layer 0 that scoring computed; otherwise
-            they run through all layers.
         keep: the context tokens to keep after the first token; None keeps all.
         attend: how question and answer attend to the context; None attends as the model was trained.
         links: link tokens after every chunk, computed for each request; they see everything before them (KVLink 2.3).
             Not used if no chunk is reused stale.
         depth: share of the model's layers that recomputed tokens run through; in later layers, their reused KV stays.
-        adapt: recomputes less at first; None recomputes the whole ratio at once.
     """
 
     name: str
@@ -113,12 +98,10 @@ class Recipe:
     ratio: float = 0.0
     encode: Encode | None = ISOLATED
     choose: Window | None = None
-    from_layer_1: bool = False
     keep: SnapKV | None = None
     attend: Tempered | None = None
     links: int = 0
     depth: float = 1.0
-    adapt: Adaptive | None = None
 
     @property
     def fixed(self) -> bool:
@@ -133,7 +116,7 @@ class Recipe:
     @property
     def portable(self) -> bool:
         """Whether other engines can decode from its KV: plain attention over exactly the prompt's tokens."""
-        return not (self.keep or self.attend or self.links or self.anchored or self.adapt)
+        return not (self.keep or self.attend or self.links or self.anchored)
 
     @property
     def in_place(self) -> bool:
@@ -208,14 +191,12 @@ RECIPES: dict[str, Recipe] = {
             "recomputes the tokens whose values at layer 1 deviate most, from layer 1 on (CacheBlend)",
             fresh_layer.ValueDeviation(),
             0.15,
-            from_layer_1=True,
         ),
         Recipe(
             "kvshare",
             "as cacheblend, with each deviation weighted by the attention to the token (KVShare)",
             fresh_layer.AttendedDeviation(),
             0.2,
-            from_layer_1=True,
         ),
         Recipe(
             "cache_craft",
@@ -228,7 +209,6 @@ RECIPES: dict[str, Recipe] = {
             "recomputes the tokens that the question attends to most at layer 1, from layer 1 on (A3)",
             fresh_layer.ShallowQuestionAttention(),
             0.15,
-            from_layer_1=True,
         ),
         Recipe(
             "fusionrag",
@@ -329,16 +309,6 @@ def _layers(recipe: Recipe, percent: int) -> Recipe:
     return replace(recipe, depth=percent / 100)
 
 
-def _adaptive(recipe: Recipe, first: int, certain: int) -> Recipe:
-    if first >= 100 or certain >= 1000:
-        raise InvalidArgument(
-            f"adaptive({first},{certain}): the numbers must be below 100 percent and 1000 per mille"
-        )
-    if recipe.fixed:
-        raise InvalidArgument(f"{recipe.name} has a fixed ratio, so it can't be adaptive")
-    return replace(recipe, adapt=Adaptive(first / 100, certain / 1000))
-
-
 def _evicting(recipe: Recipe, tokens: int) -> Recipe:
     if recipe.attend is not None:
         raise InvalidArgument(f"{recipe.name} attends to its whole context at a temperature: it takes no snapkv")
@@ -399,12 +369,6 @@ MODIFIERS: dict[str, Modifier] = {
             "recomputes the chosen tokens in the first N% of the layers; the later ones keep their reused KV",
             _layers,
             (80,),
-        ),
-        Modifier(
-            "adaptive",
-            "recomputes N% of the ratio first, and all of it once a token's probability is below M per mille",
-            _adaptive,
-            (40, 999),
         ),
         Modifier(
             "snapkv",

@@ -13,7 +13,7 @@ from opentelemetry import trace
 from fusionkv.fusion_worker import meters
 from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
-from fusionkv.fusion_worker.compute.planner import Planner, PrefillPlan, Scored, step
+from fusionkv.fusion_worker.compute.planner import Planner, PrefillPlan, Scored
 from fusionkv.fusion_worker.compute.scheduler import Result
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.correct.corrector import Corrector
@@ -231,7 +231,6 @@ class Answerer:
                 finish, lossless = "" if more else summary.finish, not summary.reused
                 yield FirstToken(token=token, finish_reason=finish, lossless=lossless, max_tokens=max_tokens)
                 kv = await self.handover.fill(held, prefilled.plan, prompt) if more else None
-            meters.context(summary)
             self._learn(request)
             if kv is not None:
                 yield kv
@@ -262,7 +261,7 @@ class Answerer:
             with tracer.start_as_current_span("fusionkv.prefill") as span, stages.clock("prefill"):
                 span.set_attribute("fusionkv.rows", len(plan.ids))
                 votes = len(prompt.question) if summary.kept else 0
-                plan, result = await step(self._engine, plan, (), sampler, int(shadowed), votes)
+                result = await self._engine.run(plan.prefill(sampler, int(shadowed), votes))
                 summary.recomputed = len(plan.chosen)
             if shadowed and result.logits is not None:
                 summary.first_logits = result.logits[0].clone()  # not a view of all rows of the step
@@ -334,7 +333,7 @@ class Answerer:
 
     async def _decode(self, prefilled: _Prefilled, params: SamplingParams) -> AsyncGenerator[Token]:
         summary, plan, result = prefilled.summary, prefilled.plan, prefilled.result
-        text, answer = TextStream(self._model.tokenizer, params.stop), list[int]()
+        text = TextStream(self._model.tokenizer, params.stop)
         started = time.perf_counter()
         # Not made the current span: a generator runs in its caller's context.
         span = tracer.start_span("fusionkv.decode")
@@ -349,13 +348,10 @@ class Answerer:
                         assert summary.recipe.keep is not None
                         keep, tp = summary.recipe.keep, self._engine.tp
                         await evict(plan, keep, result.votes, self._pool, self._model, tp)
-                    answer.append(token.id)
-                    plan, result = await step(self._engine, plan, answer, prefilled.sampler)
-                    summary.recomputed = len(plan.chosen)
+                    result = await self._engine.run(plan.next([token.id], prefilled.sampler))
         finally:
             span.set_attribute("fusionkv.tokens", summary.generated)
             span.end()
-            meters.context(summary)
         summary.stages.seconds["decode"] = time.perf_counter() - started
 
     def _next_token(self, result: Result, text: TextStream, summary: Summary, params: SamplingParams) -> Token:

@@ -18,7 +18,7 @@ from fusionkv.bench.quality.data.samples import Sample, Task
 from fusionkv.bench.quality.report.cells import Measured
 from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
-from fusionkv.fusion_worker.compute.planner import PrefillPlan, step
+from fusionkv.fusion_worker.compute.planner import PrefillPlan
 from fusionkv.fusion_worker.decode.eviction import evict
 from fusionkv.fusion_worker.decode.sampling import Sampler, SamplingParams
 from fusionkv.fusion_worker.models import Model
@@ -88,7 +88,7 @@ class Examiner:
         given: Given | None = None,
         keep: SnapKV | None = None,
         timed: bool = True,
-    ) -> PrefillPlan:
+    ) -> None:
         """Prefills, feeds in the expected answer or generates one, and scores it.
 
         Args:
@@ -97,17 +97,15 @@ class Examiner:
             keep: the context to keep after the prefill; None keeps all.
             timed: whether the prefill is a separate, timed step; otherwise an answer is fed in together with the
                 question where the result is the same.
-
-        Returns the plan that the last token was computed with.
         """
         first = None
         if keep is not None or timed:
-            fused, first = await self._prefill(asked, fused, answer, keep)
+            first = await self._prefill(asked, fused, answer, keep)
         if asked.task.metrics:
-            fused = await self._measure(asked, fused, first, answer, given)
+            await self._measure(asked, fused, first, answer, given)
         else:
             expected = asked.expected
-            fused, logits = await self._feed(fused, first, expected)
+            logits = await self._feed(fused, first, expected)
             answer.first = logits[0].cpu().numpy()
             found = logits.argmax(-1).tolist()
             # Up to the first wrong token this sees the same as generation, so an exact match here is one there.
@@ -115,11 +113,10 @@ class Examiner:
             answer.values["exact_match"] = float(right)
         answer.values |= {"recomputed": len(fused.chosen) + fused.links, "scored_rows": fused.scored_rows}
         answer.values["stored"] = fused.context_tokens
-        return fused
 
     async def _measure(
         self, asked: Asked, fused: PrefillPlan, first: torch.Tensor | None, answer: Answer, given: Given | None
-    ) -> PrefillPlan:
+    ) -> None:
         """Feeds in the expected answer and the given one, then generates an answer; adds the results to `answer`.
 
         If the task is not graded, only the given answer is fed in.
@@ -127,73 +124,69 @@ class Examiner:
         task = asked.task
         if task.graded or given is None:
             expected = asked.expected if task.graded else ()
-            _, logits = await self._feed(fused, first, expected[:-1])
+            logits = await self._feed(fused, first, expected[:-1])
             if expected:
                 answer.values["gold_nll"] = metrics.nll(logits.cpu().numpy(), expected)
             first = logits[:1].cpu() if first is None else first
         if given is None:
             assert first is not None
-            fused, given = await self._give(task, fused, first)
+            given = await self._give(task, fused, first)
             answer.given, found, likely = given, given.logits, [*given.tokens]
         else:
-            fused, logits = await self._feed(fused, first, given.tokens[:-1])
+            logits = await self._feed(fused, first, given.tokens[:-1])
             found, likely = logits.cpu().numpy(), logits.argmax(-1).tolist()
             del logits
         answer.first = found[0].copy()
         answer.values |= compared(given, found)
         if not task.graded:
-            return fused
+            return
         del found  # 20 MB with Gemma 3, of each cell whose own answer is being generated
-        fused, tokens = await self._follow(task, fused, given.tokens, likely)
+        tokens = await self._follow(task, fused, given.tokens, likely)
         text, known = self._text(task, tokens), (asked.sample.answers, task.classes)
         answer.values |= {name: metrics.text_score(name, text, *known) for name in task.metrics}
-        return fused
 
-    async def _prefill(
-        self, asked: Asked, fused: PrefillPlan, answer: Answer, keep: SnapKV | None
-    ) -> tuple[PrefillPlan, torch.Tensor]:
-        """Returns the plan of the first answer token, and its logits, float32 [1, vocabulary]."""
+    async def _prefill(self, asked: Asked, fused: PrefillPlan, answer: Answer, keep: SnapKV | None) -> torch.Tensor:
+        """Returns the logits of the first answer token, float32 [1, vocabulary]."""
         with clock(answer, "prefill"):
             votes = len(asked.prompt.question) if keep else 0
-            fused, result = await step(self._engine, fused, (), GREEDY, logits=1, votes=votes)
+            result = await self._engine.run(fused.prefill(GREEDY, 1, votes))
             assert result.logits is not None
             logits = result.logits.cpu()  # waits for the device
         if keep is not None:
             assert result.votes is not None
             await evict(fused, keep, result.votes, self._pool, self._model, self._engine.tp)
-        return fused, logits
+        return logits
 
-    async def _feed(
-        self, fused: PrefillPlan, first: torch.Tensor | None, answer: Sequence[int]
-    ) -> tuple[PrefillPlan, torch.Tensor]:
+    async def _feed(self, fused: PrefillPlan, first: torch.Tensor | None, answer: Sequence[int]) -> torch.Tensor:
         """Feeds in an answer.
 
         first: logits of the first token if the prompt is prefilled already; None prefills it in the same pass.
-        Returns as `fed` does.
+        Returns float32 [len(answer) + 1, vocabulary]: logits of the answer's tokens and of the one after them.
         """
-        if first is None or fused.doubt is not None:
-            return await fed(self._engine, fused, answer)
-        if not answer:
-            return fused, first
-        work = replace(fused).next(answer, logits=len(answer))
-        more = (await self._engine.run(work)).logits
-        assert more is not None
-        return fused, torch.cat([first, more.cpu()])
+        if first is not None and not answer:
+            return first
+        if first is None:
+            work = fused.behind(answer).prefill(logits=len(answer) + 1)
+        else:
+            work = replace(fused).next(answer, logits=len(answer))
+        logits = (await self._engine.run(work)).logits
+        assert logits is not None
+        return logits if first is None else torch.cat([first, logits.cpu()])
 
-    async def _give(self, task: Task, fused: PrefillPlan, first: torch.Tensor) -> tuple[PrefillPlan, Given]:
+    async def _give(self, task: Task, fused: PrefillPlan, first: torch.Tensor) -> Given:
         """Generates the greedy answer of a prefilled prompt. first: logits of the first token."""
         tokens, rows = [int(first.argmax())], [first]
         while not self._over(task, tokens):
-            fused, result = await step(self._engine, fused, tokens, GREEDY, logits=1)
+            result = await self._engine.run(fused.next(tokens[-1:], GREEDY, logits=1))
             assert result.token is not None
             assert result.logits is not None
             tokens.append(result.token)
             rows.append(result.logits.cpu())
-        return fused, Given(tuple(tokens), torch.cat(rows).numpy())
+        return Given(tuple(tokens), torch.cat(rows).numpy())
 
     async def _follow(
         self, task: Task, fused: PrefillPlan, given: tuple[int, ...], likely: Sequence[int]
-    ) -> tuple[PrefillPlan, tuple[int, ...]]:
+    ) -> tuple[int, ...]:
         """Generates the greedy answer of a prompt after feeding in the given one.
 
         The given tokens are kept while they are the most likely ones; the rest is decoded. likely: the most likely
@@ -201,13 +194,13 @@ class Examiner:
         """
         same = next((i for i, pair in enumerate(zip(likely, given, strict=True)) if len({*pair}) > 1), None)
         if same is None:
-            return fused, given
+            return given
         fused, tokens = fused.behind(given[:same]), [*given[:same], likely[same]]
         while not self._over(task, tokens):
-            fused, result = await step(self._engine, fused, tokens, GREEDY)
+            result = await self._engine.run(fused.next(tokens[-1:], GREEDY))
             assert result.token is not None
             tokens.append(result.token)
-        return fused, tuple(tokens)
+        return tuple(tokens)
 
     def _text(self, task: Task, tokens: Sequence[int]) -> str:
         """An answer's text for scoring."""
@@ -246,26 +239,3 @@ def compared(given: Given, logits: np.ndarray) -> dict[str, float]:
         "answer_kl": float(np.mean([metrics.kl(p, q) for p, q in zip(given.logits, logits, strict=True)])),
         "answer_agreement": float(agree.mean()),
     }
-
-
-async def fed(engine: Engine, fused: PrefillPlan, answer: Sequence[int]) -> tuple[PrefillPlan, torch.Tensor]:
-    """Computes the logits of a given answer in one pass, like `step` would token by token.
-
-    More of the context is recomputed at the first uncertain token, up to which the answer is the greedy one.
-
-    Returns the plan that the last row was computed with, and float32 [len(answer) + 1, vocabulary]: logits of the
-    answer's tokens and of the one after them.
-    """
-    logits = (await engine.run(fused.behind(answer).prefill(logits=len(answer) + 1))).logits
-    assert logits is not None
-    if fused.doubt is None:
-        return fused, logits
-    greedy = logits[:-1].argmax(-1).cpu() == torch.tensor(answer, dtype=torch.int64)
-    count = 1 + int(greedy.long().cumprod(0).sum())
-    (uncertain,) = fused.doubt.doubts(logits[:count]).nonzero(as_tuple=True)
-    if not len(uncertain):
-        return fused, logits
-    fused, first = fused.doubt.more(), int(uncertain[0])
-    more = (await engine.run(fused.behind(answer).prefill(logits=len(answer) + 1))).logits
-    assert more is not None
-    return fused, torch.cat([logits[:first], more[first:]])

@@ -290,7 +290,7 @@ class Runner:
             with clock(answer, "select"):
                 prompt = self._laid(asked, cell.recipe)
                 fused = await self._fuser.fuse(placement, prompt, cell.recipe, cell.ratio)
-            fused = await self._examiner.answer(asked, fused, answer, given, _keep(cell.recipe, prompt))
+            await self._examiner.answer(asked, fused, answer, given, _keep(cell.recipe, prompt))
         if picture:
             chosen = zip(asked.prompt.chunks, explain.chosen(asked.prompt, fused), strict=True)
             chunks = [
@@ -341,8 +341,6 @@ class Runner:
             answer = Answer()
             async with self._placed(asked, recipe, ratio, contexts) as placement:
                 fused = await self._fuser.fuse(placement, prompt, recipe, ratio, scored)
-                # Running through layer 0 again gives the same result, and allows full steps.
-                fused.ahead = None
                 await self._examiner.answer(asked, fused, answer, given, _keep(recipe, prompt), timed=False)
             return answer
 

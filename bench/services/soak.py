@@ -48,7 +48,6 @@ RECIPES = (
     ("cacheblend", 0.15),
     ("prophetkv", 0.15),
     ("prophetkv+snapkv(64)", 0.15),
-    ("prophetkv+adaptive", 0.15),
     ("prefix_cache", 0.0),
 )
 ANSWER = 8

@@ -123,7 +123,7 @@ class Engine:
             self.tp.on_lost(Unavailable(f"the GPU answers no more calls of this process: {first_line(error)}"))
 
     def step(self, parts: list[ScheduledSlice]) -> None:
-        """One forward pass for each depth at which rows leave, and one for each part that runs alone.
+        """One forward pass for each depth at which rows leave, and one for each part that is scored after layer 0.
 
         Sets results of jobs.
         """
@@ -134,9 +134,9 @@ class Engine:
                 self._advance(group)
 
     def _advance(self, parts: list[ScheduledSlice]) -> None:
-        """Runs the parts' rows through all layers, or through all remaining layers."""
+        """Runs the parts' rows through the layers."""
         step = self._assemble(parts)
-        hidden = self.tp.step(partial(forward, self._model, step.batch, parts[0].work.ahead))
+        hidden = self.tp.step(partial(forward, self._model, step.batch))
         last = {part.work: span for part, span in zip(parts, step.spans, strict=True) if part.last}
         predicted = self._predict(last, hidden)
         for work in last:
@@ -164,10 +164,8 @@ class Engine:
         """Runs a job's rows through layer 0 and scores its tokens by their states there."""
         work, step = part.work, self._assemble([part])
         assert work.shallow is not None
-        found, scores = self.tp.step(partial(work.shallow.look, self._model, step.batch))
-        # States have heads on every rank: computing layer 0 again costs less than moving the states here and back.
-        alone = self._model.ranks.count == 1
-        work.future.set_result(Result(scores=scores.cpu(), shallow=found if alone else None))
+        scores = self.tp.step(partial(work.shallow.look, self._model, step.batch))
+        work.future.set_result(Result(scores=scores.cpu()))
 
     def _assemble(self, parts: list[ScheduledSlice]) -> "_Step":
         spans: list[QuerySpan] = []
@@ -213,12 +211,12 @@ def _groups(parts: Sequence[ScheduledSlice]) -> list[list[ScheduledSlice]]:
     """Parts that run through the layers together, by the depth at which their first rows leave; others join one."""
     by_depth: dict[int | None, list[ScheduledSlice]] = {}
     for part in parts:
-        if not part.work.alone:
+        if part.work.shallow is None:
             by_depth.setdefault(part.work.depth, []).append(part)
     others = by_depth.pop(None, [])
     groups = list(by_depth.values()) or [[]]
     groups[0] = [*others, *groups[0]]
-    return [group for group in [*groups, *([part] for part in parts if part.work.alone)] if group]
+    return [group for group in [*groups, *([part] for part in parts if part.work.shallow)] if group]
 
 
 def _leaving(parts: Sequence[ScheduledSlice]) -> list[LeavingRows | None]:

@@ -103,7 +103,7 @@ class Batch:
         layer or last hidden state is used; None for all.
     leaving: of each span, in the order of their rows, its first rows that run through the first layers only, or None.
         All of them have the same depth, and all rows of the batch have slots. Empty if no rows leave.
-    states: inputs of attention by layer, for the layers to record; the last of these layers computes no attention.
+    states: inputs of attention by layer, for the layers to record in place of computing attention.
     """
 
     ids: torch.Tensor
@@ -158,8 +158,7 @@ class Batch:
         rotation = self.rotations[layer]
         if layer in self.states:
             self.states[layer] = States(query, key, value, scaling, window)
-            if layer == max(self.states):
-                return torch.zeros_like(query)
+            return torch.zeros_like(query)
         k_pool, v_pool = self.pool[layer]
         stored = slice(len(self.ids) - len(self.slots), None)
         k_pool.index_copy_(0, self.slots, key[stored])
@@ -231,31 +230,6 @@ def _moved(observer: _Observer, new: Mapping[int, QuerySpan]) -> _Observer:
     return moved
 
 
-@dataclass(frozen=True, slots=True)
-class Shallow:
-    """The states of rows after layer 0, from which some of the rows can continue.
-
-    hidden: [rows, hidden]. first, second: inputs of the attention of layer 0 and of layer 1.
-    """
-
-    hidden: torch.Tensor
-    first: States
-    second: States
-
-    def of(self, rows: torch.Tensor) -> "LayerState":
-        """The states from which the rows of these indices continue."""
-        return LayerState(self.hidden[rows], self.first.k[rows], self.first.v[rows])
-
-
-@dataclass(frozen=True, slots=True)
-class LayerState:
-    """States of rows after layer 0: hidden [rows, hidden], and k, v of layer 0 [rows, kv_heads, head_dim]."""
-
-    hidden: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-
-
 def install(model: Model) -> None:
     """Makes the model attend over the pool. Called once, at start: the model's configuration names the function.
 
@@ -288,28 +262,18 @@ def _keys(model: Model, start: int) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def forward(model: Model, batch: Batch, ahead: LayerState | None = None) -> torch.Tensor:
-    """Runs all layers over the rows; writes their KV to the pool. Returns the last hidden states [rows, hidden].
-
-    ahead: the rows' states after layer 0; None runs the rows through layer 0 too.
-    """
-    decoder, first = model.network.model, 0
-    if ahead is None:
-        rows = {"input_ids": batch.ids[None]}
-    else:
-        decoder, rows, first = _layers(decoder, slice(1, None)), {"inputs_embeds": ahead.hidden[None]}, 1
-        batch.pool[0, 0].index_copy_(0, batch.slots, ahead.k)
-        batch.pool[0, 1].index_copy_(0, batch.slots, ahead.v)
+def forward(model: Model, batch: Batch) -> torch.Tensor:
+    """Runs all layers over the rows; writes their KV to the pool. Returns the last hidden states [rows, hidden]."""
+    decoder, rows = model.network.model, {"input_ids": batch.ids[None]}
     if batch.depth is None:
         hidden = _run(decoder, rows, batch)
     else:
-        cut = batch.depth - first
-        early = _run(_layers(decoder, slice(0, cut)), rows, replace(batch, wanted=None))
+        early = _run(_layers(decoder, slice(0, batch.depth)), rows, replace(batch, wanted=None))
         kept, remaining = batch.remaining()
         hidden = torch.zeros_like(early)
         if len(kept):
             rows = {"inputs_embeds": early[None, kept]}
-            hidden[kept] = _run(_layers(decoder, slice(cut, None)), rows, remaining)
+            hidden[kept] = _run(_layers(decoder, slice(batch.depth, None)), rows, remaining)
     if model.ranks.count > 1:
         _reduce_over_ranks(batch, model.ranks)
     return hidden
@@ -330,7 +294,6 @@ def _last_layer(decoder: Any, before: torch.Tensor, batch: Batch) -> torch.Tenso
     """
     layer = decoder.layers[-1]
     number = layer.self_attn.layer_idx
-    batch.states = {number: None}
     seen, stored = _attention_inputs(decoder, layer, before, batch), slice(len(batch.ids) - len(batch.slots), None)
     batch.pool[number, 0].index_copy_(0, batch.slots, seen.k[stored])
     batch.pool[number, 1].index_copy_(0, batch.slots, seen.v[stored])
@@ -346,7 +309,9 @@ def _last_layer(decoder: Any, before: torch.Tensor, batch: Batch) -> torch.Tenso
 
 
 def _attention_inputs(decoder: Any, layer: Any, before: torch.Tensor, batch: Batch) -> States:
-    """The inputs of a layer's attention for rows [1, rows, hidden]. The layer is the last of `batch.states`."""
+    """The inputs of a layer's attention for rows [1, rows, hidden]."""
+    number = layer.self_attn.layer_idx
+    batch.states = {number: None}
     # Some models have one RoPE per type of layer, chosen by the type.
     kind = () if hasattr(decoder.rotary_emb, "inv_freq") else (layer.self_attn.layer_type,)
     layer.self_attn(
@@ -355,7 +320,7 @@ def _attention_inputs(decoder: Any, layer: Any, before: torch.Tensor, batch: Bat
         attention_mask=None,
         fusionkv_batch=batch,
     )
-    seen = batch.states[layer.self_attn.layer_idx]
+    seen = batch.states[number]
     assert seen is not None
     return seen
 
@@ -372,15 +337,15 @@ def _reduce_over_ranks(batch: Batch, ranks: Ranks) -> None:
 
 
 @torch.inference_mode()
-def shallow(model: Model, batch: Batch) -> Shallow:
-    """Runs layer 0 over the rows, and layer 1 up to its queries, keys and values. Writes layer 0's KV to the pool."""
+def shallow(model: Model, batch: Batch) -> States:
+    """Runs layer 0 over the rows, and layer 1 up to its queries, keys and values. Writes layer 0's KV to the pool.
+
+    Returns the inputs of layer 1's attention.
+    """
     decoder, place = model.network.model, batch.positions[None]
-    batch.states = {0: None, 1: None}
     first = _layers(decoder, slice(0, 1))
     hidden = first(input_ids=batch.ids[None], position_ids=place, use_cache=False, fusionkv_batch=batch)[0]
-    second, seen = _attention_inputs(decoder, decoder.layers[1], hidden, batch), batch.states[0]
-    assert seen is not None
-    return Shallow(hidden[0], seen, second)
+    return _attention_inputs(decoder, decoder.layers[1], hidden, batch)
 
 
 def _layers(decoder: Any, wanted: slice) -> Any:

@@ -1,7 +1,7 @@
 """Plans a prompt's prefill by its recipe: scores stale tokens, chooses those to recompute, lays out the segments."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ import torch
 
 from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.kv_pool import behind, lay_out
-from fusionkv.fusion_worker.compute.model_runner import LayerState, ReusedKV, Shallow
+from fusionkv.fusion_worker.compute.model_runner import ReusedKV
 from fusionkv.fusion_worker.compute.scheduler import ForwardJob, Result, ShallowProbe
 from fusionkv.fusion_worker.decode.sampling import Sampler
 from fusionkv.fusion_worker.models import Model
@@ -31,25 +31,6 @@ from fusionkv.kernels.segments import KVSegment
 from fusionkv.protos.runtime.errors import FailedPrecondition
 
 
-@dataclass(frozen=True, slots=True)
-class AdaptiveRatio:
-    """When to recompute more of the context, and how.
-
-    certain: minimum probability of the most likely next token; below it, more is recomputed. more: makes a plan of
-    the same prompt that recomputes more.
-    """
-
-    certain: float
-    more: Callable[[], "PrefillPlan"]
-
-    def doubts(self, logits: torch.Tensor) -> torch.Tensor:
-        """bool [rows], on the CPU: whether no token reaches the minimum probability.
-
-        logits: float32 [rows, vocabulary].
-        """
-        return (logits.softmax(-1).amax(-1) < self.certain).cpu()
-
-
 @dataclass(slots=True)
 class PrefillPlan:
     """Loaded parts, and the rows to compute over them: chosen tokens, link tokens, the question, and then the answer.
@@ -62,11 +43,9 @@ class PrefillPlan:
         stale: bool [system and context tokens].
         scores: float32 [system and context tokens], by which tokens were chosen; None if there was no choice.
         scored_rows: number of rows computed only for the scores.
-        ahead: the first rows after layer 0, if scoring computed them.
         depth: number of layers that chosen tokens run through; None for all layers.
         reused: with a depth, the reused KV of the chosen tokens, for the other layers.
         temper: a change of how the rows attend to the context; None for none.
-        doubt: when to recompute more; None for never.
         links: number of link tokens among the rows.
     """
 
@@ -79,11 +58,9 @@ class PrefillPlan:
     device: torch.device
     scores: torch.Tensor | None = None
     scored_rows: int = 0
-    ahead: LayerState | None = None
     depth: int | None = None
     reused: ReusedKV | None = None
     temper: Temper | None = None
-    doubt: AdaptiveRatio | None = None
     links: int = 0
     _evicted: int = 0  # number of first rows that are no longer visible as keys
 
@@ -93,7 +70,7 @@ class PrefillPlan:
 
     def evict(self, seen: tuple[KVSegment, ...]) -> None:
         """Replaces the visible keys by these and the question's; those of chosen and link tokens are hidden."""
-        self.seen, self._evicted, self.doubt = seen, len(self.chosen) + self.links, None
+        self.seen, self._evicted = seen, len(self.chosen) + self.links
 
     def visible(self) -> tuple[KVSegment, ...]:
         own = lay_out(self.positions[self._evicted :].to(self.device), behind(self.placement.fresh, self._evicted))
@@ -105,8 +82,7 @@ class PrefillPlan:
             return self
         first = int(self.positions[-1]) + 1
         positions = torch.cat([self.positions, torch.arange(first, first + len(tokens))])
-        # The new rows have not been through layer 0, so `ahead` would not cover all rows.
-        return replace(self, ids=torch.cat([self.ids, torch.tensor(tokens)]), positions=positions, ahead=None)
+        return replace(self, ids=torch.cat([self.ids, torch.tensor(tokens)]), positions=positions)
 
     def prefill(self, sampler: Sampler | None = None, logits: int = 0, votes: int = 0) -> ForwardJob:
         """The job that computes chosen tokens, link tokens and the question. Arguments are those of ForwardJob."""
@@ -117,7 +93,6 @@ class PrefillPlan:
             self.seen,
             sampler=sampler,
             logits=logits,
-            ahead=self.ahead,
             depth=self.depth,
             reused=self.reused,
             temper=self.temper,
@@ -142,14 +117,10 @@ class PrefillPlan:
 
 
 class Scored(NamedTuple):
-    """Scores of all positions before the question.
-
-    rows: number of rows computed for them. shallow: these rows' states after layer 0, if scoring computed them.
-    """
+    """Scores of all positions before the question. rows: number of rows computed for them."""
 
     scores: torch.Tensor
     rows: int
-    shallow: Shallow | None = None
 
 
 class Planner:
@@ -239,35 +210,11 @@ class Planner:
         scored: the result of `score` for the same parts; None scores them now, if the ratio leaves a choice.
         """
         stale = _stale(placement, prompt)
-        adapt = recipe.adapt if 0.0 < ratio < 1.0 else None
-        shares = (ratio,) if adapt is None else (ratio * adapt.first, ratio)
-        counts = [budget(share, prompt.context_tokens, int(stale.sum())) for share in shares]
-        if scored is None and any(0 < count < stale.sum() for count in counts):
+        stale_tokens = int(stale.sum())
+        count = budget(ratio, prompt.context_tokens, stale_tokens)
+        if scored is None and 0 < count < stale_tokens:
             assert recipe.select is not None
             (scored,) = await self.score(placement, prompt, [recipe.select])
-        first = self._plan(placement, prompt, recipe, stale, counts[0], scored)
-
-        def more() -> PrefillPlan:
-            plan = self._plan(placement, prompt, recipe, stale, counts[1], scored)
-            # The tokens are scored once for both plans.
-            plan.scored_rows = max(plan.scored_rows, first.scored_rows) + len(first.ids)
-            return plan
-
-        if adapt is not None:
-            first.doubt = AdaptiveRatio(adapt.certain, more)
-        return first
-
-    def _plan(
-        self,
-        placement: PromptLayout,
-        prompt: Prompt,
-        recipe: Recipe,
-        stale: torch.Tensor,
-        count: int,
-        scored: Scored | None,
-    ) -> PrefillPlan:
-        """The plan that recomputes `count` tokens. scored: used only if there is a choice."""
-        stale_tokens = int(stale.sum())
         if count in (0, stale_tokens):
             scored, chosen = None, stale.nonzero()[:count, 0]
         else:
@@ -296,11 +243,6 @@ class Planner:
             plan.temper = Temper(low, high, recipe.attend.temperature, recipe.attend.scale)
         if scored is not None:
             plan.scores, plan.scored_rows = scored.scores, scored.rows
-            # SnapKV's votes need every layer, and rows that continue from layer 1 skip layer 0. Link tokens have no
-            # states after layer 0.
-            can_continue = recipe.keep is None and not plan.links
-            if recipe.from_layer_1 and can_continue and scored.shallow is not None:
-                plan.ahead = _continued(scored.shallow, stale, chosen)
         return plan
 
     async def _attention(self, placement: PromptLayout, prompt: Prompt, needs: CachedAttention) -> torch.Tensor:
@@ -321,7 +263,7 @@ class Planner:
         result = await self._run(prompt, placement, rows, shallow=probe, unstored=len(context))
         assert result.scores is not None
         found = result.scores[:, : prompt.question_start]
-        return [Scored(each, len(rows), result.shallow) for each in found]
+        return [Scored(each, len(rows)) for each in found]
 
     async def _auxiliary_attention(self, prompt: Prompt) -> torch.Tensor:
         """float32 [question_start], as defined by `SecondModel`."""
@@ -354,30 +296,6 @@ class Planner:
         )
 
 
-async def step(
-    engine: Engine, plan: PrefillPlan, answer: Sequence[int], sampler: Sampler, logits: int = 0, votes: int = 0
-) -> tuple[PrefillPlan, Result]:
-    """Computes the token after `answer`; recomputes more of the context first if that token is uncertain.
-
-    answer: the tokens so far; the KV of the last one is not computed yet. logits, votes: as for `ForwardJob`. Returns
-    the plan that the token was computed with, and the result.
-    """
-
-    def job(sampler: Sampler | None, logits: int) -> ForwardJob:
-        return plan.next(answer[-1:], sampler, logits) if answer else plan.prefill(sampler, logits, votes)
-
-    if plan.doubt is None:
-        return plan, await engine.run(job(sampler, logits))
-    result = await engine.run(job(None, 1))
-    assert result.logits is not None
-    # In threads: over a large vocabulary, sampling takes 20 ms.
-    if (await asyncio.to_thread(plan.doubt.doubts, result.logits)).any():
-        plan = plan.doubt.more().behind(answer)
-        result = await engine.run(plan.prefill(None, 1, votes))
-    assert result.logits is not None
-    return plan, replace(result, token=await asyncio.to_thread(sampler.draw, result.logits[0]))
-
-
 def _stale(placement: PromptLayout, prompt: Prompt) -> torch.Tensor:
     """bool [question_start]: tokens whose reused KV differs from that of full attention."""
     stale = torch.zeros(prompt.question_start, dtype=torch.bool)
@@ -396,10 +314,3 @@ def _hidden(seen: Sequence[KVSegment], device: torch.device) -> ReusedKV:
             slots.append(segment.start + hidden)
             shifts.append(torch.full_like(hidden, segment.shift))
     return ReusedKV(torch.cat(slots).to(device), torch.cat(shifts).to(device))
-
-
-def _continued(shallow: Shallow, stale: torch.Tensor, chosen: torch.Tensor) -> LayerState:
-    """States of the chosen tokens and the question; `shallow` has those of all stale tokens and the question."""
-    row = stale.cumsum(0) - 1
-    question = torch.arange(int(stale.sum()), len(shallow.hidden))
-    return shallow.of(torch.cat([row[chosen], question]).to(shallow.hidden.device))

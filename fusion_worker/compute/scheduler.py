@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from fusionkv.fusion_worker.compute.kv_pool import SlotRange, lay_out, slots_of
-from fusionkv.fusion_worker.compute.model_runner import Batch, LayerState, LeavingRows, ReusedKV, Shallow, shallow
+from fusionkv.fusion_worker.compute.model_runner import Batch, LeavingRows, ReusedKV, shallow
 from fusionkv.fusion_worker.decode.sampling import Sampler
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.select.base import Selector
@@ -32,20 +32,18 @@ class Result:
         token: id sampled from the last row.
         logits: float32 [requested rows, vocabulary].
         scores: float32 [last position + 1], on the CPU; of a shallow probe, [selectors, last position + 1].
-        shallow: the rows after layer 0.
         votes: float32 [layers, kv_heads, last position + 1], attention of the requested rows.
     """
 
     token: int | None = None
     logits: torch.Tensor | None = None
     scores: torch.Tensor | None = None
-    shallow: Shallow | None = None
     votes: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ShallowProbe:
-    """Scores tokens by their states after layer 0, and stops there.
+    """Scores tokens by their states at layer 1, and stops there.
 
     selectors: selectors that need `FreshLayer`. starts: as in `FreshStates`.
     """
@@ -54,11 +52,11 @@ class ShallowProbe:
     starts: torch.Tensor
 
     @torch.inference_mode()
-    def look(self, model: Model, batch: Batch) -> tuple[Shallow, torch.Tensor]:
-        """The batch's single span after layer 0, and its scores, float32 [selectors, last position + 1]."""
-        (span,), found = batch.spans, shallow(model, batch)
-        fresh = FreshStates(found.second, batch.pool[1], span, model.rotations[1], self.starts, model.ranks)
-        return found, torch.stack([selector.scores(fresh) for selector in self.selectors])
+    def look(self, model: Model, batch: Batch) -> torch.Tensor:
+        """Scores of the batch's single span, float32 [selectors, last position + 1]."""
+        (span,), states = batch.spans, shallow(model, batch)
+        fresh = FreshStates(states, batch.pool[1], span, model.rotations[1], self.starts, model.ranks)
+        return torch.stack([selector.scores(fresh) for selector in self.selectors])
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +72,6 @@ class ForwardJob:
         logits: number of last rows to return logits of.
         probe: layers whose attention into each position is summed.
         shallow: scores each token after layer 0, where the rows then stop; None runs them through all layers.
-        ahead: the rows after layer 0, if they have been through it already.
         depth: number of layers that the first rows run through: as many rows as `reused` has, or all rows without it;
             None for all layers.
         reused: the KV that the first rows' slots get in the other layers. With a depth, all rows are stored.
@@ -94,7 +91,6 @@ class ForwardJob:
     logits: int = 0
     probe: frozenset[int] = frozenset()
     shallow: ShallowProbe | None = None
-    ahead: LayerState | None = None
     depth: int | None = None
     reused: ReusedKV | None = None
     temper: Temper | None = None
@@ -129,12 +125,7 @@ class ForwardJob:
 
     @property
     def splittable(self) -> bool:
-        return not (self.probe or self.shallow or self.logits > 1 or self.ahead or self.votes)
-
-    @property
-    def alone(self) -> bool:
-        """Whether it needs a forward pass of its own because its rows skip layers."""
-        return self.shallow is not None or self.ahead is not None
+        return not (self.probe or self.shallow or self.logits > 1 or self.votes)
 
     def leaving(self, start: int, stop: int) -> LeavingRows | None:
         """The first of the rows `[start, stop)` that run through the first layers only; None without a depth."""

@@ -1,7 +1,6 @@
 """Loads a prompt's parts into the pool: fetched from the cache service, or encoded here and stored there."""
 
 import asyncio
-import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -20,7 +19,6 @@ from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.correct.correction import Average, Correction
 from fusionkv.fusion_worker.load.anchors import AnchoredChunk, compressed
 from fusionkv.fusion_worker.load.lookup import CacheFault, Deadline, EntryGone, Lookups
-from fusionkv.fusion_worker.load.priority_semaphore import PrioritySemaphore
 from fusionkv.fusion_worker.load.write_back import WriteBack
 from fusionkv.fusion_worker.meters import Stages
 from fusionkv.fusion_worker.models import Model
@@ -59,8 +57,8 @@ class Loader:
         self._cache = cache
         self._fetch_timeout = min(config.fetch_timeout, config.cache_seconds)
         self._loads: dict[PooledChunk, _Load] = {}
-        self.turns = PrioritySemaphore(config.max_loads)
-        self._admitted = itertools.count()
+        # Served in order of arrival: loads start in the order in which requests are admitted.
+        self.turns = asyncio.Semaphore(config.max_loads)
         self.storage = Storage(pool, config.store, engine.tp)
         self._plain = Storage(pool, "plain", engine.tp)  # as corrections read and write the pool
         self._signer = signer = Signer(config.signing_keys) if config.signing_keys else None
@@ -207,7 +205,6 @@ class Loader:
 
         try:
             async with pool.turn:
-                number = next(self._admitted)
                 for key in dict.fromkeys(w.key for w in wanted):
                     if (found := pool.find(key)) is not None:
                         residents[key] = found
@@ -225,7 +222,7 @@ class Loader:
                         part = LoadedChunk(w, residents[w.key])
                         before = [p for p in placed if p.wanted.is_system or not w.alone]
                         placed.append(part)
-                        self._start(part, before, stages, namespace, number)
+                        self._start(part, before, stages, namespace)
                 runs = pool.reserve(fresh)
             try:
                 yield PromptLayout(tuple(placed), runs, let_go)
@@ -235,15 +232,13 @@ class Loader:
             for resident in residents.values():
                 self._unpin(resident)
 
-    def _start(
-        self, part: LoadedChunk, before: Sequence[LoadedChunk], stages: Stages, namespace: bytes, number: int
-    ) -> None:
+    def _start(self, part: LoadedChunk, before: Sequence[LoadedChunk], stages: Stages, namespace: bytes) -> None:
         """Loads a part in a separate task: other requests may wait for the part after this one has ended."""
         for p in (part, *before):
             self._pool.pin(p.resident)
         scratch = self._pool.reserve(part.wanted.scratch)
         with trace.use_span(_span(part.wanted)) as span:
-            task = asyncio.create_task(self._load(part, before, stages, namespace, number, scratch))
+            task = asyncio.create_task(self._load(part, before, stages, namespace, scratch))
         self._loads[part.resident] = _Load(task, span)
         task.add_done_callback(lambda _: self._ended(part, before, scratch))
 
@@ -272,7 +267,6 @@ class Loader:
         before: Sequence[LoadedChunk],
         stages: Stages,
         namespace: bytes,
-        number: int,
         scratch: Sequence[SlotRange],
     ) -> None:
         ready = part.resident.ready
@@ -282,7 +276,7 @@ class Loader:
                     ready.set_result(None)
                     return
                 if part.wanted.entry is not None:
-                    async with self.turns.turn(number):
+                    async with self.turns:
                         await self.fetch(part, stages)
                 else:
                     await _ready(p.resident for p in before)

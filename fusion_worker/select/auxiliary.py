@@ -1,7 +1,6 @@
 """Scores context tokens with a small auxiliary model on the CPU, while the main model's KV loads (CacheClip)."""
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,8 +21,6 @@ from fusionkv.protos.runtime import cancellation
 
 # Characters `[start, stop)` of a text.
 CharacterSpan = tuple[int, int]
-# Of chunks whose texts in the auxiliary model's tokens are kept, at 300 bytes each.
-_MOST_TOKENS = 1 << 18
 
 
 class _Retokenised(NamedTuple):
@@ -48,7 +45,6 @@ class Auxiliary:
         self._pool = KVPool.of(model.kv, size, config.page_tokens, model.device, "auxiliary_pool_bytes")
         self._engine = Engine(model, self._pool, config)
         self._loader = Loader(config, model, self._pool, self._engine, cache)
-        self._known: OrderedDict[bytes, _Retokenised] = OrderedDict()  # by the chunk's digest
 
     async def scores(self, prompt: Prompt) -> torch.Tensor:
         """float32 [question_start]: last-layer attention of the question into each context token.
@@ -59,7 +55,8 @@ class Auxiliary:
             CacheFault: the cache service failed.
             ResourceExhausted: a chunk and the question don't fit the auxiliary model's pool.
         """
-        system = (await self._retokenised(prompt.system)).ids
+        # In threads, as below: with 32,000 tokens of SmolLM2's tokenizer, it takes 0.2 s in all.
+        system = (await asyncio.to_thread(self._retokenise, prompt.system.ids)).ids
         question = (await asyncio.to_thread(self._retokenise, prompt.question)).ids
         chunks = (self._chunk(system, chunk, question, prompt.tenant) for chunk in prompt.chunks)
         scores = await cancellation.all_of(chunks)
@@ -76,7 +73,7 @@ class Auxiliary:
         self, system: tuple[int, ...], chunk: Chunk, question: tuple[int, ...], tenant: str
     ) -> torch.Tensor:
         """float32 [len(chunk)]: scores of a chunk's tokens. system, question: the auxiliary model's ids."""
-        ids, spans, own = await self._retokenised(chunk)
+        ids, spans, own = await asyncio.to_thread(self._retokenise, chunk.ids)
         if not ids or not question:
             return torch.zeros(len(chunk))
         chunk_prompt = Prompt(Chunk(system), (Chunk(ids),), question, tenant)
@@ -92,19 +89,6 @@ class Auxiliary:
         assert result.scores is not None
         own_scores = result.scores[len(system) : chunk_prompt.question_start]
         return await asyncio.to_thread(carry_over, own_scores, own, spans)
-
-    async def _retokenised(self, chunk: Chunk) -> _Retokenised:
-        """As `_retokenise`; the latest chunks are kept."""
-        known = self._known.get(chunk.digest)
-        if known is None:
-            # In threads, as all of this: with 32,000 tokens of SmolLM2's tokenizer, it takes 0.2 s in all.
-            known = self._known[chunk.digest] = await asyncio.to_thread(self._retokenise, chunk.ids)
-            held = sum(len(each.spans) for each in self._known.values())
-            while held > _MOST_TOKENS:
-                held -= len(self._known.popitem(last=False)[1].spans)
-        else:
-            self._known.move_to_end(chunk.digest)
-        return known
 
     def _retokenise(self, ids: tuple[int, ...]) -> _Retokenised:
         """Turns the main model's ids into the auxiliary model's."""

@@ -40,7 +40,7 @@ class FreshLayer:
     """A pass of all stale tokens and the question through layer 0, up to the queries, keys and values of layer 1.
 
     The selector receives `fresh_layer.FreshStates` and returns a score for every position that they cover, on the
-    model's device. The chosen tokens can continue from this pass (`Recipe.from_layer_1`).
+    model's device.
     """
 
 

@@ -167,11 +167,8 @@ class Oracle:
 
     def blocks(self, of: Sequence[int]) -> "Oracle":
         """The same model, of whose tokens those of block 0, 1, .. see their own block only; those of -1 see all."""
-        block, at = torch.tensor(of), torch.arange(len(of))
-        return self.masked(((block[:, None] == -1) | (block[:, None] == block)) & (at <= at[:, None]))
-
-    def masked(self, seen: torch.Tensor) -> "Oracle":
-        """The same model, whose tokens see those that are `seen`, bool [tokens, tokens], within a layer's window."""
+        block = torch.tensor(of)
+        seen = (block[:, None] == -1) | (block[:, None] == block)
 
         def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **more: Any) -> Any:
             return _attention(query, key, value, seen & _causal(query, key, more.get("sliding_window")), scaling)

@@ -13,10 +13,8 @@ from fusionkv.models import curriculum, network, tokenizer
 from fusionkv.models.tasks import PROMPT, sample
 from fusionkv.models.train import collate
 from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
-from tests.fusion_worker.compressed import ANCHORS, LINKS, SEGMENT, Cuts, anchored, cut, links
+from tests.fusion_worker.compressed import ANCHORS, Cuts, anchored, cut, links
 from tests.fusion_worker.oracle import CLOSE, Parts, error, oracle, random_ids
-
-NOT_WINDOWED = ["llama", "llama-yarn", "qwen3", "glm4"]
 
 
 @pytest.fixture
@@ -50,41 +48,6 @@ async def test_anchors_alone_are_seen(family: str, percent: int, each: int, spec
             ("alternative", "device", tokens if again else tokens - different)
         }
     assert error(plain.full_reuse(parts), answer.logits[0]) > 100 * CLOSE
-
-
-@pytest.mark.parametrize("kind", NOT_WINDOWED)
-@pytest.mark.parametrize(("percent", "each"), [(50, 5), (75, 0)])
-async def test_one_pass_under_an_explicit_mask(kind: str, percent: int, each: int, special: Any, parts: Any) -> None:
-    """As in training; without a system prompt, so that its distance is no matter."""
-    _, chunks, question = parts
-    chunks = [c for c in chunks if len(c) >= SEGMENT]
-    ids, positions, of, place = list[int](), list[int](), list[tuple[str, int, int]](), 0
-
-    def add(tokens: Any, first: int, *what: Any) -> int:
-        ids.extend(tokens)
-        positions.extend(range(first, first + len(tokens)))
-        of.extend([what] * len(tokens))
-        return first + len(tokens)
-
-    for number, chunk in enumerate(chunks):
-        for segment, (text, anchors) in enumerate(cut(chunk, ANCHORS[percent])):
-            add(text, place - len(text), "text", number, segment)
-            place = add(anchors, place, "anchor", number, segment)
-        place = add(LINKS[number][:each], place, "all", number, 0)
-    add(question, place, "all", len(chunks), 0)
-
-    def sees(row: int, key: int) -> bool:
-        (row_is, row_of, row_at), (key_is, key_of, key_at) = of[row], of[key]
-        if key > row:
-            return False
-        if key_is == "text":
-            return (row_of, row_at) == (key_of, key_at) and row_is in ("text", "anchor")
-        return row_is == "all" or (row_is == "anchor" and key_is == "anchor" and row_of == key_of)
-
-    seen = torch.tensor([[sees(row, key) for key in range(len(ids))] for row in range(len(ids))])
-    expected = oracle(kind).masked(seen).logits(ids, position_ids=torch.tensor([positions]), use_cache=False)
-    recipe = f"full_reuse+anchored({percent})" + f"+linked({each})" * (each > 0)
-    await (await special(kind)).ask([], chunks, question, recipe=recipe, expected=expected)
 
 
 @pytest.mark.system

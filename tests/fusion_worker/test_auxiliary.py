@@ -133,19 +133,6 @@ async def test_texts_are_turned_into_its_tokens_beside_the_event_loop(
     assert threading.current_thread() not in used
 
 
-@pytest.mark.parametrize("most", [0, 60, 1000])
-async def test_texts_in_its_tokens_are_kept_up_to_a_size(
-    most: int, start: Any, parts: Any, second: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(auxiliary, "_MOST_TOKENS", most)
-    rig, lengths = await start("llama", auxiliary=second), [len(part) for part in (parts[0], *parts[1])]
-    for recipe in ("cacheclip", "cacheclip+window"):
-        assert (await rig.ask(*parts, recipe=recipe, ratio=0.4)).ids
-    kept = [len(each.spans) for each in rig.servicer.auxiliary._known.values()]
-    assert sum(kept) <= most
-    assert sorted(kept) == sorted(lengths) if most == 1000 else len(kept) < len(lengths), "no question is kept"
-
-
 async def test_a_chunk_that_fails_ends_the_others(start: Any, parts: Any, second: Any) -> None:
     rig = await start("llama", auxiliary=second, auxiliary_pool_bytes=64 * second.kv.token_bytes)
     system, chunks, question = parts

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.encode.batch_encoder import BatchEncoder
 from fusionkv.fusion_worker.recipes import RECIPES
 from fusionkv.kernels.quantised import KINDS, quantise, restore
@@ -160,8 +159,3 @@ async def test_a_prefix_cache_takes_nothing_that_is_not_exact(store: str, cached
     await maker.encode(parts[0], parts[1][:1], parts[1][1])
     answer = await rig.ask(*asked, recipe="prefix_cache", expected=oracle("llama").full_attention(asked))
     assert answer.summary.tokens_encoded == sum(map(len, asked[1]))
-
-
-def test_an_unknown_form_is_refused() -> None:
-    with pytest.raises(ValueError, match="plain, int8, fp8"):
-        WorkerConfig(store="int4")

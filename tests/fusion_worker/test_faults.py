@@ -203,7 +203,7 @@ async def test_a_load_that_nobody_waits_for_ends(line: Line, behind: Any) -> Non
     line.down = line.stall
     loader = rig.servicer.loader
     # Nothing is fetched before both wait for it: from its first bytes on a lookup would not pass either.
-    async with loader.turns.turn(-1):
+    async with loader.turns:
         waiting = [asyncio.create_task(rig.ask(*parts)) for _ in range(2)]
         await rig.until(lambda: any(resident.pins == 3 for resident in loader._loads))
     await rig.until(lambda: bool(line.touched))
@@ -229,7 +229,7 @@ async def test_an_entry_that_is_gone_when_its_lease_has_ended_is_a_miss(
     await (await start("llama", cache=service.address)).fill(*parts)
     rig = await start("llama", cache=service.address, max_loads=1)
     loader, leases = rig.servicer.loader, rig.servicer.cache._local._leases
-    async with loader.turns.turn(-1):
+    async with loader.turns:
         waiting = asyncio.create_task(rig.ask(*parts, ratio=0.0, expected=oracle("llama").full_reuse(parts)))
         await rig.until(lambda: len(loader._loads) == 3 and time.monotonic() > max(leases.values()))
         await rig.servicer.cache.delete(namespace=rig.namespace)

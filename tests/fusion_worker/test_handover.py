@@ -180,7 +180,7 @@ async def test_an_answer_of_one_token_is_not_handed_over(reason: str, start: Any
     assert not last.summary.degraded
 
 
-@pytest.mark.parametrize("recipe", ["ape", "prophetkv+snapkv(8)", "prophetkv+adaptive(20,900)"])
+@pytest.mark.parametrize("recipe", ["ape", "prophetkv+snapkv(8)"])
 async def test_what_only_the_worker_can_decode(recipe: str, start: Any, parts: Any) -> None:
     rig = await start("llama")
     with pytest.raises(FailedPrecondition, match="only the fusion worker can decode an answer by"):

@@ -259,18 +259,22 @@ def test_an_operators_prompt_is_put_into_the_chat_template(chat: str | None) -> 
     assert template.configured("", "{passages}{question}").system == template.head
 
 
+PLACES = "{question}", "{passages}", "{question}{passages}", "{passages}{question}{question}"
+ADDRESSES = "7070", "localhost", "http://localhost:7070"
+
+
 @pytest.mark.parametrize(
-    "wrong", ["{question}", "{passages}", "{question}{passages}", "{passages}{question}{question}"]
+    ("settings", "message"),
+    [
+        *(({"prompt_template": wrong}, r"must contain \{passages\} and") for wrong in PLACES),
+        *(({"cache": address}, "cache must be host:port, unix:/path or none") for address in ADDRESSES),
+        ({"store": "int4"}, "plain, int8, fp8"),
+        ({"tensor_parallel": 2, "device": "cuda:1"}, "rank i takes GPU i"),
+    ],
 )
-def test_a_prompt_template_has_a_place_for_everything(wrong: str) -> None:
-    with pytest.raises(ValueError, match=r"must contain \{passages\} and"):
-        WorkerConfig(prompt_template=wrong)
-
-
-@pytest.mark.parametrize("address", ["7070", "localhost", "http://localhost:7070"])
-def test_an_address_of_a_cache_service_that_is_none_is_refused(address: str) -> None:
-    with pytest.raises(ValueError, match="cache must be host:port, unix:/path or none"):
-        WorkerConfig(cache=address)
+def test_settings_that_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        WorkerConfig(**settings)
 
 
 def test_a_chat_template_without_roles_gets_the_conversation_as_text() -> None:

@@ -6,7 +6,6 @@ import torch
 from fusionkv.fusion_worker.client import full_name
 from fusionkv.fusion_worker.recipes import (
     RECIPES,
-    Adaptive,
     Anchored,
     Isolated,
     SimilarityGuided,
@@ -28,7 +27,7 @@ def test_modifiers_fill_one_slot_each() -> None:
     base, made = RECIPES["fusionrag"], find("fusionrag+isolated+window(4, 2)")
     assert (base.encode, base.choose) == (SimilarityGuided(10), None)
     assert (made.encode, made.choose, made.name) == (Isolated(), Window(4, 2), "fusionrag+isolated+window(4, 2)")
-    assert (made.select, made.ratio, made.from_layer_1) == (base.select, base.ratio, base.from_layer_1)
+    assert (made.select, made.ratio) == (base.select, base.ratio)
     names = ("a3+similarity_guided", "a3+similarity_guided(3)", "fusionrag+versions")
     assert [find(name).neighbours for name in names] == [10, 3, 0]
     assert (find("cache_craft+versions").encode, find("a3+versions(16)").encode) == (Versions(3), Versions(16))
@@ -38,7 +37,6 @@ def test_modifiers_fill_one_slot_each() -> None:
     assert (find("full_reuse+anchored").ratio_for(1.0), find("kvlink+linked(1)").ratio_for(0.0)) == (1.0, 0.0)
     with pytest.raises(InvalidArgument, match=r"has the fixed ratio 0, not 0\.5: omit the ratio"):
         find("kvlink+linked(1)").ratio_for(0.5)
-    assert find("prophetkv+adaptive").adapt == Adaptive(0.4, 0.999)
     assert (find("midlayer").depth, find("a3+layers").depth, find("midlayer+layers(100)").depth) == (0.8, 0.8, 1.0)
     assert (find("a3+window").choose, find("a3+window(16)").choose) == (Window(8, 5), Window(16, 5))
 
@@ -65,9 +63,6 @@ def test_modifiers_fill_one_slot_each() -> None:
         ("full_reuse+anchored(100)", "would leave no tokens of a chunk"),
         ("prophetkv+anchored(50)", r"prophetkv recomputes tokens of the text, of which anchored\(50\) keeps none"),
         ("full_attention+window", "full_attention is full attention"),
-        ("full_reuse+adaptive", "full_reuse has a fixed ratio"),
-        ("prophetkv+adaptive(100)", "the numbers must be below 100 percent"),
-        ("prophetkv+adaptive(10,1000)", "the numbers must be below 100 percent and 1000 per mille"),
         ("a3+layers(0)", "layers takes 1 numbers"),
         ("a3+layers(101)", "the percentage is at most 100"),
         ("full_reuse+layers", "full_reuse chooses no tokens"),

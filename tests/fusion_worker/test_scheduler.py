@@ -1,6 +1,5 @@
 """Which rows a step takes, and whose turn it is: nobody starves, nobody waits for long."""
 
-import asyncio
 import random
 import threading
 from typing import Any
@@ -9,7 +8,6 @@ import pytest
 import torch
 
 from fusionkv.fusion_worker.compute.scheduler import ForwardJob, ScheduledSlice, Scheduler
-from fusionkv.fusion_worker.load.priority_semaphore import PrioritySemaphore
 
 
 def work(rows: int, **more: Any) -> ForwardJob:
@@ -84,11 +82,6 @@ def test_answers_that_are_decoded_together_share_steps(late: bool, monkeypatch: 
         assert list(step(scheduler)) == [first, *rest]
 
 
-def test_short_ones_wait_for_no_long_one() -> None:
-    short = work(40)
-    assert step(Scheduler(100, 100), *(work(10_000) for _ in range(3)), short)[short] == 40
-
-
 def test_steps_are_small_while_answers_are_streamed() -> None:
     long, scheduler = work(5000), Scheduler(1000, 100)
     assert step(scheduler, long) == {long: 1000}
@@ -149,35 +142,3 @@ def test_every_row_once_and_in_order(seed: int) -> None:
         parts = scheduler.take()
         assert parts
         finish(parts)
-
-
-async def test_turns_go_to_the_lowest_number() -> None:
-    turns, order = PrioritySemaphore(1), []
-    opened = asyncio.Event()
-
-    async def enter(number: int) -> None:
-        async with turns.turn(number):
-            order.append(number)
-            await opened.wait()
-
-    tasks = [asyncio.create_task(enter(n)) for n in (5, 9, 2, 7)]
-    await asyncio.sleep(0)
-    tasks[2].cancel()
-    await asyncio.sleep(0)
-    opened.set()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    assert order == [5, 7, 9]
-    async with asyncio.timeout(60), turns.turn(0):
-        pass
-
-
-async def test_a_turn_given_to_one_that_is_cancelled_goes_on() -> None:
-    turns = PrioritySemaphore(1)
-    async with turns.turn(0):
-        waiting = asyncio.create_task(turns.turn(1).__aenter__())
-        await asyncio.sleep(0)
-    waiting.cancel()  # it has been let in, and doesn't know yet
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    async with asyncio.timeout(60), turns.turn(2):
-        pass

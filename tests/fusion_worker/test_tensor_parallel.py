@@ -39,7 +39,7 @@ POOL = {"pool_bytes": 8 << 20, "page_tokens": 4}
 SHARED = ("glm4", "qwen3", "qwen2")
 RECIPES = {
     **{name: {"ratio": 0.4} for name in ("prophetkv", "fusionrag", "epic", "cacheblend", "kvshare", "cache_craft")},
-    **{name: {"ratio": 0.4} for name in ("a3", "a3+snapkv(12)", "prophetkv+adaptive(33,300)")},
+    **{name: {"ratio": 0.4} for name in ("a3", "a3+snapkv(12)")},
     **{name: {} for name in ("full_attention", "full_reuse", "ape", "full_reuse+snapkv(12)")},
 }
 
@@ -277,8 +277,3 @@ def test_a_family_without_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("transformers.Qwen2Config.base_model_tp_plan", None)
     with pytest.raises(FailedPrecondition, match="qwen2 can't be split over ranks: transformers has no tp_plan"):
         models.check_shareable(saved(tmp_path / "qwen2", "qwen2"), 2)
-
-
-def test_a_device_of_its_own() -> None:
-    with pytest.raises(ValueError, match="rank i takes GPU i"):
-        WorkerConfig(tensor_parallel=2, device="cuda:1")

@@ -10,7 +10,7 @@ F = FieldDescriptor
 DIGESTS = [bytes([n]) * 32 for n in range(4)]
 TEXTS = [
     *("c", "a.txt", "d.html", "text/plain", "application/pdf", "text/html", "a question?", "full_reuse", "prophetkv"),
-    *("fusionrag", "a3+adaptive", "full_reuse+window(8,5)", "prefix_cache", "../x", "x" * 300, "\0", "é\u2028"),
+    *("fusionrag", "a3+window", "full_reuse+window(8,5)", "prefix_cache", "../x", "x" * 300, "\0", "é\u2028"),
 ]  # fmt: skip
 JSON = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.sampled_from(TEXTS), st.text()),
