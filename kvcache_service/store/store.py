@@ -71,6 +71,7 @@ class Store:
         self.committing: dict[bytes, asyncio.Event] = {}
         self.loading: dict[StoredEntry, asyncio.Task[bool]] = {}
         self.prefetching: set[asyncio.Task[None]] = set()
+        self._promoting = 0  # Lookups whose entries are being promoted
         self.leases = Leases(config.max_leases, clock, self.residents.let_go)
         self._clock, self._wall = clock, wall
         self._epoch = wall() - clock()
@@ -237,7 +238,7 @@ class Store:
                 await asyncio.shield(self.loading[entry])
 
     def prefetch(self, entries: Sequence[StoredEntry], *, later: bool) -> None:
-        """Promotes a Lookup's entries in the background, unless too many Lookups are being prefetched.
+        """Promotes a Lookup's entries in the background, unless those of too many Lookups are being promoted.
 
         An entry is promoted only if a Fetch would promote it too.
 
@@ -248,11 +249,17 @@ class Store:
         async def rise() -> None:
             if later:
                 await asyncio.sleep(_LATER_SECONDS)
-            for entry in entries:
-                if entry.visible and (later or entry.leases):
-                    await self.rise(entry)
+            if self._promoting == _MAX_LOOKUPS:
+                return
+            self._promoting += 1
+            try:
+                for entry in entries:
+                    if entry.visible and (later or entry.leases):
+                        await self.rise(entry)
+            finally:
+                self._promoting -= 1
 
-        if entries and len(self.prefetching) < _MAX_LOOKUPS:
+        if entries:
             background(self.prefetching, rise())
 
     def _room_above(self, entry: StoredEntry) -> dict[Tier, Place]:

@@ -103,3 +103,16 @@ async def test_what_a_caller_reads_in_the_files_rises_later(start: Any, tmp_path
         await near.client.release(found.lease)
         await until(lambda: a in service.chunks("memory"))
         assert time.monotonic() - asked >= store._LATER_SECONDS, "the caller's own reads come first"
+
+
+async def test_what_rises_later_takes_no_place_of_other_lookups(start: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(store, "_LATER_SECONDS", 3600)
+    service = await start(memory=2 * MIB, disk=32 * MIB)
+    (a,) = await stored(service, "a")
+    async with nearby(service, tmp_path / "socket", hand_over=False) as near:
+        for _ in range(store._MAX_LOOKUPS):
+            await near.find("a")
+        await service.find("a")
+        await until(lambda: a in service.chunks("memory"))
+    for task in service.store.prefetching:
+        task.cancel()
