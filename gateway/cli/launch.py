@@ -19,7 +19,7 @@ def missing_package(command: str, error: ModuleNotFoundError) -> str:
         ModuleNotFoundError: `error`, if the module is no package that installing would add.
     """
     package = (error.name or "").partition(".")[0]
-    if not package or _installed(package):
+    if not package or package in sys.stdlib_module_names or _installed(package):
         raise error
     return f'fusionkv {command} needs {package}, which is not installed: pip install "fusionkv[all]"'
 

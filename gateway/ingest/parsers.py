@@ -56,8 +56,8 @@ class Parsers:
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
         self._free = asyncio.Semaphore(config.parsers)
-        # Documents wait in the order in which they came, but only so many of a tenant's are parsed or wait there: the
-        # others' wait behind no more of them, however many it sends.
+        # A document waits for one of its tenant's places first, of which there are fewer than parsers, and then for a
+        # parser. So it waits behind few documents of each other tenant, however many that tenant sends.
         share = max(1, config.parsers - int(config.several_tenants))
         self._shares: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(share))
         self._idle: list[Parser] = []

@@ -204,14 +204,6 @@ def positive(text: str) -> int:
     return value
 
 
-def share(text: str) -> float:
-    """Parses a flag's share, from 0 to less than 1, for argparse."""
-    value = float(text)
-    if not 0.0 <= value < 1.0:
-        raise argparse.ArgumentTypeError("must be at least 0 and less than 1")
-    return value
-
-
 def shown(field: dataclasses.Field[Any]) -> str:
     """A field's default as users write it: "1GiB", "a,b", "none"."""
     value = field.default
