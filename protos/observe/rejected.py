@@ -16,6 +16,8 @@ _rejected = metrics.get_meter(__name__).create_counter(
 )
 KINDS: Mapping[str, str] = {
     "grpc_message": "a message of a call could not be parsed",
+    "grpc_message_timeout": "the message of a call did not arrive in time",
+    "grpc_send_timeout": "a client did not read the responses of a call in time",
     "http_body": "the body of an HTTP request was malformed",
     "http_body_timeout": "the body of an HTTP request took longer than http_body_seconds",
     "http_connections": "an HTTP connection was refused: the limit http_connections is reached",
@@ -26,6 +28,7 @@ KINDS: Mapping[str, str] = {
     "http_head_timeout": "the head of an HTTP request took longer than http_head_seconds",
     "http_pipelined": "an HTTP client sent 32 or more requests without waiting for a response",
     "http_send_timeout": "an HTTP client did not read its response for http_send_seconds",
+    "tls_handshake": "a TLS handshake failed",
     "trace_headers": "a caller's trace headers were malformed or too long",
 }
 """The log message for each kind."""
@@ -35,10 +38,10 @@ _OF_HEADERS = ("opentelemetry.baggage", "opentelemetry.trace")
 _OF_DOCUMENTS = ("pypdf",)
 
 
-def note(kind: str) -> None:
-    """Counts one input of a kind in KINDS."""
+def note(kind: str, reason: str = "") -> None:
+    """Counts one input of a kind in KINDS; `reason`, for the log, holds none of the input."""
     _rejected.add(1, {"fusionkv.kind": kind})
-    _lines[kind].warning(KINDS[kind])
+    _lines[kind].warning(f"{KINDS[kind]}: {reason}" if reason else KINDS[kind])
 
 
 def attach() -> None:

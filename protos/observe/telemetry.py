@@ -9,8 +9,10 @@ names.
 import logging
 import os
 import re
-from typing import TYPE_CHECKING
-from urllib.parse import unquote
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
 
 from opentelemetry import metrics, trace
 from opentelemetry.trace import Status, StatusCode
@@ -30,6 +32,7 @@ SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 NATS = (0.0001, 0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 # Timeout for reading a scraper's request.
 _SCRAPE_SECONDS = 10.0
+_DETACH_SECONDS = 1.0
 # A header with a name that gRPC accepts and a value that the SDK accepts.
 _HEADER = re.compile(r"[0-9A-Za-z_.-]+[ \t]*=[ \t]*([\x20\x21\x23-\x2b\x2d-\x3a\x3c-\x5b\x5d-\x7e]*)")
 _PRINTABLE = re.compile(r"[\x20-\x7e]*")
@@ -61,8 +64,8 @@ def attach(service: str, scraped_at: str = "") -> None:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        tracing = TracerProvider(resource=resource)
-        tracing.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        tracing = TracerProvider(resource=resource, shutdown_on_exit=False)
+        tracing.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(channel_options=_channel("TRACES"))))
         trace.set_tracer_provider(tracing)
     if not measurements and not scraped_at:
         return
@@ -73,32 +76,40 @@ def attach(service: str, scraped_at: str = "") -> None:
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
         from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 
-        readers.append(PeriodicExportingMetricReader(OTLPMetricExporter()))
+        readers.append(PeriodicExportingMetricReader(OTLPMetricExporter(channel_options=_channel("METRICS"))))
     if scraped_at:
         readers.append(_scraped(service, scraped_at))
-    metrics.set_meter_provider(MeterProvider(readers, resource))
+    metrics.set_meter_provider(MeterProvider(readers, resource, shutdown_on_exit=False))
+
+
+def _variable(name: str) -> str:
+    return os.environ.get(name, "").strip()
+
+
+def _otlp(signal: str, name: str) -> str:
+    return _variable(f"OTEL_EXPORTER_OTLP_{signal}_{name}") or _variable(f"OTEL_EXPORTER_OTLP_{name}")
+
+
+def _channel(signal: str) -> Any:
+    """gRPC's options for the channel to the collector of TRACES or METRICS."""
+    endpoint = _otlp(signal, "ENDPOINT")
+    host = urlsplit(endpoint if "//" in endpoint else f"//{endpoint}").hostname
+    return (("grpc.enable_http_proxy", 0),) if process.is_near(host or "") else None
 
 
 def _exported(signal: str) -> bool:
     """Whether TRACES or METRICS are exported by OTLP. Raises ValueError if another exporter or protocol is set."""
-
-    def variable(name: str) -> str:
-        return os.environ.get(name, "").strip()
-
-    def otlp(name: str) -> str:
-        return variable(f"OTEL_EXPORTER_OTLP_{signal}_{name}") or variable(f"OTEL_EXPORTER_OTLP_{name}")
-
-    exporter = variable(f"OTEL_{signal}_EXPORTER") or "otlp"
-    if not otlp("ENDPOINT") or exporter == "none":
+    exporter = _variable(f"OTEL_{signal}_EXPORTER") or "otlp"
+    if not _otlp(signal, "ENDPOINT") or exporter == "none":
         return False
     if exporter != "otlp":
         raise ValueError(f"OTEL_{signal}_EXPORTER must be otlp or none, not {exporter!r}")
-    if (protocol := otlp("PROTOCOL") or "grpc") != "grpc":
+    if (protocol := _otlp(signal, "PROTOCOL") or "grpc") != "grpc":
         raise ValueError(
             f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r} for {signal.lower()}: only grpc is supported, which "
             "collectors serve on port 4317"
         )
-    if not all(map(_sendable, otlp("HEADERS").split(","))):
+    if not all(map(_sendable, _otlp(signal, "HEADERS").split(","))):
         raise ValueError(
             f"OTEL_EXPORTER_OTLP_HEADERS has an invalid header for {signal.lower()}: write name=value, the value "
             "URL-encoded (%22 for a quotation mark) and without line breaks, separated by commas"
@@ -132,11 +143,16 @@ def _scraped(service: str, address: str) -> "MetricReader":
 
 
 def detach() -> None:
-    """Sends buffered telemetry. Call it once, before the process ends."""
-    for provider in (trace.get_tracer_provider(), metrics.get_meter_provider()):
-        shutdown = getattr(provider, "shutdown", None)
-        if shutdown is not None:
-            shutdown()
+    """Sends buffered telemetry for at most a second. Call it once, before the process ends."""
+    providers = (trace.get_tracer_provider(), metrics.get_meter_provider())
+    shutdowns = [provider.shutdown for provider in providers if hasattr(provider, "shutdown")]
+    # Retries for a collector that can't be reached take 7 to 9 s.
+    threads = [threading.Thread(target=shutdown, daemon=True) for shutdown in shutdowns]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + _DETACH_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 def record_error(error: Exception) -> None:

@@ -77,6 +77,11 @@ def first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
+def printable(text: str) -> str:
+    """The text with escapes for line ends, colour codes and other characters that don't print: one line of a log."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def error_type(error: Exception) -> str:
     """The name of a service error's status, or of any other error's class."""
     return error.status.name if isinstance(error, ServiceError) else type(error).__name__

@@ -5,12 +5,15 @@ import contextlib
 import ctypes
 import errno
 import functools
+import ipaddress
 import os
 import resource
 import signal
 import socket
+import stat
+import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -20,6 +23,10 @@ _PR_SET_PDEATHSIG = 1
 # Constants of mallopt from glibc's malloc.h.
 _M_ARENA_MAX, _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -8, -1, -3
 _RETURN_SECONDS = 10.0
+_SO_PEERCRED, _UCRED = 17, struct.Struct("3i")  # pid, uid, gid
+# Linux allows 107 bytes and a zero.
+_MAX_SOCKET_PATH = 107
+_LISTEN = "0A"
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -34,6 +41,16 @@ def end_with_parent(by: signal.Signals = signal.SIGKILL, parent: int | None = No
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
         if parent is not None and os.getppid() != parent:
             raise SystemExit
+
+
+def end_when_told() -> None:
+    """Makes SIGTERM end a process that starts, also process 1 of a container. Call it first.
+
+    For process 1 the kernel drops a SIGTERM that nothing handles: a container that is stopped while its model loads
+    would serve, and be killed at the end of its grace period.
+    """
+    if os.getpid() == 1:
+        signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
 
 
 def cores(cgroup: Path = _CGROUP) -> int:
@@ -113,11 +130,46 @@ def check_files() -> None:
         ) from error
 
 
+def data_folder(path: Path, *files: str) -> None:
+    """Creates a folder for data that only this user may read, or makes it one.
+
+    What a group may write to stays open to the group. `files` are files of the service, if they exist.
+
+    Raises:
+        OSError: the folder can't be created, or a file is something else: opening a FIFO would wait for its writer.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.stat()
+    allowed = 0o770 if found.st_mode & stat.S_IWGRP else 0o700
+    if found.st_uid == os.geteuid() and found.st_mode & 0o777 & ~allowed:
+        path.chmod(stat.S_IMODE(found.st_mode) & (allowed | 0o7000))
+    for file in (path / name for name in files):
+        if file.exists() and not file.is_file():
+            raise OSError(f"{file} is not a file: remove it")
+
+
+@contextlib.contextmanager
+def private_sockets() -> Iterator[None]:
+    """Unix sockets that are bound meanwhile can't be opened by users outside of this one's group.
+
+    A umask of 002 lets the group in. Files that other threads create meanwhile are closed to others too.
+    """
+    before = os.umask(0o077)
+    os.umask(before | 0o007)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
 def check_ports(addresses: Sequence[str], flag: str) -> None:
     """Raises OSError if an address is malformed, or another program uses its port; `flag` is the flag that sets them.
 
+    Raises ValueError if the path of a unix socket can't be one.
+
     Call it before slow steps of the start: a service binds its ports only when it is ready, and may still fail then.
     """
+    check_sockets(addresses)
     for address in addresses:
         if not is_address(address):
             raise OSError(f"{flag} {address}: an address is host:port, such as 127.0.0.1:8080, or unix:/path")
@@ -140,6 +192,23 @@ def check_ports(addresses: Sequence[str], flag: str) -> None:
                 ) from error
 
 
+def check_sockets(addresses: Sequence[str]) -> None:
+    """Raises ValueError if the path of some unix:/path can't be a socket's, also if a list was split at its comma."""
+    for before, address in zip(("", *addresses), addresses, strict=False):
+        split = before.startswith("unix:") and not is_address(address.removeprefix("dns:"))
+        whole = f"{before},{address}" if split else address
+        path = whole.removeprefix("unix:")
+        if path == whole:
+            continue
+        if "," in path:  # gRPC splits addresses there, also at %2C
+            raise ValueError(f"{whole}: the path of a unix socket can't have a comma; choose another folder")
+        if (size := len(os.fsencode(path))) > _MAX_SOCKET_PATH:
+            raise ValueError(
+                f"{whole}: the path of a unix socket has at most {_MAX_SOCKET_PATH} bytes, not {size}; choose "
+                "a shorter one, which may be relative to the working folder"
+            )
+
+
 def is_address(text: str) -> bool:
     """Whether a text is host:port or unix:/path, without `http://`."""
     host, _, port = text.rpartition(":")
@@ -159,6 +228,45 @@ def listens(address: str) -> bool:
         except OSError:
             return False
         return True
+
+
+def is_ours(address: str) -> bool:
+    """Whether what listens at host:port or unix:/path on this machine belongs to this user or to root.
+
+    Linux only: elsewhere nothing does.
+    """
+    path = address.removeprefix("unix:")
+    try:
+        if path == address:
+            owners = _listeners(int(address.rpartition(":")[2]))
+        else:
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.connect(path)
+                _, uid, _ = _UCRED.unpack(probe.getsockopt(socket.SOL_SOCKET, _SO_PEERCRED, _UCRED.size))
+                owners = {uid}
+    except OSError:
+        return False
+    return bool(owners) and owners <= {os.geteuid(), 0}
+
+
+def _listeners(port: int) -> set[int]:
+    """The uids of all that listen on a TCP port, at any address."""
+    owners = set()
+    for table in filter(Path.exists, map(Path, ("/proc/net/tcp", "/proc/net/tcp6"))):
+        for line in table.read_text().splitlines()[1:]:
+            _, local, _, state, _, _, _, uid, *_ = line.split()
+            if state == _LISTEN and int(local.rpartition(":")[2], 16) == port:
+                owners.add(int(uid))
+    return owners
+
+
+def is_near(host: str) -> bool:
+    """Whether a host is this machine or has private addresses alone, as in a cluster: calls use no proxy."""
+    try:
+        found = {str(where[0]).partition("%")[0] for *_, where in socket.getaddrinfo(host, None)}
+    except (OSError, UnicodeError):
+        return False
+    return all(ipaddress.ip_address(address).is_private for address in found)
 
 
 def say(line: str, stream: TextIO) -> None:

@@ -2,37 +2,50 @@
 
 import asyncio
 import contextlib
-import inspect
+import functools
 import json
 import logging
+import shlex
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
+from urllib.parse import quote
 
 import grpc
 from google.protobuf import descriptor, message_factory
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health, health_pb2
 
 from fusionkv.protos.observe import logs, rejected, telemetry
-from fusionkv.protos.runtime import errors, process
-from fusionkv.protos.runtime.errors import InvalidArgument, ServiceError
+from fusionkv.protos.runtime import errors, fields, process
+from fusionkv.protos.runtime.admission import PROBE_PLACES, Admit, Arrivals, following, write
+from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted, ServiceError
 from fusionkv.protos.runtime.tls import ClientTLS, ServerTLS
 
 log = logging.getLogger(__name__)
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
+_SERVING, _NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+# Between two readiness checks of a service.
+_READY_SECONDS = 2.0
+# Calls that stay open without any work.
+_MAX_WATCHES, _MAX_REFLECTIONS = 256, 8
 
-# The largest message is a document being ingested. KV is sent in frames of 1 MiB.
-MAX_MESSAGE_BYTES = 64 << 20
-_OPTIONS = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-]
+# The largest request holds 128 passages with their metadata and a conversation; larger documents come in pieces, and
+# KV in frames of 1 MiB. gRPC refuses a larger message before it arrives.
+MAX_REQUEST_BYTES = 8 << 20
+# The largest response holds a model's tokenizer.
+_MAX_RESPONSE_BYTES = 64 << 20
+# Fields of a message, those of messages in it included; other limits allow far fewer. A field has at least two bytes.
+_MAX_FIELDS = 1 << 16
+_OPTIONS = [("grpc.max_send_message_length", _MAX_RESPONSE_BYTES)]
 # Seconds. A longer deadline counts as none.
 _NO_DEADLINE = 1e6
 _CLIENT_OPTIONS = [
     *_OPTIONS,
+    # Services call each other directly; gRPC would send even loopback calls to $http_proxy.
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.max_receive_message_length", _MAX_RESPONSE_BYTES),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     # Reconnect within a second; gRPC's default backoff is up to two minutes.
@@ -42,40 +55,28 @@ _CLIENT_OPTIONS = [
 # Retries of clients of the gateway: a call that fails as UNAVAILABLE before the first response is retried up to four
 # times within about three seconds, enough to connect to another gateway or to one that has just started. If half of
 # the last hundred calls failed, there are no retries. Delete is not retried: a repeated call would fail as NOT_FOUND.
-_RETRIED = ("Ingest", "Precompute", "List", "Retrieve", "Generate", "Stats")
-_RETRIES = {
-    "methodConfig": [
-        {
-            "name": [{"service": "gateway.v1.GatewayService", "method": method} for method in _RETRIED],
-            "retryPolicy": {
-                "maxAttempts": 5,
-                "initialBackoff": "0.2s",
-                "backoffMultiplier": 2,
-                "maxBackoff": "2s",
-                "retryableStatusCodes": ["UNAVAILABLE"],
-            },
-        }
-    ],
-    "retryThrottling": {"maxTokens": 100, "tokenRatio": 1},
-}
+_RETRIED = ("Ingest", "Upload", "Precompute", "List", "Retrieve", "Generate", "GetModel", "Stats")
+MAX_RETRIES = 4
 # Reconnecting to a local socket costs nothing, so a starting service is found at once.
 _LOCAL_BACKOFF = ("grpc.max_reconnect_backoff_ms", 200)
-_RETRYING_OPTIONS = [
-    *_CLIENT_OPTIONS,
-    ("grpc.service_config", json.dumps(_RETRIES)),
-    # Requests over this size are not retried; documents are the largest.
-    ("grpc.per_rpc_retry_buffer_size", MAX_MESSAGE_BYTES),
-]
 _SERVER_OPTIONS = [
     *_OPTIONS,
+    ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+    # No compression: 61 KB may hold 64 MiB.
+    ("grpc.compression_enabled_algorithms_bitset", 1),
+    # What a client may send on a stream that nothing is read from stays at 64 KiB, as for connections that are slow.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.max_concurrent_streams", 1024),
+    ("grpc.max_allowed_incoming_connections", 2048),
+    ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     # Frees what was reserved for a client whose machine vanished during a stream.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    # Calls that wait for the event loop. By default, gRPC cancels some above 1,000 and all above 3,000 without a
-    # retry delay; services refuse calls by their own limits, with a retry delay.
-    ("grpc.server.max_pending_requests", 32_768),
-    ("grpc.server.max_pending_requests_hard_limit", 65_536),
+    # Calls that wait for the event loop, each with up to 64 KiB; gRPC cancels more without a retry delay. If 32,768
+    # may wait, 20,000 calls that come at once delay others by 11 s.
+    ("grpc.server.max_pending_requests", 4096),
+    ("grpc.server.max_pending_requests_hard_limit", 4096),
     # By default, calls that wait for 30 s fail as INTERNAL. Callers' deadlines end them instead.
     ("grpc.server_max_unrequested_time_in_server", 86_400),
     # Otherwise two servers could share a port unnoticed.
@@ -88,21 +89,23 @@ Deserialiser = Callable[[bytes], Any]
 
 
 def dial(
-    address: str, *, tls: ClientTLS | None = None, traced: bool = True, name: str = "", retries: bool = False
+    address: str, *, tls: ClientTLS | None = None, traced: bool = True, name: str = "", retries: int = 0
 ) -> grpc.aio.Channel:
     """An asynchronous channel to `host:port` or `unix:/path`; unix sockets are never encrypted.
 
     Traced calls can't wait for a server's initial metadata: the interceptors wait for the end of the call.
 
-    name: name that the server's certificate must have, instead of the address. retries: whether undelivered calls of
-    a gateway are retried.
+    name: name that the server's certificate must have, instead of the address. retries: of undelivered calls of a
+    gateway.
     """
-    from opentelemetry.instrumentation.grpc import aio_client_interceptors  # blocking clients need not load it
+    # Blocking clients need not load it.
+    from opentelemetry.instrumentation.grpc import aio_client_interceptors, filters
 
-    interceptors = [*aio_client_interceptors(), _UnaryEnd(), _StreamEnd()] if traced else None
+    told = aio_client_interceptors(filter_=filters.negate(filters.health_check()))
+    interceptors = [*told, _UnaryEnd(), _StreamEnd()] if traced else None
     options = _client_options(address, retries)
     if tls is None or address.startswith("unix:"):
-        return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
+        return grpc.aio.insecure_channel(_target(address), options=options, interceptors=interceptors)
     options = [*options, *([("grpc.ssl_target_name_override", name)] if name else [])]
     return tls.channel(
         lambda credentials: grpc.aio.secure_channel(address, credentials, options=options, interceptors=interceptors)
@@ -132,19 +135,52 @@ class _StreamEnd(grpc.aio.StreamUnaryClientInterceptor):
         return await _ended(await continuation(client_call_details, request_iterator))
 
 
-def dial_sync(address: str, *, tls: ClientTLS | None = None, retries: bool = False) -> grpc.Channel:
+def dial_sync(address: str, *, tls: ClientTLS | None = None, retries: int = 0) -> grpc.Channel:
     """A blocking channel with the options of `dial`."""
     options = _client_options(address, retries)
     if tls is None or address.startswith("unix:"):
-        return grpc.insecure_channel(address, options=options)
+        return grpc.insecure_channel(_target(address), options=options)
     return tls.channel(lambda credentials: grpc.secure_channel(address, credentials, options=options))
 
 
-def _client_options(address: str, retries: bool) -> list[tuple[str, Any]]:
-    options = _RETRYING_OPTIONS if retries else _CLIENT_OPTIONS
+def _target(address: str) -> str:
+    """The address as gRPC reads it: it decodes %XX in the path of a unix socket.
+
+    Raises InvalidArgument if the path can't be a socket's.
+    """
+    path = address.removeprefix("unix:")
+    try:
+        process.check_sockets([address])
+    except ValueError as error:
+        raise InvalidArgument(str(error)) from None
+    return address if path == address else f"unix:{quote(path)}"
+
+
+def _client_options(address: str, retries: int) -> list[tuple[str, Any]]:
+    options = [*_CLIENT_OPTIONS, *(_retrying(retries) if retries else ())]
     if not address.startswith("unix:"):
         return options
     return [*(option for option in options if option[0] != _LOCAL_BACKOFF[0]), _LOCAL_BACKOFF]
+
+
+def _retrying(retries: int) -> list[tuple[str, Any]]:
+    policy = {
+        "maxAttempts": 1 + retries,
+        "initialBackoff": "0.2s",
+        "backoffMultiplier": 2,
+        "maxBackoff": "2s",
+        "retryableStatusCodes": ["UNAVAILABLE"],
+    }
+    names = [{"service": "gateway.v1.GatewayService", "method": method} for method in _RETRIED]
+    config = {
+        "methodConfig": [{"name": names, "retryPolicy": policy}],
+        "retryThrottling": {"maxTokens": 100, "tokenRatio": 1},
+    }
+    return [
+        ("grpc.service_config", json.dumps(config)),
+        # Requests over this size are not retried; documents are the largest.
+        ("grpc.per_rpc_retry_buffer_size", 64 << 20),
+    ]
 
 
 class Call(Protocol):
@@ -172,24 +208,49 @@ def handlers(
     servicer: object,
     deserialisers: Mapping[str, Deserialiser] | None = None,
     serialisers: Mapping[str, Callable[[Any], bytes]] | None = None,
+    *,
+    admit: Admit = lambda method: contextlib.nullcontext(),
+    arrivals: Arrivals | None = None,
 ) -> grpc.GenericRpcHandler:
-    """Binds a servicer's methods to a service by name, with other deserialisers and serialisers for some methods."""
+    """Binds a servicer's methods to a service by name.
+
+    Args:
+        deserialisers: used instead of protobuf's for some methods, as are `serialisers`.
+        admit: entered with a method's name before a call's message is read.
+        arrivals: where messages are read; all services share the places by default.
+    """
     table = {}
     for method in service.methods:
         request = message_factory.GetMessageClass(method.input_type)
         response = message_factory.GetMessageClass(method.output_type)
-        kind = "_".join("stream" if many else "unary" for many in (method.client_streaming, method.server_streaming))
-        table[method.name] = getattr(grpc, f"{kind}_rpc_method_handler")(
-            _with_status(getattr(servicer, method.name), method.client_streaming, method.server_streaming),
-            request_deserializer=_reader((deserialisers or {}).get(method.name, request.FromString)),
+        # Requests are read as a stream, also a single one: otherwise gRPC would read it before the method is called.
+        kind = f"stream_{'stream' if method.server_streaming else 'unary'}_rpc_method_handler"
+        called = functools.partial(_called, method, arrivals or _ARRIVALS, admit)
+        table[method.name] = getattr(grpc, kind)(
+            _with_status(getattr(servicer, method.name), called, method.server_streaming),
+            request_deserializer=_reader((deserialisers or {}).get(method.name, bounded(request))),
             response_serializer=(serialisers or {}).get(method.name, response.SerializeToString),
         )
     return grpc.method_handlers_generic_handler(service.full_name, table)
 
 
+_ARRIVALS = Arrivals()
+
+
+def bounded(kind: type[Message]) -> Deserialiser:
+    """protobuf's parser, behind a limit on fields: it blocks, and turns 8 MiB of empty messages into 500 MB."""
+
+    def parse(data: bytes) -> Message:
+        if len(data) > 2 * _MAX_FIELDS and fields.count(data, kind.DESCRIPTOR, _MAX_FIELDS) > _MAX_FIELDS:
+            raise ValueError(f"it has more than {_MAX_FIELDS} fields")
+        return kind.FromString(data)
+
+    return parse
+
+
 def _reader(parse: Deserialiser) -> Deserialiser:
     def read(data: bytes) -> Any:
-        """The message, or an error for `_readable` to raise: raised here, it would cause UNKNOWN and a traceback."""
+        """The message, or an error for `readable` to raise: raised here, it would cause UNKNOWN and a traceback."""
         try:
             return parse(data)
         except (DecodeError, ValueError) as error:
@@ -199,24 +260,30 @@ def _reader(parse: Deserialiser) -> Deserialiser:
     return read
 
 
-def _readable(request: Any) -> Any:
-    if isinstance(request, InvalidArgument):
-        raise request
-    return request
+@contextlib.asynccontextmanager
+async def _called(
+    method: descriptor.MethodDescriptor, arrivals: Arrivals, admit: Admit, context: grpc.aio.ServicerContext
+) -> AsyncIterator[Any]:
+    """Admits a call, and then reads its message; yields it, or the stream that it begins."""
+    async with admit(method.name):
+        first = await arrivals.message(context)
+        if not method.client_streaming:
+            if first is grpc.aio.EOF:
+                raise InvalidArgument("the call ended without a message")
+            yield first
+            return
+        async with contextlib.aclosing(following(first, context)) as requests:
+            yield requests
 
 
-async def _all_readable(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    async for request in requests:
-        yield _readable(request)
-
-
-def _with_status(method: Callable[..., Any], takes_stream: bool, streams: bool) -> Callable[..., Any]:
+def _with_status(method: Callable[..., Any], called: Callable[..., Any], streams: bool) -> Callable[..., Any]:
     """Turns a ServiceError into its status, and any other error into INTERNAL with a log record."""
 
     @contextlib.asynccontextmanager
-    async def reported(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+    async def reported(context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         try:
-            yield
+            async with called(context) as request:
+                yield request
         except grpc.aio.AbortError:
             raise
         except Exception as error:
@@ -226,23 +293,27 @@ def _with_status(method: Callable[..., Any], takes_stream: bool, streams: bool) 
             log.exception("unexpected error in %s", method.__qualname__)
             await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}")
 
-    readable = _all_readable if takes_stream else _readable
+    async def unary(_: object, context: grpc.aio.ServicerContext) -> Any:
+        async with reported(context) as request:
+            return await method(request, context)
 
-    async def unary(request: Any, context: grpc.aio.ServicerContext) -> Any:
-        async with reported(context):
-            return await method(readable(request), context)
+    async def stream(_: object, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        """Writes to the context, in order to limit the wait for the client, and yields nothing."""
+        async with reported(context) as request, contextlib.aclosing(method(request, context)) as responses:
+            async for response in responses:
+                await write(context, response)
+        if False:
+            yield  # makes this a generator, which the interceptors of telemetry require
 
-    async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        async with reported(context):
-            async for response in method(readable(request), context):
-                yield response
-
-    # A coroutine that streams writes its responses to the context itself.
-    return stream if streams and not inspect.iscoroutinefunction(method) else unary
+    return stream if streams else unary
 
 
 class _Health(health.aio.HealthServicer):
-    """The library's servicer lacks List, and before 1.82 its stubs lack the messages."""
+    """Answers probes without a token. The library's servicer lacks List, before 1.82 its stubs lack the messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watching = 0
 
     async def List(self, request: "health_pb2.HealthListRequest", context: object) -> "health_pb2.HealthListResponse":
         """The status of every service that Check knows."""
@@ -250,6 +321,51 @@ class _Health(health.aio.HealthServicer):
             name: health_pb2.HealthCheckResponse(status=status) for name, status in self._server_status.items()
         }
         return health_pb2.HealthListResponse(statuses=statuses)
+
+    async def follow(self, services: Iterable[str], ready: Callable[[], Awaitable[bool]]) -> None:
+        """Sets the status of services by whether they are ready, until it is cancelled."""
+        while True:
+            status = await ready()
+            for service in services:
+                await self.set(service, _SERVING if status else _NOT_SERVING)
+            await asyncio.sleep(_READY_SECONDS)
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> AsyncIterator[Any]:
+        """As the library's, for a limited number of callers."""
+        if self._watching >= _MAX_WATCHES:
+            raise ResourceExhausted(f"{self._watching} calls are watching: call Check")
+        self._watching += 1
+        try:
+            await super().Watch(request, context)
+        finally:
+            self._watching -= 1
+        if False:
+            yield
+
+
+class _Probes(Arrivals):
+    """Places for messages of the health service: a probe that finds none asks for the server, as most do."""
+
+    async def message(self, context: grpc.aio.ServicerContext) -> Any:
+        return await super().message(context) if self.free else health_pb2.HealthCheckRequest()
+
+
+class _Reflection:
+    """The library's servicer, for a limited number of callers."""
+
+    def __init__(self, servicer: Any) -> None:
+        self._servicer = servicer
+        self._callers = 0
+
+    async def ServerReflectionInfo(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        if self._callers >= _MAX_REFLECTIONS:
+            raise ResourceExhausted(f"{self._callers} calls are listing methods: try again later", retry_after=0.5)
+        self._callers += 1
+        try:
+            async for response in self._servicer.ServerReflectionInfo(requests, context):
+                yield response
+        finally:
+            self._callers -= 1
 
 
 class Beside(Protocol):
@@ -276,6 +392,7 @@ async def serve(
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     beside: Sequence[Beside] = (),
     failure: "asyncio.Future[None] | None" = None,
+    ready: Callable[[], Awaitable[bool]] | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then drains: health becomes NOT_SERVING, calls in flight get `drain_seconds`.
 
@@ -290,6 +407,8 @@ async def serve(
         interceptors: run after those of telemetry.
         failure: when it fails, health becomes NOT_SERVING, calls in flight end with UNAVAILABLE, neither callback
             runs, and its error is raised.
+        ready: whether `services` can be used now, asked every 2 s: while they can't, their health is NOT_SERVING.
+            The health of the server, which has no name, says only that it takes calls.
     """
     # Clients need not load these.
     from grpc_reflection.v1alpha import reflection, reflection_pb2
@@ -304,8 +423,9 @@ async def serve(
     described = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
     checks = _Health()
     names = [*services, health.SERVICE_NAME]
-    reflected = reflection.aio.ReflectionServicer([*names, reflection.SERVICE_NAME])
-    server.add_generic_rpc_handlers((*services.values(), handlers(_HEALTH, checks), handlers(described, reflected)))
+    reflected = _Reflection(reflection.aio.ReflectionServicer([*names, reflection.SERVICE_NAME]))
+    probes = handlers(_HEALTH, checks, arrivals=_Probes(PROBE_PLACES))
+    server.add_generic_rpc_handlers((*services.values(), probes, handlers(described, reflected)))
     bound = [_bind(server, address, credentials) for address in addresses]
     others = [(other.name, await other.start()) for other in beside]
     stop = asyncio.Event()
@@ -315,12 +435,16 @@ async def serve(
         loop.add_signal_handler(number, stop.set)
     await server.start()
     for service in ("", *names):
-        await checks.set(service, health_pb2.HealthCheckResponse.SERVING)
+        await checks.set(service, _NOT_SERVING if ready and service in services else _SERVING)
+    following = asyncio.create_task(checks.follow(services, ready)) if ready else None
     for listener, where in ((name, bound), *others):
-        process.say(f"{listener} serving on {' '.join(where)}", sys.stdout)
+        # A shell's words: the path of a unix socket may have a space.
+        process.say(f"{listener} serving on {shlex.join(where)}", sys.stdout)
     stopping = asyncio.create_task(stop.wait())
     awaited: list[asyncio.Future[Any]] = [stopping, *([failure] if failure is not None else [])]
     await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+    if following is not None:
+        following.cancel()
     if failure is not None and failure.done():
         stopping.cancel()
         await checks.enter_graceful_shutdown()
@@ -342,7 +466,8 @@ async def serve(
 def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> str:
     try:
         if credentials is None or address.startswith("unix:"):
-            port = server.add_insecure_port(address)
+            with process.private_sockets():
+                port = server.add_insecure_port(_target(address))
         else:
             port = server.add_secure_port(address, credentials)
     except RuntimeError as error:

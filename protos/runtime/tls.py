@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import grpc
 
+from fusionkv.protos.observe import rejected
 from fusionkv.protos.runtime.cancellation import background
 from fusionkv.protos.runtime.watched import BadFile, Watched, read_bytes
 
@@ -73,6 +74,7 @@ class ServerTLS:
     def _read_context(self) -> ssl.SSLContext:
         self._read()  # for its precise errors
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.sslobject_class = _Counted
         try:
             context.load_cert_chain(self.cert, self.key)
             if self.client_ca is not None:
@@ -86,6 +88,19 @@ class ServerTLS:
         own = read_identity(self.cert, self.key)
         client_ca = read_ca(self.client_ca) if self.client_ca else None
         return grpc.ssl_server_certificate_configuration([own], client_ca)
+
+
+class _Counted(ssl.SSLObject):
+    """Counts and logs failed handshakes, of which asyncio says nothing."""
+
+    def do_handshake(self) -> None:
+        try:
+            super().do_handshake()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise
+        except ssl.SSLError as error:
+            rejected.note("tls_handshake", getattr(error, "verify_message", "") or error.reason or "")
+            raise
 
 
 class _NewestContext(ssl.SSLContext):
@@ -115,7 +130,7 @@ class ClientTLS:
         """
         if (cert is None) != (key is None):
             raise ValueError("a certificate and its key must be given together")
-        self._ca, self._cert, self._key = ca, cert, key
+        self._ca, self.cert, self._key = ca, cert, key
         self._credentials = Watched([file for file in (ca, cert, key) if file is not None], self._read)
 
     @classmethod
@@ -130,9 +145,9 @@ class ClientTLS:
 
     def _read(self) -> grpc.ChannelCredentials:
         ca = read_ca(self._ca)
-        if self._cert is None or self._key is None:
+        if self.cert is None or self._key is None:
             return grpc.ssl_channel_credentials(ca)
-        return grpc.ssl_channel_credentials(ca, *read_identity(self._cert, self._key))
+        return grpc.ssl_channel_credentials(ca, *read_identity(self.cert, self._key))
 
 
 class _Renewed(contextlib.AbstractContextManager["_Renewed"], contextlib.AbstractAsyncContextManager["_Renewed"]):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
-from fusionkv.protos.observe import logs
+from fusionkv.protos.observe import handshakes, logs
 from fusionkv.protos.runtime import errors, rpc
 from fusionkv.protos.runtime.tls import ServerTLS
 
@@ -79,4 +79,6 @@ async def main(drain_seconds: float, *addresses: str) -> None:
 
 if __name__ == "__main__":
     logs.attach("test")
+    if TLS[0] in os.environ:
+        handshakes.attach()
     asyncio.run(main(float(sys.argv[1]), *sys.argv[2:]))

@@ -215,3 +215,25 @@ def test_each_bucket_leads_to_the_trace_that_it_last_had() -> None:
     histogram.record(0.05, {"fusionkv.recipe": "c"})
     assert not [place for place in scraped() if place[0] == "c"]
     provider.shutdown()
+
+
+_NATIVE = """
+import os, sys, threading
+from fusionkv.protos.observe import handshakes, logs
+logs.attach("test")
+handshakes.attach()
+for number in range(100):
+    os.write(2, b"I1 ssl_transport_security.cc:9] Handshake failed with error why\\n")
+    os.write(2, b"native %d\\n" % number)
+    print("ours", number, file=sys.stderr)
+os.close(2)
+[thread.join() for thread in threading.enumerate() if thread.name == "stderr"]
+"""
+
+
+def test_lines_of_libraries_pass_except_those_of_handshakes() -> None:
+    lines = run_python("-c", _NATIVE).stderr.splitlines()
+    for whose in ("native", "ours"):
+        assert [line for line in lines if line.startswith(whose)] == [f"{whose} {number}" for number in range(100)]
+    (failed,) = [line for line in lines if "andshake" in line]
+    assert failed.endswith("rejected: a TLS handshake failed: why")

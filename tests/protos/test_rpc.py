@@ -1,7 +1,11 @@
 """`serve`, in a process of its own: statuses, health, reflection, limits, drain."""
 
 import asyncio
+import os
+import re
+import shutil
 import signal
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -12,9 +16,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.gateway.client.client import Client
+from fusionkv.gateway.config import GatewayConfig
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.kvcache.v1 import kvcache_pb2_grpc
-from fusionkv.protos.runtime import errors, rpc
+from fusionkv.protos.runtime import errors, process, rpc
 from tests.waiting import until
 
 pytestmark = pytest.mark.system
@@ -168,9 +175,9 @@ async def test_reflection_lists_the_services(channel: Any) -> None:
 
 
 async def test_messages_over_grpcs_usual_limit_pass_and_over_ours_are_refused(channel: Any) -> None:
-    large = pb.DeleteRequest(namespace=bytes(8 << 20))
-    assert (await stub_of(channel).Delete(large)).deleted == 8 << 20
-    too_large = pb.DeleteRequest(namespace=bytes(rpc.MAX_MESSAGE_BYTES))
+    large = pb.DeleteRequest(namespace=bytes(rpc.MAX_REQUEST_BYTES - 5))
+    assert (await stub_of(channel).Delete(large)).deleted == rpc.MAX_REQUEST_BYTES - 5
+    too_large = pb.DeleteRequest(namespace=bytes(rpc.MAX_REQUEST_BYTES))
     assert (await failure(stub_of(channel).Delete(too_large))).code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
@@ -280,3 +287,52 @@ def test_a_clock_that_jumps_leaves_a_call_its_time(readings: tuple[float, float]
 
     assert rpc.time_remaining(Call()) == seconds
     assert rpc.time_remaining(None) is None
+
+
+@pytest.mark.parametrize("name", ["a b", "c%2F", "é", "100%", "a b; c%2F é"])
+async def test_a_socket_in_a_folder_of_any_name_is_reached(name: str) -> None:
+    folder = tempfile.mkdtemp(suffix=name)  # shorter than tmp_path: a socket's path has at most 107 bytes
+    address = f"unix:{folder}/s"
+    server = grpc.aio.server()
+    assert rpc._bind(server, address, None) == address
+    await server.start()
+    async with rpc.dial(address, traced=False) as channel:
+        await asyncio.wait_for(channel.channel_ready(), 5)
+    with rpc.dial_sync(address) as blocking:
+        await asyncio.to_thread(grpc.channel_ready_future(blocking).result, 5)
+    assert os.listdir(folder) == ["s"]
+    await server.stop(0)
+    shutil.rmtree(folder)
+
+
+async def test_calls_between_services_use_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    server = grpc.aio.server()
+    address = rpc._bind(server, "127.0.0.1:0", None)
+    await server.start()
+    async with rpc.dial(address, traced=False) as channel:
+        await asyncio.wait_for(channel.channel_ready(), 5)
+    await server.stop(0)
+
+
+LONG = "unix:/" + "é" * 53 + "s"
+
+
+@pytest.mark.parametrize(("address", "said"), [("unix:/a,b/s", "can't have a comma"), (LONG, "107 bytes, not 108")])
+async def test_a_socket_whose_path_can_be_none_is_refused(address: str, said: str) -> None:
+    for dial in (rpc.dial, rpc.dial_sync):
+        with pytest.raises(errors.InvalidArgument, match=said):
+            dial(address)
+    with pytest.raises(errors.InvalidArgument, match=said):
+        rpc._bind(grpc.aio.server(), address, None)
+    # As environment variables and flags give a list, which is split at commas.
+    given = address.split(",")
+    with pytest.raises(ValueError, match=re.escape(address)):
+        process.check_ports(given, "--listen")
+    for setting, kind in (({"workers": ("127.0.0.1:1", *given)}, GatewayConfig), ({"cache": address}, WorkerConfig)):
+        with pytest.raises(ValueError, match=said):
+            kind(**setting)
+    with pytest.raises(ValueError, match=said):
+        Client(address)
+    process.check_sockets([address.removesuffix("s").replace(",", ""), "dns:a:1", "127.0.0.1:1"])

@@ -1,6 +1,7 @@
 """TLS and mTLS with real certificates: who may call whom, rotation under a running server, errors at start."""
 
 import asyncio
+import contextlib
 import shutil
 import ssl
 from pathlib import Path
@@ -52,6 +53,40 @@ async def test_only_callers_that_are_trusted_and_trust_are_served(launch: Any, a
     trusted, stranger = ClientTLS(ours.ca), ClientTLS(ours.ca, *other.issue("stranger"))
     for tls in (None, *([trusted, stranger] if mutual else [ClientTLS(other.ca)])):
         await refused(server.address, tls)
+
+
+@pytest.mark.parametrize(
+    ("stranger", "reason"),
+    [("plain", "HTTP_REQUEST"), ("without a certificate", "PEER_DID_NOT_RETURN_A_CERTIFICATE")],
+)
+async def test_failed_handshakes_are_one_line_with_the_first_reason(
+    launch: Any, authority: Any, stranger: str, reason: str
+) -> None:
+    ours = authority("ours")
+    server = serve(launch, *ours.issue("server"), ours.ca)
+    before = len(server.log)
+    for _ in range(100):
+        if stranger == "plain":
+            await closed(server.address, b"GET / HTTP/1.1\r\n\r\n")
+        else:
+            await closed(server.address, tls=ssl.create_default_context(cafile=str(ours.ca)))
+    await answers_both_ways(server.address, ClientTLS(ours.ca, *ours.issue("caller")))
+    await until(lambda: "handshake failed" in server.log)
+    failed = [line for line in server.log[before:].splitlines() if "andshake failed" in line]
+    assert len(failed) == 1
+    assert reason in failed[0]
+    assert server.stop() == 0
+    assert "drained" in server.log
+
+
+async def closed(address: str, data: bytes = b"", tls: ssl.SSLContext | None = None) -> None:
+    """Connects, and waits until the server closes the connection."""
+    host, _, port = address.rpartition(":")
+    with contextlib.suppress(OSError):
+        reader, writer = await asyncio.open_connection(host, int(port), ssl=tls)
+        writer.write(data)
+        await reader.read()
+        writer.close()
 
 
 async def test_a_unix_socket_stays_plain_beside_a_port_with_tls(launch: Any, authority: Any, tmp_path: Path) -> None:
