@@ -23,7 +23,7 @@ from fusionkv.kvcache_service.tiers.base import Tier
 from fusionkv.kvcache_service.tiers.disk import SEGMENT_BYTES, DiskTier, readable_files
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.kvcache_service.tiers.sealed_disk import DiskKeys, SealedDiskTier
-from fusionkv.protos.observe import telemetry
+from fusionkv.protos.observe import handshakes, telemetry
 from fusionkv.protos.runtime import process, rpc, settings
 
 log = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ _OTHER_FILES = 48
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    process.end_when_told()
     parser = argparse.ArgumentParser(prog="fusionkv-kvcache", description=__doc__)
     parser.add_argument("--config", type=Path, metavar="PATH", help="TOML file; its table [kvcache] is read")
     settings.add_flags(parser, Config)
@@ -46,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_files(config)
         process.check_ports(config.listen, "--listen")
         telemetry.attach(NAME, config.metrics_listen)
+        if config.tls_cert:
+            handshakes.attach()
         process.keep_freed_memory()
         asyncio.run(run(config))
     except (OSError, ValueError) as error:

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from fusionkv.protos.observe import logs
+from fusionkv.protos.runtime import process
 from fusionkv.protos.runtime.cancellation import background
 from fusionkv.protos.runtime.checksum import Checksum
 
@@ -67,7 +68,8 @@ class FileServer:
         path.unlink(missing_ok=True)
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.setblocking(False)
-        self._socket.bind(str(path))
+        with process.private_sockets():
+            self._socket.bind(str(path))
         self._socket.listen()
         self._answering: set[asyncio.Task[None]] = set()
         self._accepting = asyncio.create_task(self._accept())

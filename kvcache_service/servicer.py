@@ -30,8 +30,7 @@ _TIERS = {"memory": pb.TIER_MEMORY, "disk": pb.TIER_DISK, "remote": pb.TIER_REMO
 # Lookups run on the event loop; with this limit, one takes less than a millisecond per chunk.
 _MAX_VARIANTS = 64
 _MAX_KEYS = 65536
-# Maximum wait for a message of a Put, and for the client of a Fetch to read one. Without it, a few clients that stall
-# would hold all places of max_puts and max_fetches.
+# Maximum wait for a message of a Put. Without it, a few clients that stall would hold all places of max_puts.
 _STALL_SECONDS = 30.0
 
 
@@ -92,7 +91,6 @@ class KVCacheServicer:
         return pb.LookupResponse(hits=hits, lease=lease, lease_ms=lease_ms if lease else 0, arena=self._arena)
 
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[memoryview]:
-        """Writes to the context, in order to limit the wait for the client, and yields nothing."""
         _check_digests([request.key], "the key")
         if len(request.checksum) not in (0, records.CHECKSUM_BYTES):
             raise InvalidArgument(f"the checksum has {len(request.checksum)} bytes, 16 are required")
@@ -101,13 +99,7 @@ class KVCacheServicer:
                 await self._sharing.bring(request.key)
             with self._store.pinned(request.key, request.checksum) as entry:
                 async for frame in self._store.frames(entry):
-                    try:
-                        async with asyncio.timeout(_STALL_SECONDS):
-                            await context.write(frame)
-                    except TimeoutError:
-                        raise DeadlineExceeded(f"nothing was read for {_STALL_SECONDS:g} s") from None
-        if False:
-            yield memoryview(b"")  # makes this a generator, which the interceptors of telemetry require
+                    yield frame
 
     async def Prefetch(self, request: pb.PrefetchRequest, context: grpc.aio.ServicerContext) -> pb.PrefetchResponse:
         _check_digests(request.keys, "a key")

@@ -25,6 +25,7 @@ from fusionkv.kvcache_service.index.record import Record, decode
 from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier, Unreachable
 from fusionkv.kvcache_service.tiers.disk_index import DiskIndex, sync_directory
 from fusionkv.kvcache_service.tiers.index_file import HEATS, RECORDS, IndexReader
+from fusionkv.protos.runtime.process import data_folder
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,8 @@ class DiskTier(Tier):
         super().__init__(capacity_bytes, SEGMENT_BYTES)
         self._directory = directory
         self._sync = sync
-        (directory / "segments").mkdir(parents=True, exist_ok=True)
+        data_folder(directory, "lock", "boot", "index/data.mdb")
+        (directory / "segments").mkdir(exist_ok=True)
         self._lock = _lock(directory / "lock")
         self._files: dict[tuple[int, str], int] = {}  # (segment, ending) -> file descriptor
 
@@ -106,7 +108,8 @@ class DiskTier(Tier):
         Bytes are not read, since every read verifies them, unless records overlap: then only the one whose checksum
         matches is kept. The index is read twice, at first only for the places, to bound memory.
         """
-        lengths = {int(p.stem): p.stat().st_size for p in (self._directory / "segments").glob("*.kv")}
+        files = (p for p in (self._directory / "segments").glob("*.kv") if p.stem.isdecimal() and p.is_file())
+        lengths = {int(p.stem): p.stat().st_size for p in files}
         places = (
             (offset if offset % SEGMENT_BYTES + size <= lengths.get(offset // SEGMENT_BYTES, 0) else -1, size)
             for offset, size in self._ledger.places()

@@ -247,6 +247,20 @@ def test_one_process_a_directory(filled: Filled) -> None:
     filled.reopened(filled.keys).close()
 
 
+def test_stray_files_do_not_stop_a_start_and_data_is_private(filled: Filled) -> None:
+    filled.directory.chmod(0o755)
+    for name in ("x", "segments/x", "segments/x.kv", "segments/7.kv.old"):
+        (filled.directory / name).write_text("x")
+        os.mkfifo(filled.directory / f"{name}.fifo")
+    os.mkfifo(filled.segment.with_name("000007.kv"))
+    filled.reopened(filled.keys).close()
+    assert filled.directory.stat().st_mode & 0o777 == 0o700
+    (filled.directory / "boot").unlink()
+    os.mkfifo(filled.directory / "boot")
+    with pytest.raises(OSError, match="boot is not a file: remove it"):
+        DiskTier(filled.directory, LARGE)
+
+
 @pytest.mark.parametrize("sync", [False, True])
 def test_a_crash_of_the_machine_empties_a_tier_without_sync(filled: Filled, monkeypatch: Any, sync: bool) -> None:
     tier = filled.reopened(filled.keys, sync=sync)
