@@ -9,14 +9,16 @@ from pathlib import Path
 
 from fusionkv.fusion_worker.config import WorkerConfig, cache_address, configured
 from fusionkv.fusion_worker.library import lean
-from fusionkv.protos.observe import telemetry
-from fusionkv.protos.runtime import process, rpc, settings
+from fusionkv.protos.observe import handshakes, telemetry
+from fusionkv.protos.runtime import folders, process, rpc, settings
 from fusionkv.protos.runtime.errors import ServiceError
 
 log = logging.getLogger(__name__)
 
 
 def main() -> int:
+    process.end_when_told()
+    folders.settle()
     parser = argparse.ArgumentParser(prog="fusionkv-worker", description=__doc__)
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file; its table [worker] is read")
     settings.add_flags(parser, WorkerConfig)
@@ -40,6 +42,8 @@ def main() -> int:
         process.check_files()
         process.check_ports(config.listen, "--listen")
         telemetry.attach("fusionkv-worker", config.metrics_listen)
+        if config.tls_cert or config.tls_ca:
+            handshakes.attach()
         asyncio.run(_serve(replace(config, cache=cache_address(config.cache))))
     except (settings.SettingsError, ServiceError, OSError, ValueError) as error:
         print(f"fusionkv-worker: {error}", file=sys.stderr)
@@ -63,7 +67,9 @@ async def _serve(config: WorkerConfig) -> None:
             model, tp = await ranks.lead(config)
             # On the CPU, which is idle while a GPU computes.
             auxiliary = models.load(Path(config.auxiliary), device="cpu") if config.auxiliary else None
-        model = replace(model, template=model.template.configured(config.system, config.prompt_template))
+        own = config.system, config.prompt_template
+        chat = replace(model.chat, system=own[0], prompt=own[1])
+        model = replace(model, template=model.template.configured(*own), chat=chat)
         judged = Verdict.read(config.model, model.fingerprint, auxiliary.fingerprint if auxiliary else b"")
         for line in judged.lines():
             log.info("fusionkv check: %s", line)

@@ -3,11 +3,12 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 from fusionkv.fusion_worker.client import template_error
-from fusionkv.fusion_worker.library import cache
+from fusionkv.fusion_worker.library.catalog import KNOWN
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.protos.runtime import process, settings
 from fusionkv.protos.runtime.errors import FailedPrecondition
@@ -35,10 +36,14 @@ class WorkerConfig:
         "user message within the chat template, with {passages} and {question}; empty uses the sentence `Answer the "
         "question using the passages.`, the passages, and `Question: {question}`",
     )
+    template_date: str = setting(
+        "2026-01-01",
+        "date (YYYY-MM-DD) of a chat template that states today's. Under another date, stored KV can't be used",
+    )
     listen: tuple[str, ...] = setting(("127.0.0.1:7071",), "addresses to listen on: host:port or unix:/path")
     cache: str = setting(
         "",
-        "address of the cache service; empty uses the one on this machine if it runs, `none` uses no cache service",
+        "address of the cache service; empty uses one of this user or root on this machine, `none` uses none",
     )
     device: str = setting("auto", "device to compute on: auto, cpu or cuda[:N]")
     dtype: str = setting(
@@ -62,6 +67,11 @@ class WorkerConfig:
     max_step_tokens: int = setting(4096, "maximum tokens in one forward pass; longer prefills are split", low=16)
     max_mixed_tokens: int = setting(
         512, "maximum tokens in a forward pass while other answers are being decoded, which wait for it", low=16
+    )
+    deterministic: bool = setting(
+        False,
+        "compute one request at a time in each forward pass: greedy answers are then the same alone and under load, "
+        "and fewer answers a second are decoded",
     )
     max_loads: int = setting(8, "maximum number of chunks fetched at the same time, oldest request first", low=1)
     store: str = setting(
@@ -129,8 +139,10 @@ class WorkerConfig:
             raise ValueError(f"with tensor_parallel, rank i takes GPU i: device can't be {self.device!r}")
         if self.cache not in ("", "none") and not process.is_address(self.cache):
             raise ValueError(f"cache must be host:port, unix:/path or none, not {self.cache!r}")
+        process.check_sockets([self.cache])
         if error := template_error(self.prompt_template):
             raise ValueError(error)
+        date.fromisoformat(self.template_date)
         ServerTLS.of(self.tls_cert, self.tls_key, self.tls_client_ca)
 
     @property
@@ -153,7 +165,7 @@ def configured(file: Path | None, flags: Mapping[str, Any]) -> WorkerConfig:
     config = settings.load(WorkerConfig, "worker", file=file, flags=flags)
     if config.model == _MODEL and not _MODEL.is_dir():
         # On the Hugging Face hub, a model of this name would be somebody else's.
-        if not (cache.root() / _FETCHED).is_dir():
+        if not KNOWN[_FETCHED].directory.is_dir():
             raise FailedPrecondition(
                 f"{_MODEL}, the default model, is only in a clone of the repository: start there, or run `fusionkv "
                 f"model get {_FETCHED}`, which is then the default, or set --model"
@@ -170,8 +182,12 @@ def cache_address(setting: str) -> str:
     """
     if setting:
         return "" if setting == "none" else setting
-    address = next(filter(process.listens, (f"unix:{Path('.fusionkv/run/kvcache.sock').absolute()}", _CACHE)), "")
-    if address:
+    found = filter(process.listens, (f"unix:{Path('.fusionkv/run/kvcache.sock').absolute()}", _CACHE))
+    if address := next(found, ""):
+        if not process.is_ours(address):
+            # Whoever answers lookups decides what this worker computes with.
+            log.warning("%s belongs to another user: it is not used; if it is a cache service, set --cache", address)
+            return ""
         log.info("using the cache service on this machine, at %s", address)
     else:
         log.warning(

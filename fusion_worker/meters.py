@@ -11,6 +11,7 @@ import torch
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
+from fusionkv.fusion_worker.client import recipe_label
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.prompt import ChunkSource, Prompt
 from fusionkv.fusion_worker.recipes import Recipe
@@ -101,6 +102,7 @@ class Summary:
         laid: the prompt as it lies in the pool: anchor tokens replace the text of compressed chunks.
         degraded: why the cache was not used; empty if it was.
         raised: why the ratio is higher than the requested one; empty if it is not.
+        uncorrected: why no correction was used although the request's recipe asks for one; empty otherwise.
         first_logits: float [vocabulary] of the first token, kept for answers that are compared with full attention.
     """
 
@@ -116,6 +118,7 @@ class Summary:
     generated: int = 0
     degraded: str = ""
     raised: str = ""
+    uncorrected: str = ""
     first_logits: torch.Tensor | None = None
 
     @property
@@ -131,7 +134,7 @@ class Summary:
 
 def degraded(recipe: str) -> None:
     """Counts a request that is prefilled in full because the cache failed."""
-    _degraded.add(1, {"fusionkv.recipe": recipe})
+    _degraded.add(1, {"fusionkv.recipe": recipe_label(recipe)})
 
 
 def refused(reason: str) -> None:
@@ -141,7 +144,7 @@ def refused(reason: str) -> None:
 
 def first_token(summary: Summary) -> None:
     """Records the stages and the context tokens of a request, within its span, which becomes the exemplar."""
-    attributes = {"fusionkv.recipe": summary.recipe.name}
+    attributes = {"fusionkv.recipe": recipe_label(summary.recipe.name)}
     for stage, seconds in summary.stages.seconds.items():
         if stage == "ttft":
             _ttft.record(seconds, attributes)
@@ -157,7 +160,7 @@ def answered(summary: Summary) -> None:
     """Records the mean time between two tokens at the end of an answer."""
     if summary.generated > 1:
         seconds = summary.stages.seconds["decode"] / (summary.generated - 1)
-        _per_token.record(seconds, {"fusionkv.recipe": summary.recipe.name})
+        _per_token.record(seconds, {"fusionkv.recipe": recipe_label(summary.recipe.name)})
 
 
 def observe(requests: Callable[[], tuple[int, int]], pool: KVPool) -> None:

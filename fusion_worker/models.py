@@ -1,6 +1,7 @@
 """Loads unmodified Hugging Face models, and refuses those that can't be served correctly."""
 
 import itertools
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,17 +9,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from fusionkv.fusion_worker.compute.packed_linear import computes, pack
-from fusionkv.fusion_worker.library.cache import fingerprint, name_of
-from fusionkv.fusion_worker.template import PromptTemplate
+from fusionkv.fusion_worker.library import directory as files
+from fusionkv.fusion_worker.library.cache import check_fetched, fingerprint, name_of
+from fusionkv.fusion_worker.template import DATE, ChatTemplate, PromptTemplate, beginning
 from fusionkv.kernels.segments import Rotation
-from fusionkv.protos.runtime.errors import FailedPrecondition, first_line
+from fusionkv.protos.runtime.errors import FailedPrecondition, first_line, printable
 
+log = logging.getLogger(__name__)
 # model_type -> whether RoPE pairs neighbouring channels (GLM) instead of the two halves (Llama).
 FAMILIES = {"llama": False, "mistral": False, "qwen2": False, "qwen3": False, "glm4": True, "gemma3_text": False}
 # Rotations that depend only on the position; those of `dynamic` and `longrope` also depend on the prompt's length.
@@ -31,6 +33,10 @@ _WHOLE = {"model.embed_tokens": "replicate", "lm_head": "replicate"}
 # GLM-4's own plan makes every rank gather the gate and up projections of all ranks; split like this, a rank needs
 # only its own channels.
 _GLM4 = {"model.layers.*.mlp.gate_up_proj": "packed_colwise", "model.layers.*.mlp.down_proj": "rowwise"}
+# Tokens of larger models of a family, which have no row here; in users' text they are characters.
+_UNUSED = {"gemma3_text": ("<image_soft_token>",)}
+# Tokens of the forward pass at the start.
+_PROBED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +98,7 @@ class Model:
         anchors: ids of the trained anchor tokens that follow a segment, by the percentage of tokens that they save
             (KVLink 2.4).
         fingerprint: SHA-256 over configuration, weights and tokenizer.
+        begin: control tokens that begin a prompt without the chat template.
         ranks: this process's rank among the tensor-parallel ranks.
     """
 
@@ -101,7 +108,8 @@ class Model:
     tokenizer: Tokenizer
     tokenizer_json: bytes
     template: PromptTemplate
-    bos: int | None
+    chat: ChatTemplate
+    begin: str
     ends: frozenset[int]
     rotations: tuple[Rotation, ...]
     kv: KVShape
@@ -126,7 +134,12 @@ class Model:
 
 
 def load(
-    directory: Path, device: str = "auto", dtype: str = "auto", max_tokens: int = 0, ranks: Ranks = ALONE
+    directory: Path,
+    device: str = "auto",
+    dtype: str = "auto",
+    max_tokens: int = 0,
+    ranks: Ranks = ALONE,
+    today: str = DATE,
 ) -> Model:
     """Loads a model directory, or one rank's part of it.
 
@@ -136,31 +149,92 @@ def load(
         dtype: a key of `DTYPES`, or auto for the checkpoint's dtype where the device computes in it.
         max_tokens: maximum tokens of a prompt and its answer; 0 uses the model's limit.
         ranks: this process's rank among the tensor-parallel ranks.
+        today: YYYY-MM-DD, the date that the chat template is told.
 
     Raises:
         FailedPrecondition: the directory holds no model, or one that is not supported; the message says why.
     """
+    try:
+        return _load(directory, device, dtype, max_tokens, ranks, today)
+    except FailedPrecondition as error:
+        # It quotes keys and values of the files.
+        raise FailedPrecondition(printable(str(error))) from error
+
+
+def _load(directory: Path, device: str, dtype: str, max_tokens: int, ranks: Ranks, today: str) -> Model:
     transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()  # what it would warn of is an error here
     config = configuration(directory)
     if not (directory / "tokenizer.json").is_file():
         raise FailedPrecondition(f"{directory} holds no tokenizer.json: save the model with its fast tokenizer")
-    if not any(directory.glob("*.safetensors")):
-        raise FailedPrecondition(
-            f"{directory} holds no weights in safetensors format: convert them; pickles are not loaded"
-        )
+    files.check_whole(directory)
+    for file in (directory / "tokenizer.json", *directory.glob("*.safetensors")):
+        check_fetched(file)
+    files.check_sizes(config.to_dict(), files.weights(directory), directory / "config.json")
     where = device_of(device)
     kind = DTYPES.get(dtype) if dtype != "auto" else _own_dtype(config, where)
     if kind is None:
         raise FailedPrecondition(f"unknown dtype {dtype!r}: use auto, {', '.join(DTYPES)}")
+    limit = min(config.max_position_embeddings, max_tokens or config.max_position_embeddings)
     try:
         network = _network(directory, kind, config, ranks).to(device=where).eval()
         # Not AutoTokenizer: for a qwen2 model it replaces the pre-tokeniser of tokenizer.json by the family's.
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
-    except (ValueError, OSError, KeyError, RuntimeError, SafetensorError) as error:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, trust_remote_code=False)
+        identity = fingerprint(directory) if ranks.rank == 0 else b""  # only rank 0 needs it
+        _check_added(directory, tokenizer)
+        for line in files.unused(directory) if ranks.rank == 0 else ():
+            log.info(printable(line))
+        model = wrap(name_of(directory), network, tokenizer, identity, limit, ranks, today)
+        _probe(model)
+        return model
+    except FailedPrecondition:
+        raise
+    except Exception as error:  # libraries may raise anything for values that nobody expected
         raise FailedPrecondition(f"can't load the model in {directory}: {first_line(error)}") from error
-    limit = min(config.max_position_embeddings, max_tokens or config.max_position_embeddings)
-    identity = fingerprint(directory) if ranks.rank == 0 else b""  # only rank 0 needs it
-    return wrap(name_of(directory), network, tokenizer, identity, limit, ranks)
+
+
+def _check_added(directory: Path, tokenizer: Any) -> None:
+    """Raises FailedPrecondition for a token that tokenizer_config.json gives another id than tokenizer.json."""
+    said = files.read_json(directory / "tokenizer_config.json").get("added_tokens_decoder") or {}
+    for number, token in said.items():
+        found = tokenizer.backend_tokenizer.token_to_id(token["content"])
+        if found != int(number):
+            raise FailedPrecondition(
+                f"tokenizer_config.json in {directory} gives {token['content']!r} the id {number}, and "
+                f"tokenizer.json {found}: use the files of one model"
+            )
+
+
+def _probe(model: Model) -> None:
+    """Reads all weights (13 ms for SmolLM2), and computes the beginning of a prompt once, on all ranks.
+
+    Raises:
+        FailedPrecondition: a token is not in the embedding, or the network computes numbers that are not finite.
+    """
+    known = model.tokenizer.get_vocab(with_added_tokens=True)
+    for token in model.tokenizer.get_added_tokens_decoder().values():
+        if token.special and token.content in _UNUSED.get(model.family, ()):
+            known.pop(token.content, None)
+    wrong = {token: id_ for token, id_ in known.items() if id_ >= model.vocabulary}
+    wrong |= {f"id {id_} of the end of an answer": id_ for id_ in model.ends if id_ >= model.vocabulary}
+    if wrong:
+        raise FailedPrecondition(
+            f"the embedding of {model.name} has {model.vocabulary} rows, and none for {min(wrong)!r} ({len(wrong)} "
+            "such tokens): use the tokenizer, tokenizer_config.json and generation_config.json of these weights"
+        )
+    text = model.template.system + model.template.question
+    ids = model.tokenizer.encode(text, add_special_tokens=False).ids[:_PROBED] or [0]
+    with torch.inference_mode():
+        given = torch.tensor([ids], device=model.device)
+        logits = model.network(given, use_cache=False, logits_to_keep=1).logits
+        # The pass reads few rows of an embedding, and with AVX-512 attention gives 0 for a query that is NaN.
+        bounds = [torch.stack(each.aminmax()).float() for each in (logits, *model.network.parameters())]
+        finite = torch.stack(bounds)
+    if not finite.isfinite().all():
+        wider = ", or they need --dtype bfloat16 or float32" if model.kv.dtype == torch.float16 else ""
+        raise FailedPrecondition(
+            f"the weights of {model.name} give numbers that are not finite: they are damaged{wider}"
+        )
 
 
 def check_shareable(directory: Path, count: int) -> None:
@@ -181,19 +255,19 @@ def check_shareable(directory: Path, count: int) -> None:
 
 
 def configuration(directory: Path) -> Any:
-    """Reads the transformers configuration of a model directory. Raises FailedPrecondition as `load` does."""
-    if not (directory / "config.json").is_file():
-        raise FailedPrecondition(f"{directory} holds no config.json: give the directory of a Hugging Face model")
+    """Makes the transformers configuration of a model directory. Raises FailedPrecondition as `load` does."""
+    values = files.config_values(directory, FAMILIES)
     try:
-        config = AutoConfig.from_pretrained(directory)
-    except (ValueError, OSError, KeyError) as error:
-        raise FailedPrecondition(f"can't read the configuration in {directory}: {first_line(error)}") from error
+        config = AutoConfig.for_model(**values)
+    except Exception as error:  # as in `load`
+        why = " ".join(str(error).split())  # the reason is on a later line
+        raise FailedPrecondition(f"can't read the configuration in {directory}: {why}") from error
     check_supported(config)
     return config
 
 
 def _network(directory: Path, dtype: torch.dtype, config: Any, ranks: Ranks) -> Any:
-    """The rank's network. Raises as transformers does, and FailedPrecondition when weights are missing."""
+    """The rank's network. Raises as transformers does, and FailedPrecondition unless all weights are used."""
     part = {}
     if ranks.count > 1:
         from transformers.distributed import DistributedConfig
@@ -203,15 +277,47 @@ def _network(directory: Path, dtype: torch.dtype, config: Any, ranks: Ranks) -> 
         part = {"distributed_config": DistributedConfig(tp_size=ranks.count, tp_plan=plan)}
     # Only safetensors: the older .bin files are pickles, which can run code.
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=dtype, output_loading_info=True, use_safetensors=True, **part
+        directory,
+        config=config,
+        dtype=dtype,
+        generation_config=_generation_config(directory),
+        ignore_mismatched_sizes=True,  # reported below
+        local_files_only=True,
+        output_loading_info=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        **part,
     )
     network, report = loaded
     if ranks.count > 1:
         _settle(network)
+    # transformers initialises missing tensors randomly, and ignores others.
     if missing := sorted(report["missing_keys"]):
-        # transformers initialises missing tensors randomly and only warns.
         raise FailedPrecondition(f"the weights in {directory} lack {len(missing)} tensors: {missing[0]}, ...")
+    if unexpected := sorted(report["unexpected_keys"]):
+        raise FailedPrecondition(
+            f"the weights in {directory} hold {len(unexpected)} tensors that a model of the family "
+            f"{config.model_type} does not have: {unexpected[0]}, ...; correct config.json, or remove the tensors"
+        )
+    if wrong := sorted(report["mismatched_keys"]):
+        name, found, expected = wrong[0]
+        raise FailedPrecondition(
+            f"the weights in {directory} do not fit config.json, by which {name} has the shape {list(expected)}, "
+            f"not {list(found)} ({len(wrong)} such tensors)"
+        )
+    if config.tie_word_embeddings and not network.all_tied_weights_keys:
+        raise FailedPrecondition(
+            f"by config.json in {directory} the head is tied to the embedding, but the weights hold another one: set "
+            "tie_word_embeddings to false, or remove lm_head.weight"
+        )
     return network
+
+
+def _generation_config(directory: Path) -> GenerationConfig:
+    """What generation_config.json says of the ends of an answer. The rest is up to each request."""
+    file = directory / "generation_config.json"
+    ends = files.token_ids(files.read_json(file).get("eos_token_id"), f"{file}: eos_token_id")
+    return GenerationConfig(eos_token_id=sorted(ends))
 
 
 def _settle(network: Any) -> None:
@@ -257,7 +363,15 @@ def device_of(name: str) -> torch.device:
         raise FailedPrecondition(f"can't compute on device {name!r}: {first_line(error)}") from error
 
 
-def wrap(name: str, network: Any, tokenizer: Any, fingerprint: bytes, max_tokens: int, ranks: Ranks = ALONE) -> Model:
+def wrap(
+    name: str,
+    network: Any,
+    tokenizer: Any,
+    fingerprint: bytes,
+    max_tokens: int,
+    ranks: Ranks = ALONE,
+    today: str = DATE,
+) -> Model:
     """Makes a Model of a network and a fast tokenizer in memory; packs the network's linear layers, freezes weights.
 
     network: a transformers model, already split if there are several ranks. max_tokens: maximum tokens of a prompt
@@ -266,8 +380,7 @@ def wrap(name: str, network: Any, tokenizer: Any, fingerprint: bytes, max_tokens
     check_supported(network.config)
     config = network.config
     parameter = next(network.parameters())
-    ends = getattr(network.generation_config, "eos_token_id", None) or config.eos_token_id
-    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    ends = (network.generation_config.eos_token_id, config.eos_token_id, tokenizer.eos_token_id)
     pack(network.requires_grad_(False))
     return Model(
         name=name,
@@ -275,9 +388,10 @@ def wrap(name: str, network: Any, tokenizer: Any, fingerprint: bytes, max_tokens
         network=network,
         tokenizer=tokenizer.backend_tokenizer,
         tokenizer_json=tokenizer.backend_tokenizer.to_str().encode(),
-        template=PromptTemplate.of(tokenizer),
-        bos=tokenizer.bos_token_id,
-        ends=frozenset(ends),
+        template=PromptTemplate.of(tokenizer, today=today),
+        chat=ChatTemplate(tokenizer, today=today),
+        begin=beginning(tokenizer),
+        ends=frozenset().union(*(files.token_ids(each, "eos_token_id") for each in ends)),
         rotations=_rotations(network),
         kv=KVShape.of(config, parameter.dtype, ranks.count),
         windowed=getattr(config, "sliding_window", None) is not None
@@ -337,8 +451,11 @@ def check_supported(config: Any) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     # One for all layers, or one for each layer type.
     ropes = [rope[kind] for kind in rope if kind.endswith("_attention")] or [rope]
-    for kind in (each.get("rope_type", "default") for each in ropes):
-        if kind not in ROPE_TYPES:
+    for each in ropes:
+        kind = each.get("rope_type", "default")
+        # Some longrope divides by the same factors at all lengths, such as that of a GGUF file of Llama 3.
+        same = kind == "longrope" and each.get("short_factor") == each.get("long_factor")
+        if kind not in ROPE_TYPES and not same:
             raise FailedPrecondition(
                 f"RoPE type {kind!r} is not supported, because its rotation does not depend on the position alone; "
                 f"supported types: {', '.join(ROPE_TYPES)}"

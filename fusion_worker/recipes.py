@@ -399,6 +399,11 @@ def find_recipe(name: str) -> Recipe:
     return replace(recipe, name=name)
 
 
+def uncorrected(name: str) -> str:
+    """A recipe's name without the modifier `corrected`."""
+    return "+".join(term for term in name.split("+") if term != "corrected")
+
+
 def _modified(recipe: Recipe, term: str) -> Recipe:
     match = _TERM.fullmatch(term)
     modifier = MODIFIERS.get(match[1]) if match else None

@@ -16,9 +16,10 @@ from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.compute.planner import Planner, PrefillPlan, Scored
 from fusionkv.fusion_worker.compute.scheduler import Result
 from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.correct.correction import Correction
 from fusionkv.fusion_worker.correct.corrector import Corrector
 from fusionkv.fusion_worker.decode.eviction import evict
-from fusionkv.fusion_worker.decode.sampling import Sampler, SamplingParams
+from fusionkv.fusion_worker.decode.sampling import NotFinite, Sampler, SamplingParams
 from fusionkv.fusion_worker.decode.text import TextStream
 from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.load.lookup import CacheFault
@@ -51,6 +52,9 @@ class Request:
         recipe: how the context is reused and recomputed.
         ratio: share of context tokens to recompute, 0..1.
         corpus: the chunks' origin; answer quality is tracked for each corpus separately.
+        correction: of the chunks; None if the recipe uses none.
+        uncorrected: why there is none although the request's recipe asks for one; empty otherwise.
+        learns: whether to learn a correction from the prompt.
         explained: whether to yield an Explanation of the context first, as of the first token.
     """
 
@@ -59,6 +63,9 @@ class Request:
     ratio: float
     params: SamplingParams
     corpus: str = ""
+    correction: Correction | None = None
+    uncorrected: str = ""
+    learns: bool = False
     explained: bool = False
 
 
@@ -188,7 +195,7 @@ class Answerer:
 
         Raises:
             ResourceExhausted: the queue is full, the deadline can't be met, or the prompt does not fit the pool.
-            FailedPrecondition: the model can't follow the recipe.
+            FailedPrecondition: the model can't follow the recipe, or its logits are not finite.
         """
         answer: list[int] = []
         async with self._prefilled(request, seconds_left) as prefilled:
@@ -239,7 +246,7 @@ class Answerer:
             yield summary
 
     def _learn(self, request: Request) -> None:
-        if request.recipe.encode is not None and request.recipe.encode.corrected:
+        if request.learns:
             self.corrector.offer(request.prompt, request.corpus)
 
     @asynccontextmanager
@@ -250,25 +257,40 @@ class Answerer:
         arrived = time.perf_counter()
         summary = Summary(prompt, self._loader.laid(prompt, recipe.encode), recipe, request.ratio)
         allowed = self._guard.ratio(recipe, request.corpus, request.ratio)
-        summary.ratio, summary.raised = allowed.ratio, allowed.why
+        summary.ratio, summary.raised, summary.uncorrected = allowed.ratio, allowed.why, request.uncorrected
         stages, sampler = summary.stages, Sampler(params)
         async with AsyncExitStack() as stack:
             with tracer.start_as_current_span("fusionkv.queue"), stages.clock("queue"):
                 await stack.enter_async_context(self.admission.place(seconds_left))
-            plan = await self._prepare(stack, summary, params, request.corpus)
+            held = await stack.enter_async_context(AsyncExitStack())
+            plan = await self._prepare(held, summary, params, request.correction)
+            try:
+                result = await self._first(plan, summary, sampler, params)
+            except NotFinite as error:
+                if not plan.placement.parts:
+                    raise
+                # Only reused KV may be to blame.
+                await self._loader.discard(plan.placement.parts)
+                await held.aclose()
+                self._degrade(summary, CacheFault(f"with the reused KV, {error}"))
+                plan = await self._plain(held, summary, params)
+                result = await self._first(plan, summary, sampler, params)
             stages = summary.stages  # replaced if the cache failed
-            shadowed = self._shadowed(summary, params)
-            with tracer.start_as_current_span("fusionkv.prefill") as span, stages.clock("prefill"):
-                span.set_attribute("fusionkv.rows", len(plan.ids))
-                votes = len(prompt.question) if summary.kept else 0
-                result = await self._engine.run(plan.prefill(sampler, int(shadowed), votes))
-                summary.recomputed = len(plan.chosen)
-            if shadowed and result.logits is not None:
-                summary.first_logits = result.logits[0].clone()  # not a view of all rows of the step
             stages.seconds["ttft"] = time.perf_counter() - arrived
             self.admission.first_token(stages.seconds["ttft"] - stages.seconds["queue"])
             meters.first_token(summary)
             yield _Prefilled(summary, plan, sampler, result, allowed)
+
+    async def _first(self, plan: PrefillPlan, summary: Summary, sampler: Sampler, params: SamplingParams) -> Result:
+        """Computes a plan's rows and the first token."""
+        shadowed, votes = self._shadowed(summary, params), len(summary.prompt.question) if summary.kept else 0
+        with tracer.start_as_current_span("fusionkv.prefill") as span, summary.stages.clock("prefill"):
+            span.set_attribute("fusionkv.rows", len(plan.ids))
+            result = await self._engine.run(plan.prefill(sampler, int(shadowed), votes))
+            summary.recomputed = len(plan.chosen)
+        if shadowed and result.logits is not None:
+            summary.first_logits = result.logits[0].clone()  # not a view of all rows of the step
+        return result
 
     def _shadowed(self, summary: Summary, params: SamplingParams) -> bool:
         """Whether to repeat the answer with full attention: only a greedy answer that may differ from it."""
@@ -276,7 +298,7 @@ class Answerer:
         return may_differ and params.temperature == 0.0 and self.shadow.wants()
 
     async def _prepare(
-        self, stack: AsyncExitStack, summary: Summary, params: SamplingParams, corpus: str
+        self, stack: AsyncExitStack, summary: Summary, params: SamplingParams, correction: Correction | None
     ) -> PrefillPlan:
         """Loads the context as the recipe says; plans a full prefill when the cache fails (fail open)."""
         prompt, recipe = summary.laid, summary.recipe
@@ -289,8 +311,6 @@ class Answerer:
                 links = recipe.links * len(prompt.chunks)
                 return chosen + links + len(prompt.question) + params.max_tokens + kept
 
-            corrects = recipe.encode.corrected
-            correction = await self.corrector.find(prompt.tenant, corpus) if corrects else None
             early = self._planner.score_early(prompt, recipe, summary.ratio)
             try:
                 # Frees the slots before the plain prefill waits for room: the auxiliary model may fail after loading.
@@ -300,15 +320,24 @@ class Answerer:
                     await stack.enter_async_context(held.pop_all())
                     return plan
             except CacheFault as fault:
-                _faults.warning("the cache failed; the prompt is prefilled in full", fault)
-                summary.degraded, summary.ratio = str(fault), 1.0
-                # The hits were not used: keep only the seconds.
-                summary.stages = Stages(seconds=summary.stages.seconds)
-                meters.degraded(recipe.name)
-                trace.get_current_span().set_attribute("fusionkv.degraded", str(fault))
+                self._degrade(summary, fault)
             finally:
                 if early is not None:
                     early.cancel()
+        return await self._plain(stack, summary, params)
+
+    def _degrade(self, summary: Summary, fault: CacheFault) -> None:
+        """Notes that the prompt is prefilled in full."""
+        _faults.warning("the cache failed; the prompt is prefilled in full", fault)
+        summary.degraded, summary.ratio = str(fault), 1.0
+        summary.lossless = summary.corrected = 0
+        # The hits were not used: keep only the seconds.
+        summary.stages = Stages(seconds=summary.stages.seconds)
+        meters.degraded(summary.recipe.name)
+        trace.get_current_span().set_attribute("fusionkv.degraded", str(fault))
+
+    async def _plain(self, stack: AsyncExitStack, summary: Summary, params: SamplingParams) -> PrefillPlan:
+        """Plans a full prefill without reused KV."""
         prompt = summary.prompt
         with summary.stages.clock("load"):
             placement = await stack.enter_async_context(self._loader.plain(prompt.tokens + params.max_tokens))

@@ -2,16 +2,24 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any
 
 import grpc
 
-from fusionkv.fusion_worker.client import CHECKSUM
+from fusionkv.fusion_worker.client import (
+    CHECKSUM,
+    DEFAULT,
+    full_name,
+    shorten,
+    template_values,
+)
 from fusionkv.fusion_worker.compute.engine import Engine, TPGroup
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.correct.correction import Correction
 from fusionkv.fusion_worker.decode.sampling import SamplingParams
 from fusionkv.fusion_worker.load.encoder import Encoder
 from fusionkv.fusion_worker.load.loader import Loader
@@ -19,7 +27,7 @@ from fusionkv.fusion_worker.meters import Summary
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.fusion_worker.quality.fallback import Verdict
-from fusionkv.fusion_worker.recipes import MODIFIERS, RECIPES, find_recipe
+from fusionkv.fusion_worker.recipes import MODIFIERS, RECIPES, Recipe, find_recipe, uncorrected
 from fusionkv.fusion_worker.request import Answerer, Request
 from fusionkv.fusion_worker.select.auxiliary import Auxiliary
 from fusionkv.fusion_worker.transfer.handover import HANDLE_BYTES
@@ -29,13 +37,17 @@ from fusionkv.protos.answer.v1 import answer_pb2
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime import frames, rpc
 from fusionkv.protos.runtime.checksum import Checksum
-from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
+from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
 
 SERVICE = pb.DESCRIPTOR.services_by_name["FusionService"]
 _MAX_LABEL = _MAX_RECIPE = 256
 # The cache service's limit in a lookup.
 _MAX_VARIANTS = 64
+# A page of a listing.
+_MAX_CORPORA = 1000
 _MAX_REASON = 512  # characters
+# Renderings of chat templates that run or wait, one after another.
+_MAX_RENDERINGS = 16
 
 
 def handler(servicer: "FusionServicer") -> grpc.GenericRpcHandler:
@@ -64,6 +76,9 @@ class FusionServicer:
         self.auxiliary = Auxiliary(config, model, auxiliary, self.cache) if auxiliary is not None else None
         self.answerer = Answerer(config, model, self.pool, self.engine, self.loader, self.auxiliary)
         self._encoder = Encoder(self.loader)
+        # Not a thread of those that all share: templates may wait for each other.
+        self._renderer = ThreadPoolExecutor(1, "render")
+        self._renderings = 0
 
     async def settle(self) -> None:
         """Waits until all corrections are learned, all loads have ended, and all chunks are stored or dropped."""
@@ -78,6 +93,7 @@ class FusionServicer:
         await self.answerer.corrector.close()
         await self.loader.close()
         self.engine.close()
+        self._renderer.shutdown(wait=False, cancel_futures=True)
         if self.auxiliary is not None:
             await self.auxiliary.close()
         if self.cache is not None:
@@ -92,7 +108,6 @@ class FusionServicer:
             fingerprint=model.fingerprint,
             tokenizer_json=model.tokenizer_json,
             template=pb.PromptTemplate(**asdict(template)),
-            bos_token=model.bos,
             max_tokens=model.max_tokens,
             kv_bytes_per_token=model.token_bytes,
             recipes=[
@@ -113,10 +128,27 @@ class FusionServicer:
             device=str(model.device),
             dtype=str(model.kv.dtype).removeprefix("torch."),
             verdicts=self._verdicts(),
+            template_variables=sorted(model.chat.variables),
+            default_recipe=self._verdict.default.choice.recipe,
+            default_meaning=str(self._verdict.default),
+            max_new_tokens=self._config.max_new_tokens,
         )
 
+    async def RenderTemplate(self, request: pb.RenderTemplateRequest, context: Any) -> pb.RenderTemplateResponse:
+        self._check_model(request.model_fingerprint)
+        values = template_values(request.chat_template_kwargs)
+        if self._renderings >= _MAX_RENDERINGS:
+            raise ResourceExhausted("too many chat templates are being rendered: try again later", retry_after=1.0)
+        self._renderings += 1
+        try:
+            rendering = asyncio.get_running_loop().run_in_executor(self._renderer, self._model.chat.rendered, values)
+            template = await rendering
+        finally:
+            self._renderings -= 1
+        return pb.RenderTemplateResponse(template=pb.PromptTemplate(**asdict(template)))
+
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
-        checked, replaced = self._checked(request)
+        checked, replaced = await self._checked(request)
         async with aclosing(self.answerer.answer(checked, rpc.time_remaining(context))) as events:
             async for event in events:
                 if isinstance(event, answer_pb2.Token):
@@ -125,7 +157,7 @@ class FusionServicer:
                     yield pb.GenerateResponse(**self._about(event, replaced))
 
     async def Prefill(self, request: pb.PrefillRequest, context: Any) -> AsyncIterator[pb.PrefillResponse]:
-        checked, replaced = self._checked(request.prompt)
+        checked, replaced = await self._checked(request.prompt)
         async with aclosing(self.answerer.prefill(checked, rpc.time_remaining(context))) as events:
             async for event in events:
                 if isinstance(event, pb.FirstToken):
@@ -161,30 +193,56 @@ class FusionServicer:
         event.verdicts.extend(self._verdicts())
         return {"explanation": event}
 
-    def _checked(self, request: pb.GenerateRequest) -> tuple[Request, str]:
+    async def _checked(self, request: pb.GenerateRequest) -> tuple[Request, str]:
         """Validates a request. Also returns why another recipe than the requested one is used, or an empty text."""
         if len(request.recipe) > _MAX_RECIPE:
             raise InvalidArgument(f"the recipe's name is longer than {_MAX_RECIPE} characters")
-        recipe = find_recipe(request.recipe)
-        ratio = recipe.ratio_for(request.ratio if request.HasField("ratio") else None)
+        corpus = self._label(request.corpus, "corpus")
+        tenant = self._label(request.tenant, "tenant")
+        default = self._verdict.default
+        asked = find_recipe(request.recipe and full_name(request.recipe, default.choice.recipe))
+        recipe, correction, lacking = await self._corrected(request.recipe, asked, tenant, corpus)
+        given = request.ratio if request.HasField("ratio") else None
+        if given is None and request.recipe.partition("+")[0] == DEFAULT:
+            given = (default.choice if recipe is asked else default.uncorrected).ratio
+        ratio = recipe.ratio_for(given)
         if replaced := self._verdict.unsafe(recipe, ratio):
-            recipe, ratio = RECIPES["prefix_cache"], 0.0
+            recipe, ratio, correction = RECIPES["prefix_cache"], 0.0, None
         self._check_model(request.model_fingerprint)
         chunks = tuple(self._chunk(c.ids, f"chunk {i}", c.variants) for i, c in enumerate(request.chunks))
         if not request.question.ids:
             raise InvalidArgument("the question is empty")
         question = self._tokens(request.question.ids, "the question")
         system = Chunk(self._tokens(request.system.ids, "the system prompt"))
-        prompt = Prompt(system, chunks, question, self._label(request.tenant, "tenant"))
+        prompt = Prompt(system, chunks, question, tenant)
         tokens = prompt.tokens + recipe.links * len(chunks)
         params = self._sampling(request.sampling, self._model.max_tokens - tokens)
         if tokens + params.max_tokens > self._model.max_tokens:
             raise InvalidArgument(
                 f"a prompt of {tokens} tokens and an answer of {params.max_tokens} exceed the model's limit of "
-                f"{self._model.max_tokens} together"
+                f"{self._model.max_tokens} together by {tokens + params.max_tokens - self._model.max_tokens}: "
+                f"{shorten(tokens, params.max_tokens, self._model.max_tokens, sum(map(len, chunks)))}"
             )
-        corpus = self._label(request.corpus, "corpus")
-        return Request(prompt, recipe, ratio, params, corpus, request.explain), replaced
+        learns = asked.encode is not None and asked.encode.corrected and not self._verdict.unsafe(asked, ratio)
+        about: dict[str, Any] = {
+            "correction": correction,
+            "uncorrected": lacking,
+            "learns": learns,
+            "explained": request.explain,
+        }
+        return Request(prompt, recipe, ratio, params, corpus, **about), replaced
+
+    async def _corrected(
+        self, name: str, asked: Recipe, tenant: str, corpus: str
+    ) -> tuple[Recipe, Correction | None, str]:
+        """The recipe that is followed, with its correction, or why there is none although it was asked for."""
+        corrector = self.answerer.corrector
+        if asked.encode is None or not asked.encode.corrected:
+            return asked, None, ""
+        if (correction := await corrector.find(tenant, corpus)) is not None:
+            return asked, correction, ""
+        recipe = find_recipe(uncorrected(full_name(name, self._verdict.default.uncorrected.recipe)))
+        return recipe, None, await corrector.state(tenant, corpus)
 
     async def Encode(self, request: pb.EncodeRequest, context: Any) -> pb.EncodeResponse:
         self._check_model(request.model_fingerprint)
@@ -208,6 +266,13 @@ class FusionServicer:
             key=encoded.key, variant=encoded.variant, existed=encoded.existed, tokens=len(chunks[-1])
         )
 
+    async def GetCorrections(self, request: pb.GetCorrectionsRequest, context: Any) -> pb.GetCorrectionsResponse:
+        if len(request.corpora) > _MAX_CORPORA:
+            raise InvalidArgument(f"{len(request.corpora)} corpora are more than {_MAX_CORPORA}")
+        corpora = [self._label(corpus, "corpus") for corpus in request.corpora]
+        tenant = self._label(request.tenant, "tenant")
+        return pb.GetCorrectionsResponse(states=await self.answerer.corrector.states(tenant, corpora))
+
     async def _correction(self, sample: Prompt, corpus: str) -> pb.EncodeResponse:
         corrector = self.answerer.corrector
         if await corrector.learned(sample.tenant, corpus):
@@ -225,7 +290,7 @@ class FusionServicer:
         return pb.EncodeResponse()
 
     def _verdicts(self) -> list[answer_pb2.Verdict]:
-        judged = self._verdict.recipes.items()
+        judged = self._verdict.judged
         return [answer_pb2.Verdict(recipe=name, ratio=j.ratio, verdict=j.verdict, why=j.why) for name, j in judged]
 
     def _check_model(self, fingerprint: bytes) -> None:
@@ -302,4 +367,5 @@ def _summary(summary: Summary, replaced: str) -> answer_pb2.Summary:
         ratio_raised=summary.raised,
         entries_rejected=stages.rejected,
         recipe_replaced=replaced,
+        uncorrected_reason=summary.uncorrected,
     )

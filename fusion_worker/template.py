@@ -1,12 +1,25 @@
 """The prompt template: the system prompt, and the text around each chunk and the question."""
 
+import inspect
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import meta
+from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from fusionkv.protos.runtime.errors import FailedPrecondition
+from fusionkv.fusion_worker.client import unknown_variable
+from fusionkv.fusion_worker.rendering import RENDERER, Conversation, Source, bounded
+from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
 
+log = logging.getLogger(__name__)
+
+# The date of a chat template that states today's, unless the operator sets another.
+DATE = "2026-01-01"
+# Seconds of processor time for a chat template: at the start, and with a request's values.
+_SECONDS, _REQUEST_SECONDS = 5, 1
 INSTRUCTION = "Answer the question using the passages."
 _CONTEXT, _QUESTION, _SYSTEM, _ANSWER, _NEXT = (
     f"\x00{mark}\x00" for mark in ("context", "question", "system", "answer", "next")
@@ -25,8 +38,8 @@ class PromptTemplate:
         question: holds `{question}` once.
         own_system: text around a system prompt that a request brings, which replaces `system`; holds `{system}` once.
         turn: text between two user messages of a conversation; holds `{answer}` once.
-        head, tail: what the chat template puts before and after a user message; empty without a chat template. `head`
-            includes a system prompt that the operator has set.
+        head, tail: what the chat template puts before and after a user message; without a chat template, `head` is
+            what begins a prompt. It includes a system prompt that the operator has set.
         around_system: `own_system` without the beginning of the operator's user message.
     """
 
@@ -40,29 +53,58 @@ class PromptTemplate:
     around_system: str = ""
 
     @classmethod
-    def of(cls, tokenizer: Any) -> "PromptTemplate":
+    def of(cls, tokenizer: Any, today: str = DATE) -> "PromptTemplate":
         """The template of a tokenizer: split from its chat template if it has one, plain text otherwise.
 
-        The chat template is rendered with marks in place of passages and question, and split at the marks. The
-        begin-of-sequence token is removed: the gateway adds it to the prompt.
+        The chat template is rendered with marks in place of passages and question, and split at the marks, in a fork
+        of this process (`rendering.bounded`). A prompt begins with the begin-of-sequence token where transformers'
+        does: where the chat template writes it, or without one, where the tokenizer's post-processor puts it.
+
+        Args:
+            today: YYYY-MM-DD, the date that the chat template is told.
 
         Raises:
-            FailedPrecondition: the chat template fails, or does not render a message exactly once.
+            FailedPrecondition: the chat template fails, takes too much time, memory or text, renders differently each
+                time, or does not render a message exactly once.
         """
         if not getattr(tokenizer, "chat_template", None):
-            around = "{system}\n"
+            begin = beginning(tokenizer)
+            around = f"{begin}{{system}}\n"
             question = "Question: {question}\nAnswer:"
-            return cls(f"{INSTRUCTION}\n", "{text}\n", question, around, _TURN, around_system=around)
+            return cls(f"{begin}{INSTRUCTION}\n", "{text}\n", question, around, _TURN, begin, around_system=around)
+        asked = _conversations({}, today)
         try:
-            system, before, after = _cut(tokenizer, [f"{INSTRUCTION}\n\n{_ASKED}"], _CONTEXT, _QUESTION)
-            head = system[: system.index(INSTRUCTION)]
-        except (ValueError, TypeError, TemplateError) as error:
+            # The first one again, and once more on another day.
+            more = [asked[0], asked[0]._replace(today="1999-12-31")]
+            *rendered, again, other_day = bounded(Source.of(tokenizer), [*asked, *more], _SECONDS)
+            if rendered[0] != again:
+                raise ValueError("renders differently each time")
+            template = cls._split(rendered)
+        except ValueError as error:
             raise FailedPrecondition(
-                f"the tokenizer's chat template can't render a single user message ({error}): correct it, or remove "
-                "it to use plain text"
+                f"the tokenizer's chat template {error}: correct it, or remove it to use plain text"
             ) from error
-        own_system = _own_system(tokenizer, [before, after]) or f"{head}{{system}}\n\n"
-        turn = _turn(tokenizer, [before, after]) or _TURN
+        if other_day != again:
+            log.warning(
+                "the chat template states the date, and is told that it is %s each day: with another date, no stored "
+                "KV could be used. Set it by --template-date",
+                today,
+            )
+        return template
+
+    @classmethod
+    def _split(cls, rendered: Sequence[Mapping[str, str]]) -> "PromptTemplate":
+        """The template from what was rendered of `_conversations`. Raises ValueError, which says what is wrong."""
+        asked, own, talked = rendered
+        try:
+            if asked["error"]:
+                raise ValueError(asked["error"])
+            system, before, after = _cut(asked["text"], _CONTEXT, _QUESTION)
+            head = system[: system.index(INSTRUCTION)]
+        except ValueError as error:
+            raise ValueError(f"can't render a single user message ({error})") from error
+        own_system = _own_system(own["text"], [before, after]) or f"{head}{{system}}\n\n"
+        turn = _turn(talked["text"], [before, after]) or _TURN
         question = f"{before.lstrip()}{{question}}{after}"
         return cls(system, "{text}\n\n", question, own_system, turn, head, after, own_system)
 
@@ -84,36 +126,114 @@ class PromptTemplate:
         return replace(template, system=template.own_system.replace("{system}", system), head=head)
 
 
-def _own_system(tokenizer: Any, around: list[str]) -> str:
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A tokenizer's chat template, for requests that set variables of it.
+
+    Attributes:
+        system, prompt: the operator's, as in `PromptTemplate.configured`.
+        today: as in `PromptTemplate.of`.
+    """
+
+    tokenizer: Any
+    system: str = ""
+    prompt: str = ""
+    today: str = DATE
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Names that the chat template reads and nobody sets, such as enable_thinking."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            return frozenset()
+        source = self.tokenizer.get_chat_template()
+        environment = _compile_jinja_template(source).environment
+        read = meta.find_undeclared_variables(environment.parse(source))
+        parameters = inspect.signature(self.tokenizer.apply_chat_template).parameters
+        return frozenset(read - {"messages", *parameters, *environment.globals, *self.tokenizer.special_tokens_map})
+
+    def rendered(self, values: Mapping[str, Any]) -> PromptTemplate:
+        """The prompt template with values for variables.
+
+        Raises:
+            InvalidArgument: the chat template does not use a variable, or can't be rendered with its value, or only
+                with too much time, memory or text.
+            Unavailable: the process that renders ended twice.
+        """
+        if unknown := sorted(values.keys() - self.variables):
+            raise InvalidArgument(unknown_variable(unknown[0], self.variables))
+        if not getattr(self.tokenizer, "chat_template", None):
+            return PromptTemplate.of(self.tokenizer).configured(self.system, self.prompt)
+        asked = _conversations(values, self.today)
+        try:
+            rendered = RENDERER.render(Source.of(self.tokenizer), asked, _REQUEST_SECONDS)
+            template = PromptTemplate._split(rendered)
+        except ValueError as error:
+            raise InvalidArgument(
+                f"chat_template_kwargs: with these values, the model's chat template {error}"
+            ) from error
+        return template.configured(self.system, self.prompt)
+
+
+def beginning(tokenizer: Any) -> str:
+    """The control tokens that a tokenizer's post-processor puts in front of a plain text.
+
+    Raises:
+        FailedPrecondition: they are not control tokens of the tokenizer.
+    """
+    encoded = tokenizer("a", return_special_tokens_mask=True)
+    added = encoded["special_tokens_mask"]
+    ids = encoded["input_ids"][: added.index(0) if 0 in added else 0]
+    text = "".join(tokenizer.convert_ids_to_tokens(ids))
+    control = {id_ for id_, token in tokenizer.backend_tokenizer.get_added_tokens_decoder().items() if token.special}
+    if not control.issuperset(ids):
+        raise FailedPrecondition(
+            f"the post_processor of tokenizer.json puts {text[:80]!r} in front of a text, which is not among its "
+            "added_tokens: add it there as special"
+        )
+    return text
+
+
+def _own_system(text: str, around: list[str]) -> str:
     """Text around a system message; empty if the chat template accepts none, or if it changes other parts."""
     try:
-        head, between, *rest = _cut(tokenizer, [_ASKED], _SYSTEM, _CONTEXT, _QUESTION, system=_SYSTEM)
-    except (ValueError, TypeError, TemplateError):
+        head, between, *rest = _cut(text, _SYSTEM, _CONTEXT, _QUESTION)
+    except ValueError:
         return ""
     return f"{head}{{system}}{between}" if rest == around else ""
 
 
-def _turn(tokenizer: Any, around: list[str]) -> str:
+def _turn(text: str, around: list[str]) -> str:
     """Text around an assistant message; empty if the chat template accepts none, or if it changes other parts."""
-    marks = (_CONTEXT, _QUESTION, _ANSWER, _NEXT)
     try:
-        _, before, answer, next_, after = _cut(tokenizer, [_ASKED, _ANSWER, _NEXT], *marks)
-    except (ValueError, TypeError, TemplateError):
+        _, before, answer, next_, after = _cut(text, _CONTEXT, _QUESTION, _ANSWER, _NEXT)
+    except ValueError:
         return ""
     return f"{answer}{{answer}}{next_}" if [before, after] == around else ""
 
 
-def _cut(tokenizer: Any, turns: list[str], *marks: str, system: str = "") -> list[str]:
-    """Splits a rendered conversation at the marks, without the begin-of-sequence token.
+def _cut(rest: str, *marks: str) -> list[str]:
+    """Splits a rendered conversation at the marks.
 
     Raises:
         ValueError: a mark does not occur exactly once, or the marks are in another order.
     """
-    messages = [{"role": "system", "content": system}] if system else []
-    messages += [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
-    rest = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     parts = []
     for mark in marks:
         part, rest = rest.split(mark)
         parts.append(part)
-    return [parts[0].removeprefix(tokenizer.bos_token or ""), *parts[1:], rest]
+    return [*parts, rest]
+
+
+def _conversations(values: Mapping[str, Any], today: str) -> list[Conversation]:
+    """Those that a template is made of."""
+    talks: tuple[tuple[str, list[str]], ...] = (
+        ("", [f"{INSTRUCTION}\n\n{_ASKED}"]),
+        (_SYSTEM, [_ASKED]),
+        ("", [_ASKED, _ANSWER, _NEXT]),
+    )
+    return [Conversation(_messages(system, turns), today, values) for system, turns in talks]
+
+
+def _messages(system: str, turns: Sequence[str]) -> list[dict[str, str]]:
+    messages = [{"role": "system", "content": system}] if system else []
+    return messages + [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]

@@ -108,6 +108,7 @@ def _wrapped(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
         pad_token=PAD,
         bos_token=BOS,
         eos_token=EOS,
+        add_bos_token=True,
         clean_up_tokenization_spaces=False,
         model_max_length=4096,
     )

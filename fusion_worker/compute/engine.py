@@ -13,6 +13,7 @@ from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.compute.model_runner import Batch, LeavingRows, Probe, Votes, forward, install, logits
 from fusionkv.fusion_worker.compute.scheduler import ForwardJob, Result, ScheduledSlice, Scheduler
 from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.decode.sampling import NotFinite
 from fusionkv.fusion_worker.models import ALONE, Model, Ranks
 from fusionkv.kernels.segments import QuerySpan, Spans
 from fusionkv.protos.observe import logs
@@ -63,7 +64,7 @@ class Engine:
         self.tp = tp or TPGroup()
         self.tp.own[:] = pool.own(model)
         self.tp.step(partial(install, model))
-        self._scheduler = Scheduler(config.max_step_tokens, config.max_mixed_tokens)
+        self._scheduler = Scheduler(config.max_step_tokens, config.max_mixed_tokens, config.deterministic)
         self.streaming = self._scheduler.streaming
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self._thread.start()
@@ -141,7 +142,11 @@ class Engine:
         predicted = self._predict(last, hidden)
         for work in last:
             rows = predicted.get(work)
-            token = work.sampler.draw(rows[-1]) if work.sampler is not None and rows is not None else None
+            try:
+                token = work.sampler.draw(rows[-1]) if work.sampler is not None and rows is not None else None
+            except NotFinite as error:  # of this job: the step's others have their results
+                work.future.set_exception(error)
+                continue
             result = Result(
                 token=token,
                 logits=rows if work.logits else None,

@@ -167,8 +167,13 @@ class Scheduler:
     of shorter ones.
     """
 
-    def __init__(self, max_step_tokens: int, max_mixed_tokens: int) -> None:
-        """Maximum rows of a step, and of a step while answers are being decoded."""
+    def __init__(self, max_step_tokens: int, max_mixed_tokens: int, alone: bool = False) -> None:
+        """Maximum rows of a step, and of a step while answers are being decoded.
+
+        alone: whether each step has rows of one job, as many as that job makes them, so that a matrix product rounds
+            in the same way whatever else runs.
+        """
+        self._alone, self._prefill_next = alone, False
         self._budget = max_step_tokens
         self._mixed = min(max_mixed_tokens, max_step_tokens)
         self._decodes: list[ForwardJob] = []
@@ -213,6 +218,8 @@ class Scheduler:
         with self._lock:
             while not (self._decodes or self._prefills or self._background or self._closed):
                 self._lock.wait()
+            if self._alone and not self._closed:
+                return self._take_one()
             self._gather()
             if self._closed:
                 return None
@@ -226,6 +233,26 @@ class Scheduler:
                     parts += slices
                     left -= sum(part.stop - part.start for part in slices)
             return parts
+
+    def _take_one(self) -> list[ScheduledSlice]:
+        """The next slice of one job: of an answer and of a prefill in turn, if there are both."""
+        decodes_first = [self._decodes, self._prefills, self._background]
+        queues = [self._prefills, self._decodes, self._background] if self._prefill_next else decodes_first
+        for queue in queues:
+            while queue:
+                work = queue[0]
+                if not self._starts(work):
+                    queue.pop(0)
+                    continue
+                part = ScheduledSlice(work, work.done, work.rows)
+                if work.splittable:
+                    part = ScheduledSlice(work, work.done, min(work.rows, work.done + self._mixed))
+                work.done = part.stop
+                if part.last:
+                    queue.pop(0)
+                self._prefill_next = queue is self._decodes
+                return [part]
+        return []
 
     def _gather(self) -> None:
         """Waits for the next rows of all running answers, as long as each arrives in time."""

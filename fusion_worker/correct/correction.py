@@ -35,6 +35,8 @@ _STEPS = 8
 # the others' places.
 _FIRST, _DECAYS = 4, (4.0, 16.0, 64.0)
 PLACES = 1 + _FIRST + len(_DECAYS)
+# Of weights. Those of a fit are at most about as large as the keys and values themselves; 1e38 overflows their dtype.
+_MOST_WEIGHT = 1e4
 # Tables of places and of rotations are made for chunks of up to a multiple of so many tokens, and kept.
 _TABLE_TOKENS = 512
 # Few are in use: one for each RoPE of a model and length of a system prompt. A chunk of 32k tokens has one of 16 MB.
@@ -53,12 +55,17 @@ def change_share(before: int) -> float:
 class Correction:
     """From a token's key, value and place to what is added to its key and value.
 
-    weights: float32 [layers, kv_heads, 2 * head_dim + PLACES, 2 * head_dim]. trained: whether it was trained after
-    the fit, and there is no more to learn.
+    Attributes:
+        weights: float32 [layers, kv_heads, 2 * head_dim + PLACES, 2 * head_dim]; empty if it was refused.
+        trained: whether it was trained after the fit, and there is no more to learn.
+        validated: whether answers may use it, or it was refused; None before a validation.
+        why: the figures of the validation, as a sentence.
     """
 
     weights: torch.Tensor
     trained: bool = False
+    validated: bool | None = None
+    why: str = ""
     _used: torch.Tensor | None = field(default=None, init=False, repr=False)
 
     @cached_property
@@ -85,19 +92,36 @@ class Correction:
         """Puts it into a file, in one step. Raises OSError or SafetensorError."""
         partial = path.with_suffix(f".{uuid.uuid4().hex}.partial")  # other machines may share the folder
         try:
-            save_file({"weights": self.weights.cpu()}, partial, {"trained": str(self.trained)})
+            # A verdict names the weights that it is about: others in the same file were not validated.
+            about = {"trained": str(self.trained), "why": self.why}
+            if self.validated is not None:
+                about["validated" if self.validated else "refused"] = self.name.hex()
+            save_file({"weights": self.weights.cpu()}, partial, about)
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: Path, shape: torch.Size) -> "Correction":
-        """Raises OSError, SafetensorError or ValueError when it is no correction of this shape."""
+        """Raises OSError, SafetensorError or ValueError when it is no correction of this shape, or out of bounds."""
         with safe_open(path, "pt") as file:
             weights, about = file.get_tensor("weights"), file.metadata() or {}
+        made = cls(weights, about.get("trained") == "True", why=about.get("why", ""))
+        if "refused" in about and not len(weights):
+            return replace(made, validated=False)
         if weights.shape != shape or weights.dtype != torch.float32 or not weights.isfinite().all():
             raise ValueError(f"it holds {weights.dtype} {[*weights.shape]}, not finite float32 {[*shape]}")
-        return cls(weights, about.get("trained") == "True")
+        if not (largest := float(weights.abs().max())) <= _MOST_WEIGHT:
+            raise ValueError(f"it holds a weight of {largest:.3g}; they are at most {_MOST_WEIGHT:g}")
+        valid = about.get("validated") == made.name.hex()
+        return replace(made, validated=True) if valid else replace(made, why="")
+
+
+def verdict(path: Path) -> tuple[bool | None, str]:
+    """`validated` and `why` of a file, without its weights, which are large. Raises OSError or SafetensorError."""
+    with safe_open(path, "pt") as file:
+        about = file.metadata() or {}
+    return ("validated" in about if about.keys() & {"validated", "refused"} else None), about.get("why", "")
 
 
 class PlacedCorrection(NamedTuple):

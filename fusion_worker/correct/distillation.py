@@ -69,19 +69,35 @@ class Distillation:
     def __init__(self, model: Model, correction: Correction) -> None:
         """correction: where it starts. Takes four times its memory more."""
         self._model = model
+        self._fit = correction
         self._weights = correction.weights.to(model.device, copy=True).requires_grad_()
         self._optimizer = torch.optim.Adam([self._weights])
         self._exercises: list[_Exercise] = []
         self._steps = 0
+        self._ended = False
+
+    @property
+    def prompts(self) -> int:
+        """Lessons so far."""
+        return len(self._exercises)
 
     @property
     def ready(self) -> bool:
         """Whether there are enough lessons to train on."""
-        return len(self._exercises) >= LESSONS
+        return self.prompts >= LESSONS or self._ended
 
     @property
     def finished(self) -> bool:
-        return self.ready and self._steps >= EPOCHS * LESSONS
+        return self._ended or (self.ready and self._steps >= EPOCHS * LESSONS)
+
+    def end(self) -> None:
+        """Leaves the correction as trained so far."""
+        self._ended = True
+
+    @property
+    def fit(self) -> Correction:
+        """The correction that it began with."""
+        return self._fit
 
     @property
     def correction(self) -> Correction:
@@ -104,7 +120,7 @@ class Distillation:
         """One step of gradient descent, on one lesson. Returns the loss before it: a weighted mean of KL, in nats."""
         epoch, number = divmod(self._steps, len(self._exercises))
         exercise = random.Random(epoch).sample(self._exercises, len(self._exercises))[number]
-        states = Context(self._corrected(exercise.lesson)).states(self._model, exercise.rows)
+        states = Context(reused(self._model, exercise.lesson, self._weights)).states(self._model, exercise.rows)
         loss, gradient = self._loss(states.detach(), exercise)
         self._optimizer.zero_grad()
         states.backward(gradient)
@@ -130,20 +146,26 @@ class Distillation:
             loss += part.item()
         return loss, torch.cat(gradients)
 
-    def _corrected(self, lesson: Lesson) -> list[torch.Tensor]:
-        """The KV of a lesson's prompt with all chunks but the first reused and corrected, as for `Context`."""
-        model, changed = self._model, list[torch.Tensor]()
-        for alone, start in zip(lesson.alone, lesson.starts, strict=True):
-            x = pairs(alone.to(model.device), lesson.base, model.rotations)
+
+def reused(model: Model, lesson: Lesson, weights: torch.Tensor | None) -> list[torch.Tensor]:
+    """The KV of a lesson's prompt with all chunks but the first reused, as for `Context`.
+
+    weights: of the correction that is applied to them; None applies none.
+    """
+    changed = list[torch.Tensor]()
+    for alone, start in zip(lesson.alone, lesson.starts, strict=True):
+        x = pairs(alone.to(model.device), lesson.base, model.rotations)
+        if weights is not None:
             where = places(x.shape[2], x.device).expand(*x.shape[:2], -1, -1)
-            share = Correction(self._weights).behind(start - lesson.base).share
-            changed.append(x + share * (torch.cat([x, where], -1) @ self._weights))
-        new, first = torch.cat(changed, 2), lesson.starts[0]
-        positions = torch.arange(first, first + new.shape[2], device=model.device)
-        turns = {rotation: [f[:, None] for f in rotation.factors(positions)] for rotation in set(model.rotations)}
-        layers = []
-        for kv, layer, rotation in zip(lesson.together, new.transpose(1, 2), model.rotations, strict=True):
-            key, value = layer.chunk(2, -1)
-            reused = torch.stack([rotation.apply(key, *turns[rotation]), value]).to(kv.dtype)
-            layers.append(torch.cat([kv[:, :first].to(model.device), reused], 1))
-        return layers
+            share = Correction(weights).behind(start - lesson.base).share
+            x = x + share * (torch.cat([x, where], -1) @ weights)
+        changed.append(x)
+    new, first = torch.cat(changed, 2), lesson.starts[0]
+    positions = torch.arange(first, first + new.shape[2], device=model.device)
+    turns = {rotation: [f[:, None] for f in rotation.factors(positions)] for rotation in set(model.rotations)}
+    layers = []
+    for kv, layer, rotation in zip(lesson.together, new.transpose(1, 2), model.rotations, strict=True):
+        key, value = layer.chunk(2, -1)
+        placed = torch.stack([rotation.apply(key, *turns[rotation]), value]).to(kv.dtype)
+        layers.append(torch.cat([kv[:, :first].to(model.device), placed], 1))
+    return layers

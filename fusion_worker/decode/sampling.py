@@ -5,7 +5,17 @@ from dataclasses import dataclass
 
 import torch
 
-from fusionkv.protos.runtime.errors import InvalidArgument
+from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
+
+
+class NotFinite(FailedPrecondition):
+    """Logits that hold NaN or infinity, from which no token can be drawn."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model's logits for this prompt are not finite (NaN or infinity): its weights are damaged, or "
+            "numbers exceed its dtype; verify the files of the model, or set --dtype float32"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +51,20 @@ class Sampler:
             self._random.manual_seed(params.seed & 0x7FFF_FFFF_FFFF_FFFF)
 
     def draw(self, logits: torch.Tensor) -> int:
-        """Samples a token id from logits, float32 [vocabulary]."""
+        """Samples a token id from logits, float32 [vocabulary].
+
+        Raises:
+            NotFinite: one of them is NaN or infinite.
+        """
         params = self._params
         if params.temperature == 0.0:
-            return int(logits.argmax())
+            # NaN is the minimum of what holds one. Copied together: on a GPU, each copy waits for the step.
+            found = torch.stack([*logits.double().aminmax(), logits.argmax().double()]).tolist()
+            _check_finite(*found)
+            return int(found[-1])
         # float64, relative to the maximum: below a temperature of 1e-36 float32 would give inf - inf.
         logits = logits.cpu().double()
+        _check_finite(*torch.stack(logits.aminmax()).tolist())
         logits = (logits - logits.max()) / params.temperature
         if 0 < params.top_k < len(logits):
             logits = torch.where(logits < logits.topk(params.top_k).values[-1], float("-inf"), logits)
@@ -59,3 +77,8 @@ class Sampler:
             ordered[dropped] = 0.0
             probabilities = torch.zeros_like(probabilities).scatter_(0, ids, ordered)
         return int(torch.multinomial(probabilities, 1, generator=self._random))
+
+
+def _check_finite(*numbers: float) -> None:
+    if not all(map(math.isfinite, numbers)):
+        raise NotFinite

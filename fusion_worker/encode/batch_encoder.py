@@ -54,9 +54,10 @@ class BatchEncoder:
 
     async def _start(self, config: WorkerConfig) -> FusionServicer:
         torch.set_num_threads(config.threads or cores())
-        return FusionServicer(
-            config, models.load(config.model, config.device, config.dtype, config.max_prompt_tokens)
+        model = models.load(
+            config.model, config.device, config.dtype, config.max_prompt_tokens, today=config.template_date
         )
+        return FusionServicer(config, model)
 
     async def _encode(self, requests: Sequence[pb.EncodeRequest]) -> tuple[int, int]:
         for request in requests:

@@ -24,7 +24,7 @@ def main() -> int:
         print(f"fusionkv model: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("fusionkv model: interrupted; all partial files are removed", file=sys.stderr)
+        print("fusionkv model: interrupted; the next run goes on behind the parts that are complete", file=sys.stderr)
         return 130
 
 
@@ -64,7 +64,7 @@ def _get(name: str, as_json: bool) -> int:
 
 
 def _list(as_json: bool) -> int:
-    places = {name: cache.root() / name for name in KNOWN}
+    places = {name: model.directory for name, model in KNOWN.items()}
     fetched = {name: place.is_dir() for name, place in places.items()}
     if as_json:
         rows = (

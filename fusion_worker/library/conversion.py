@@ -1,15 +1,20 @@
-"""Converts a GGUF file to a model directory with safetensors weights, using transformers' GGUF reader."""
+"""Converts a GGUF file to a model directory with safetensors weights; what it can't convert whole, it refuses."""
 
+import hashlib
+import importlib.metadata
 import importlib.util
-import os
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from fusionkv.protos.runtime.errors import FailedPrecondition, first_line
 
+# Raise it when a conversion changes.
+VERSION = 3
 _PACKAGES = ("gguf", "accelerate")
-# GGUF pre-tokenisers that split digits first; transformers uses GPT-2's for every BPE vocabulary.
-_DIGITS_APART = ("smollm",)
+# Tensors are held in memory until a file of weights is full.
+_SHARD_BYTES = 1 << 30
 
 
 def check_packages() -> None:
@@ -18,51 +23,126 @@ def check_packages() -> None:
         raise FailedPrecondition(f'reading a GGUF file needs {" and ".join(missing)}: pip install "fusionkv[gguf]"')
 
 
-def convert(file: Path, into: Path) -> None:
+def key(digest: str, libraries: bool = True) -> str:
+    """Names a conversion: SHA-256 over the file's digest and the versions of what converts it; hexadecimal.
+
+    libraries: whether those of transformers and gguf count. Without the file, nothing could be converted again.
+    """
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("transformers", "gguf") if libraries]
+    return hashlib.sha256("\n".join([digest, f"fusionkv {VERSION}", *versions]).encode()).hexdigest()
+
+
+def convert(parts: Sequence[Path], into: Path) -> None:
     """Writes a GGUF file's configuration, bfloat16 weights, tokenizer and chat template to a folder.
 
+    Args:
+        parts: all parts of the file, in order (see gguf_file.parts_of).
+
     Raises:
-        FailedPrecondition: the file is not a GGUF file, is damaged, or its model family is not supported.
+        FailedPrecondition: it is no GGUF file, is damaged, lacks a tensor, or says anything that the directory
+            can't express; the message names it.
     """
     check_packages()
-    # transformers shows a bar for it that its own setting leaves on; tqdm reads this when it is imported.
-    os.environ.setdefault("TQDM_DISABLE", "1")
-    import gguf
+    from fusionkv.fusion_worker.library import gguf_file
 
+    model = gguf_file.read(parts)
     try:
-        fields = gguf.GGUFReader(file).fields
-        pre = fields["tokenizer.ggml.pre"].contents() if "tokenizer.ggml.pre" in fields else ""
-        family = fields["general.architecture"].contents()
-    except Exception as error:  # a parser of arbitrary bytes may raise anything
-        raise FailedPrecondition(f"{file} is not a GGUF file, or is damaged: {first_line(error)}") from error
-    try:
-        _convert(file, into, pre)
-    except FailedPrecondition:
-        raise
-    except Exception as error:
-        raise FailedPrecondition(f"can't convert {file} of family {family!r}: {first_line(error)}") from error
+        _convert(model, into)
+    except FailedPrecondition as error:
+        raise FailedPrecondition(f"can't convert {parts[0]}: {error}") from error
+    except Exception as error:  # libraries may raise anything for values that nobody expected
+        raise FailedPrecondition(f"can't convert {parts[0]}: {first_line(error)}") from error
 
 
-def _convert(file: Path, into: Path, pre: str) -> None:
+def _convert(model: Any, into: Path) -> None:
     import torch
-    from tokenizers import pre_tokenizers
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.utils import logging
 
+    from fusionkv.fusion_worker.library import gguf_config
+    from fusionkv.fusion_worker.library.gguf_tokenizer import tokenizer_of
     from fusionkv.fusion_worker.models import check_supported
 
     logging.disable_progress_bar()
-    where: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
-    config = AutoConfig.from_pretrained(**where)
+    config = gguf_config.config_of(model)
     check_supported(config)
-    tokenizer = AutoTokenizer.from_pretrained(**where)
-    backend = tokenizer.backend_tokenizer
-    if pre in _DIGITS_APART:
-        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), backend.pre_tokenizer])
+    architecture = gguf_config.architecture_of(model)
+    with torch.device("meta"):
+        network: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
+    names = _names(network, config, model, architecture)
+    tokenizer, ends = tokenizer_of(model.metadata, architecture)
+    if len(tokenizer) != config.vocab_size:
+        raise FailedPrecondition(f"it has {len(tokenizer)} tokens, and embeddings of {config.vocab_size}")
+    ids = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    config.update(ids)
+    config.architectures = [type(network).__name__]
     tokenizer.save_pretrained(into)
-    # Without dequantisation the model may stay packed, and refuse to be saved.
-    whole = GgufConfig(dequantize=True)
-    network = AutoModelForCausalLM.from_pretrained(
-        **where, dtype=torch.bfloat16, quantization_config=whole, use_safetensors=True
-    )
-    network.save_pretrained(into)
+    config.save_pretrained(into)
+    GenerationConfig(**ids).save_pretrained(into)
+    _write(network, names, model, architecture, into)
+
+
+def _names(network: Any, config: Any, model: Any, architecture: str) -> dict[str, str]:
+    """The tensor of the file for each of the network's; a tied head has none.
+
+    Raises FailedPrecondition unless they are the same tensors, of the same shapes.
+    """
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    from fusionkv.fusion_worker.library.gguf_config import ROPE_FACTORS
+
+    (number,) = (arch for arch, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    known = get_tensor_name_map(number, config.num_hidden_layers)
+    tied = set(network._tied_weights_keys or ()) if config.tie_word_embeddings else set()
+    names = {}
+    for name, parameter in network.state_dict().items():
+        if name in tied:
+            continue
+        stem, _, suffix = name.rpartition(".")
+        source = f"{known.get_name(stem)}.{suffix}"
+        if source not in model.tensors:
+            raise FailedPrecondition(f"it lacks the tensor {source}, of which the model makes {name}")
+        if (shape := model.tensors[source].shape) != tuple(parameter.shape):
+            raise FailedPrecondition(f"{source} has the shape {list(shape)}, and {name} {list(parameter.shape)}")
+        names[name] = source
+    if unused := model.tensors.keys() - names.values() - {ROPE_FACTORS}:
+        raise FailedPrecondition(
+            f"its tensor {min(unused)} has no place in a {config.model_type} model ({len(unused)} such): what it "
+            "changes would be lost"
+        )
+    return names
+
+
+def _write(network: Any, names: dict[str, str], model: Any, architecture: str, into: Path) -> None:
+    """Writes the weights, as many files as needed so that each takes at most a gigabyte of memory."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from safetensors.torch import save_file
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=network.config.to_dict())
+    shapes = {name: parameter for name, parameter in network.state_dict().items() if name in names}
+    plan = split_torch_state_dict_into_shards(shapes, max_shard_size=_SHARD_BYTES)
+    for file, members in plan.filename_to_tensors.items():
+        held = {name: _weights(processor, names[name], model.tensors[names[name]]) for name in members}
+        save_file(held, into / file, metadata={"format": "pt"})
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        (into / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _weights(processor: Any, name: str, tensor: Any) -> Any:
+    """A tensor as transformers lays it out, in bfloat16."""
+    import torch
+    from gguf import GGMLQuantizationType, dequantize
+
+    kind = GGMLQuantizationType(tensor.kind)
+    try:
+        values = dequantize(tensor.data, kind)
+    except NotImplementedError as error:
+        raise FailedPrecondition(f"{name} is of type {kind.name}, which the package gguf can't read") from error
+    values = processor.process(weights=values, name=name).weights
+    return torch.from_numpy(values.copy() if not values.flags.writeable else values).to(torch.bfloat16).contiguous()

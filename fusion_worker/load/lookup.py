@@ -26,6 +26,10 @@ class EntryGone(CacheFault):
     """An entry was evicted after the lookup; another lookup reports it as a miss."""
 
 
+class NotFiniteKV(CacheFault):
+    """KV that was computed here holds NaN or infinity, so it is neither used nor stored."""
+
+
 # Digest and preferred variants of the system prompt and each chunk.
 Path = Sequence[tuple[bytes, Sequence[bytes]]]
 _MISS = Hit(HitKind.MISS, None)

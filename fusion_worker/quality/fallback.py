@@ -17,16 +17,19 @@ from pathlib import Path
 import torch
 from opentelemetry import metrics
 
+from fusionkv.fusion_worker.client import recipe_label
 from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.compute.planner import Planner
 from fusionkv.fusion_worker.compute.scheduler import ForwardJob, Result
+from fusionkv.fusion_worker.library import catalog
 from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.prompt import Prompt
-from fusionkv.fusion_worker.recipes import RECIPES, Recipe
+from fusionkv.fusion_worker.quality.defaults import UNMEASURED, Choice, Default
+from fusionkv.fusion_worker.recipes import RECIPES, Recipe, find_recipe
 from fusionkv.fusion_worker.select.base import SecondModel
 from fusionkv.protos.observe import telemetry
-from fusionkv.protos.runtime.errors import FailedPrecondition
+from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
 
 log = logging.getLogger(__name__)
 meter = metrics.get_meter(__name__)
@@ -54,7 +57,7 @@ _Key = tuple[str, str, bool]
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The verdict on a recipe at its default ratio.
+    """The verdict on a recipe at a ratio.
 
     Attributes:
         verdict: SAFE, UNSAFE or UNDECIDED.
@@ -63,6 +66,8 @@ class Judged:
             in nats; None without answers.
         low, high: 95% confidence interval of `kl`.
         agreement: share of those answers' tokens that stay the most likely; None without answers.
+        off: answers whose mean divergence is above 1 nat a token.
+        kept: answers all of whose tokens stay the most likely.
     """
 
     verdict: str
@@ -73,6 +78,8 @@ class Judged:
     high: float | None = None
     agreement: float | None = None
     answers: int = 0
+    off: int = 0
+    kept: int = 0
 
     def __post_init__(self) -> None:
         """Raises ValueError for values that `fusionkv check` does not write."""
@@ -85,17 +92,23 @@ class Verdict:
     """The verdicts on a model's recipes.
 
     A recipe with modifiers that has no verdict gets that of the recipe without its last modifier. Recipes without any
-    verdict are allowed. fingerprint, auxiliary: fingerprints in hex of the model and of the auxiliary model of the
-    check; the latter is empty without one.
+    verdict are allowed.
+
+    Attributes:
+        fingerprint: of the model, in hex.
+        recipes: verdicts by recipe, for one or more ratios, ascending.
+        auxiliary: fingerprint in hex of the auxiliary model of the check; empty without one.
+        default: what `default` means on the model.
     """
 
     fingerprint: str
-    recipes: dict[str, Judged]
+    recipes: dict[str, tuple[Judged, ...]]
     auxiliary: str = ""
+    default: Default = UNMEASURED
 
     @classmethod
     def read(cls, directory: Path, fingerprint: bytes, auxiliary: bytes = b"") -> "Verdict":
-        """Reads the verdicts in a model's directory; without a file, there are none.
+        """Reads the verdicts in a model's directory; without a file, there is at most the default of a known model.
 
         auxiliary: fingerprint of the auxiliary model in use. Verdicts that depend on another one are left out.
 
@@ -104,12 +117,16 @@ class Verdict:
         """
         path, again = directory / FILE, f"run `fusionkv check {directory}` again"
         if not path.exists():
-            return cls(fingerprint.hex(), {})
+            return cls(fingerprint.hex(), {}, default=catalog.default(directory) or UNMEASURED)
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-            judged = {name: Judged(**judged) for name, judged in data["recipes"].items()}
-            verdict = cls(data["fingerprint"], judged, data["auxiliary"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            judged = {name: tuple(Judged(**one) for one in found) for name, found in data["recipes"].items()}
+            chosen = data["default"]
+            default = Default(Choice(**chosen["choice"]), Choice(**chosen["uncorrected"]), chosen["why"])
+            for choice in (default.choice, default.uncorrected):
+                find_recipe(choice.recipe).ratio_for(choice.ratio)
+            verdict = cls(data["fingerprint"], judged, data["auxiliary"], default)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, InvalidArgument) as error:
             raise FailedPrecondition(f"can't read {path} ({error}): {again}") from error
         if verdict.fingerprint != fingerprint.hex():
             raise FailedPrecondition(f"{path} is for another model, or this model has changed since: {again}")
@@ -121,22 +138,28 @@ class Verdict:
     def unsafe(self, recipe: Recipe, ratio: float) -> str:
         """Why full attention has to replace a recipe; empty if the recipe is allowed.
 
-        At a ratio of 1 without eviction, every recipe is full attention. Below its checked ratio, a recipe is judged
-        like full_reuse.
+        At a ratio of 1 without eviction, every recipe is full attention. A recipe is judged by its largest checked
+        ratio up to `ratio`. Below its smallest one, it is judged like full_reuse.
         """
-        name, judged = self._judged(recipe.name)
+        name, judged = self._judged(recipe.name, ratio)
         if judged is None or recipe.lossless or (ratio == 1.0 and recipe.keep is None):
             return ""
         if judged.verdict != UNSAFE and ratio < judged.ratio:
-            name, judged = self._judged("full_reuse")
+            name, judged = self._judged("full_reuse", ratio)
         if judged is None or judged.verdict != UNSAFE:
             return ""
         judged_as = "" if recipe.name == name else f"recipe {recipe.name!r} at ratio {ratio:g} counts as {name!r}: "
         return f"{judged_as}recipe {name!r} is unsafe on this model by `fusionkv check`: {judged.why}"
 
+    @property
+    def judged(self) -> Iterator[tuple[str, Judged]]:
+        """Every verdict, with the name of its recipe."""
+        return ((name, one) for name, found in self.recipes.items() for one in found)
+
     def lines(self) -> Iterator[str]:
-        for name, judged in self.recipes.items():
+        for name, judged in self.judged:
             yield f"{name} at ratio {judged.ratio:g}: {judged.verdict}, {judged.why}"
+        yield f"default is {self.default}"
 
     def write(self, path: Path) -> None:
         """Writes the verdicts to a file atomically. Raises OSError."""
@@ -144,11 +167,12 @@ class Verdict:
         partial.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
         partial.replace(path)
 
-    def _judged(self, name: str) -> tuple[str, Judged | None]:
-        """The longest prefix of a recipe's name that has a verdict, and the verdict."""
+    def _judged(self, name: str, ratio: float) -> tuple[str, Judged | None]:
+        """The longest prefix of a recipe's name that has verdicts, and the one for a ratio."""
         while name not in self.recipes and "+" in name:
             name = name.rpartition("+")[0]
-        return name, self.recipes.get(name)
+        found = self.recipes.get(name, ())
+        return name, next((one for one in reversed(found) if one.ratio <= ratio), found[0] if found else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,8 +319,8 @@ class Shadow:
                 found += await asyncio.to_thread(_most_likely, logits)
         # Compares with full attention's own answer: both see the same tokens up to the first difference.
         first, same = found[0] == sample.tokens[0], found == list(sample.tokens)
-        recipe, corpus, _ = sample.allowed.key
-        attributes = {"fusionkv.recipe": recipe, "fusionkv.corpus": corpus}
+        # Callers choose a recipe's numbers and the names of corpora: neither may become a label.
+        attributes = {"fusionkv.recipe": recipe_label(sample.allowed.key[0])}
         _kl.record(kl, attributes)
         _answers.add(1, attributes | {"fusionkv.same_first_token": first, "fusionkv.same_answer": same})
         self._guard.record(sample.allowed, same)

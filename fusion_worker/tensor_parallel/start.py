@@ -159,7 +159,7 @@ def follow(config: WorkerConfig, rank: int, meeting: Path, pipes: Sequence[int])
 
 def _load(config: WorkerConfig, device: str, ranks: Ranks = ALONE) -> Model:
     torch.set_num_threads(max(1, (config.threads or process.cores()) // ranks.count))
-    return models.load(config.model, device, config.dtype, config.max_prompt_tokens, ranks)
+    return models.load(config.model, device, config.dtype, config.max_prompt_tokens, ranks, config.template_date)
 
 
 def _join(config: WorkerConfig, rank: int, meeting: Path, pipes: Sequence[tuple[socket, socket]]) -> _Joined:

@@ -207,7 +207,7 @@ async def start(monkeypatch: pytest.MonkeyPatch, corrections: Path, tenant: str)
         ours = copy.deepcopy(network(family, dtype)).to(DEVICE)
         made = worker_models.wrap(family, ours, byte_tokenizer(), family.encode().ljust(32), max_tokens)
         made = replace(made) if replace else made
-        others = {name: more.pop(name, None) for name in ("auxiliary", "tp")}
+        others = {name: more.pop(name, None) for name in ("auxiliary", "tp", "verdict")}
         # A busy machine is not a cache that fails.
         busy = {"lookup_timeout": 30.0, "fetch_timeout": 60.0, "cache_seconds": 120.0}
         settings = {"pool_bytes": 8 << 20, "page_tokens": 4, **busy, **more}

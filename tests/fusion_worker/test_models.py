@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from fusionkv.fusion_worker import models
+from fusionkv.fusion_worker import models, template
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.library.cache import fingerprint
 from fusionkv.fusion_worker.template import INSTRUCTION, PromptTemplate
@@ -68,7 +68,7 @@ def test_a_saved_model_is_read_back(family: str, dtype: torch.dtype, save: Any) 
     assert (model.name, model.family) == ("tiny", config.model_type)
     assert model.kv == models.KVShape(layers=3, kv_heads=heads, head_dim=keys // heads, dtype=dtype)
     assert model.kv.token_bytes == 3 * 2 * keys * dtype.itemsize
-    assert (model.bos, model.ends, model.max_tokens) == (256, {257}, 2048)
+    assert (model.begin, model.ends, model.max_tokens) == ("", {257}, 2048)
     for most, taken in ((100, 100), (9999, 2048)):
         assert models.load(directory, "cpu", max_tokens=most).max_tokens == taken
     assert model.tokenizer.encode("aé").ids == byte_tokenizer().backend_tokenizer.encode("aé").ids
@@ -221,9 +221,8 @@ def test_a_template_puts_a_prompt_together_as_the_chat_template_does(chat: str) 
     content = f"{INSTRUCTION}\n\n" + "".join(f"{c}\n\n" for c in chunks) + f"Question: {question}"
     messages = [{"role": "user", "content": content}]
     whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert built == template.head + content + template.tail == whole.removeprefix("<s>")
+    assert built == template.head + content + template.tail == whole
     assert whole.startswith("<s>") == (chat is LLAMA_LIKE)
-    assert "<s>" not in template.system
 
 
 def talked(template: PromptTemplate) -> str:
@@ -239,7 +238,7 @@ def test_a_template_puts_a_conversation_together_as_the_chat_template_does(chat:
     said = ("system", "Be brief."), ("user", "Page.\n\nQuestion: Who?"), ("assistant", "He."), ("user", "Why?")
     messages = [{"role": role, "content": content} for role, content in said]
     whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert talked(PromptTemplate.of(tokenizer)) == whole.removeprefix("<s>")
+    assert talked(PromptTemplate.of(tokenizer)) == whole
 
 
 @pytest.mark.parametrize("chat", [None, QWEN_LIKE, LLAMA_LIKE, GEMMA_LIKE], ids=["plain", "qwen", "llama", "gemma"])
@@ -252,7 +251,7 @@ def test_an_operators_prompt_is_put_into_the_chat_template(chat: str | None) -> 
     content = "Sources:\n\nPage.\n\nSay who now."
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}]
     whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) if chat else ""
-    assert built == (whole.removeprefix("<s>") or f"Be brief.\n{content}")
+    assert built == (whole or f"Be brief.\n{content}")
     # A request's system prompt replaces the operator's, and leaves the user message as it is.
     assert set_.own_system.replace("{system}", "Be brief.") == set_.system
     assert template.configured("Be brief.", "").system == template.own_system.replace("{system}", "Be brief.")
@@ -302,6 +301,55 @@ def test_chat_templates_that_show_no_message_once(chat: str) -> None:
         PromptTemplate.of(byte_tokenizer(chat_template=chat))
 
 
+DATED = "{%% set today = %s %%}{%% for m in messages %%}[{{ today }}] {{ m['content'] }}{%% endfor %%}"
+STATES = [
+    "strftime_now('%d %b %Y')",
+    "date_string if date_string is defined else (strftime_now('%Y') if strftime_now is defined else '26 Jul 2024')",
+]
+
+
+@pytest.mark.parametrize("today", STATES)
+def test_a_chat_template_is_told_the_same_date_each_day(today: str, caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = byte_tokenizer(chat_template=DATED % today)
+    assert PromptTemplate.of(tokenizer).head in ("[01 Jan 2026] ", "[2026] ")
+    assert "states the date, and is told that it is 2026-01-01 each day" in caplog.text
+    assert PromptTemplate.of(tokenizer, today="2031-05-04").head in ("[04 May 2031] ", "[2031] ")
+    of_request = template.ChatTemplate(tokenizer, today="2031-05-04").rendered({})
+    assert of_request.head in ("[04 May 2031] ", "[2031] ")
+    caplog.clear()
+    PromptTemplate.of(byte_tokenizer(chat_template=LLAMA_LIKE))
+    assert caplog.text == ""
+
+
+def test_a_date_that_is_none() -> None:
+    with pytest.raises(ValueError, match="isoformat"):
+        WorkerConfig(template_date="today")
+
+
+@pytest.mark.parametrize(
+    "endless",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for a in range(99999) %}{% for b in range(99) %}abcdefghijkl{% endfor %}{% endfor %}",
+        "{{ 'a' * 10 ** 10 }}",
+        "{{ 10 ** (10 ** 10) }}",
+        "{{ 'a' | center(10 ** 10) }}",
+        "{{ '%02000000d' % 1 }}",
+        "{{ ['a'] * 10 ** 9 }}",
+    ],
+)
+def test_a_chat_template_that_takes_too_much_is_refused(endless: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template, "_SECONDS", 1)
+    with pytest.raises(FailedPrecondition, match=r"chat template (takes more than|can't render)"):
+        PromptTemplate.of(byte_tokenizer(chat_template=endless + LLAMA_LIKE))
+
+
+def test_a_chat_template_that_varies_is_refused() -> None:
+    chat = "{{ range(100000) | random }}" + LLAMA_LIKE
+    with pytest.raises(FailedPrecondition, match="renders differently each time"):
+        PromptTemplate.of(byte_tokenizer(chat_template=chat))
+
+
 @pytest.mark.parametrize(
     ("kind", "layer", "interleaved", "share"),
     [("llama", 0, True, 1.0), ("glm4", 0, False, 1.0), ("glm4", 0, True, 0.5), ("gemma3", 1, True, 1.0)],
@@ -316,3 +364,10 @@ async def test_a_rotation_that_is_not_the_models_own(
 
     with pytest.raises(FailedPrecondition, match="don't follow their rotary embedding"):
         await start(kind, replace=other)
+
+
+def test_a_process_that_serves_is_not_forked_for_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    chat = template.ChatTemplate(byte_tokenizer(chat_template=LLAMA_LIKE))
+    expected = PromptTemplate.of(chat.tokenizer)
+    monkeypatch.delattr("os.fork")
+    assert chat.rendered({}) == expected

@@ -9,7 +9,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fusionkv.fusion_worker import models
-from fusionkv.fusion_worker.library import cache
 from fusionkv.fusion_worker.library.catalog import KNOWN
 from tests.fusion_worker.oracle import CLOSE, Oracle, error, whole
 
@@ -22,7 +21,7 @@ _CONFIG: dict[str, Any] = {"pool_bytes": 512 << 20, "page_tokens": 16}
 @pytest.fixture(scope="module", params=[name for name, model in KNOWN.items() if not model.embeds])
 def loaded(request: pytest.FixtureRequest) -> tuple[models.Model, Oracle]:
     """The engine's model and an untouched one, both in float32."""
-    directory = cache.root() / request.param
+    directory = KNOWN[request.param].directory
     if not directory.is_dir():
         pytest.skip(f"{request.param} was not fetched: fusionkv model get {request.param}")
     untouched = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
@@ -42,8 +41,11 @@ def parts(loaded: tuple[models.Model, Oracle], root: Path) -> tuple[list[int], l
         chunks.append(text[:length])
         text = text[length:]
     assert list(map(len, chunks)) == [*_LENGTHS]
-    system = [*([model.bos] if model.bos is not None else []), *ids(model.template.system)]
-    return system, chunks, ids(model.template.question.format(question="Which tokens does a gateway accept?"))
+    return (
+        ids(model.template.system),
+        chunks,
+        ids(model.template.question.format(question="Which tokens does a gateway accept?")),
+    )
 
 
 @pytest.fixture

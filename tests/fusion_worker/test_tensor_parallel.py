@@ -21,7 +21,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.compute.engine import TPGroup
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.correct.corrector import PROMPTS
+from fusionkv.fusion_worker.correct import validation
+from fusionkv.fusion_worker.correct.validation import Trial
+from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.fusion_worker.tensor_parallel.start import Processes, started
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime import rpc
@@ -127,20 +129,18 @@ async def test_every_recipe_answers_as_alone(name: str, pairs: Pairs, start: Any
 
 
 @pytest.mark.slow
-async def test_corrected_as_alone(pairs: Pairs, start: Any, parts: Any) -> None:
-    """Two ranks learn a correction of all heads, and each part of a chunk is corrected by it."""
+async def test_corrected_as_alone(pairs: Pairs, start: Any, parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part of a chunk is corrected by what a worker without ranks learned of all heads."""
+    monkeypatch.setattr(validation, "PROMPTS", 1)
+    monkeypatch.setattr(Trial, "loses", lambda *_: "")
     ranks = pairs.get("qwen2")
-    pair = await together(ranks, start)
-    learns = pair.servicer.answerer.corrector
-    for number in range(PROMPTS):
-        chunks = [random_ids(90, 100 * number + n) for n in range(4)]
-        await pair.ask(parts[0], chunks, [7], recipe="full_reuse+corrected")
-        await learns.settle()
-    assert await learns.find(pair.tenant, "") is not None
-    alone = await start("qwen2", replace=alone_of(ranks))
+    pair, alone = await together(ranks, start), await start("qwen2", replace=alone_of(ranks))
+    chunks = tuple(Chunk(tuple(random_ids(90, n))) for n in range(9))
+    assert await alone.servicer.answerer.corrector.study(Prompt(Chunk((1, 2)), chunks, (), pair.tenant), "")
+    assert await pair.servicer.answerer.corrector.find(pair.tenant, "") is not None
     for recipe, more in (("midlayer+corrected", {"ratio": 0.4}), ("full_reuse+corrected", {})):
         found = await pair.ask(*parts, recipe=recipe, **more)
-        await alone.ask(*parts, recipe=recipe, **more, expected=found.logits[0])
+        await alone.ask(*parts, recipe=recipe, **more, tenant=pair.tenant, expected=found.logits[0])
     plain = await alone.ask(*parts, recipe="full_reuse")
     assert error(plain.logits[0], found.logits[0]) > 2 * CLOSE
 

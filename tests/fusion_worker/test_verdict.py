@@ -1,6 +1,7 @@
 """Answers made again by full attention, verdicts beside a model, and what a worker makes of both."""
 
 import asyncio
+import json
 import shutil
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -11,8 +12,10 @@ import torch
 
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.fusion_worker.library.cache import fingerprint
+from fusionkv.fusion_worker.library.catalog import KNOWN
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.fusion_worker.quality import fallback
+from fusionkv.fusion_worker.quality.defaults import PROPHETKV, UNMEASURED, Choice, Default
 from fusionkv.fusion_worker.quality.fallback import (
     FILE,
     SAFE,
@@ -33,8 +36,10 @@ from tests.fusion_worker.oracle import CLOSE, error, oracle, whole
 
 
 def test_a_verdict_beside_its_model(tmp_path: Path) -> None:
-    recipes = {"epic": Judged(UNSAFE, 0.2, "bad", 0.5, 0.4, 0.6, 1.0, 8), "a3": Judged(SAFE, 0.15, "")}
-    made = Verdict(b"f".hex(), recipes)
+    both = Judged(UNSAFE, 0.2, "bad", 0.5, 0.4, 0.6, 1.0, 8, 3, 4), Judged(SAFE, 0.3, "good")
+    recipes = {"epic": both, "a3": (Judged(SAFE, 0.15, ""),)}
+    default = Default(Choice("midlayer+corrected", 0.05), Choice("prophetkv", 0.1), "it keeps most")
+    made = Verdict(b"f".hex(), recipes, default=default)
     made.write(tmp_path / FILE)
     assert Verdict.read(tmp_path, b"f") == made
     with pytest.raises(FailedPrecondition, match="is for another model, or this model has changed"):
@@ -42,7 +47,8 @@ def test_a_verdict_beside_its_model(tmp_path: Path) -> None:
 
 
 def test_only_what_is_unsafe_has_consequences() -> None:
-    recipes = {"epic": Judged(UNSAFE, 0.2, "bad"), "a3": Judged(SAFE, 0.15, ""), "ape": Judged(UNDECIDED, 0.0, "")}
+    bad, good, unknown = Judged(UNSAFE, 0.2, "bad"), Judged(SAFE, 0.15, ""), Judged(UNDECIDED, 0.0, "")
+    recipes = {"epic": (bad,), "a3": (good,), "ape": (unknown,)}
     found = Verdict("", recipes)
     for name in ("a3", "a3+window", "ape", "prophetkv", "full_attention", "prefix_cache"):
         assert found.unsafe(find(name), 0.2) == ""
@@ -54,7 +60,7 @@ def test_only_what_is_unsafe_has_consequences() -> None:
 
 
 def test_a_recipe_with_modifiers_may_have_a_verdict_of_its_own() -> None:
-    recipes = {"prophetkv": Judged(UNSAFE, 0.2, "bad"), "prophetkv+corrected": Judged(SAFE, 0.2, "")}
+    recipes = {"prophetkv": (Judged(UNSAFE, 0.2, "bad"),), "prophetkv+corrected": (Judged(SAFE, 0.2, ""),)}
     for name, safe in (("prophetkv", False), ("prophetkv+corrected", True)):
         for modifier in ("", "+window(8,5)"):
             assert (Verdict("", recipes).unsafe(find(name + modifier), 0.2) == "") == safe
@@ -62,7 +68,7 @@ def test_a_recipe_with_modifiers_may_have_a_verdict_of_its_own() -> None:
 
 @pytest.mark.parametrize("own", [SAFE, UNDECIDED])
 def test_ratios_that_were_not_judged(own: str) -> None:
-    recipes = {"a3": Judged(own, 0.15, ""), "full_reuse": Judged(UNSAFE, 0.0, "bad")}
+    recipes = {"a3": (Judged(own, 0.15, ""),), "full_reuse": (Judged(UNSAFE, 0.0, "bad"),)}
     found = Verdict("", recipes)
     for ratio in (0.15, 0.5, 1.0):
         assert found.unsafe(find("a3+window"), ratio) == ""
@@ -70,15 +76,54 @@ def test_ratios_that_were_not_judged(own: str) -> None:
         why = found.unsafe(find("a3+window"), ratio)
         assert why.startswith(f"recipe 'a3+window' at ratio {ratio:g} counts as 'full_reuse': ")
     for reuse in (SAFE, UNDECIDED):
-        recipes["full_reuse"] = Judged(reuse, 0.0, "")
+        recipes["full_reuse"] = (Judged(reuse, 0.0, ""),)
         assert found.unsafe(find("a3"), 0.0) == ""
 
 
+def test_each_ratio_by_the_largest_judged_up_to_it() -> None:
+    judged = Judged(UNSAFE, 0.05, "little"), Judged(UNDECIDED, 0.1, ""), Judged(SAFE, 0.2, "")
+    found = Verdict("", {"prophetkv": judged, "full_reuse": (Judged(UNSAFE, 0.0, "bad"),)})
+    for unsafe, ratios in ((True, (0.0, 0.04, 0.05, 0.09)), (False, (0.1, 0.15, 0.2, 0.9))):
+        assert [bool(found.unsafe(find("prophetkv"), ratio)) for ratio in ratios] == [unsafe] * 4
+    assert found.unsafe(find("prophetkv"), 0.04).endswith("little")
+
+
+def test_the_default_of_a_model_that_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the file that it was converted from, whatever its directory is called; a check of the user's comes first."""
+    monkeypatch.setenv("FUSIONKV_MODELS", str(tmp_path))
+    known = KNOWN["smollm2"].directory.with_name("another name")
+    known.mkdir(parents=True)
+    assert Verdict.read(known, b"f").default == KNOWN["smollm2"].default != UNMEASURED
+    assert Verdict.read(tmp_path, b"f").default == UNMEASURED
+    Verdict(b"f".hex(), {}).write(known / FILE)
+    assert Verdict.read(known, b"f").default == UNMEASURED
+
+
+def test_the_defaults_of_the_catalogue_are_recipes() -> None:
+    for known in KNOWN.values():
+        assert not (known.embeds and known.default), known.name
+        for choice in (known.default.choice, known.default.uncorrected) if known.default else ():
+            assert find(choice.recipe).ratio_for(choice.ratio) == choice.ratio <= 0.2
+            assert "+corrected" in choice.recipe or choice is known.default.choice or choice == PROPHETKV
+
+
 def test_cacheclip_is_judged_by_the_second_model_in_use(tmp_path: Path) -> None:
-    made = Verdict("66", {"cacheclip": Judged(UNSAFE, 0.2, ""), "epic": Judged(UNSAFE, 0.2, "")}, b"second".hex())
+    made = Verdict("66", dict.fromkeys(("cacheclip", "epic"), (Judged(UNSAFE, 0.2, ""),)), b"second".hex())
     made.write(tmp_path / FILE)
     assert Verdict.read(tmp_path, b"f", b"second") == made
     assert list(Verdict.read(tmp_path, b"f", b"third").recipes) == ["epic"]
+
+
+def written(recipes: dict[str, Any] | None = None, **default: Any) -> str:
+    """A file of verdicts, with other values for what `default` means."""
+    choice = {"recipe": "epic", "ratio": 0.2} | default
+    means = {"choice": choice, "uncorrected": choice, "why": ""}
+    return json.dumps({"fingerprint": "66", "auxiliary": "", "recipes": recipes or {}, "default": means})
+
+
+def test_a_file_of_verdicts(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text(written())
+    assert Verdict.read(tmp_path, b"f").default.choice == Choice("epic", 0.2)
 
 
 @pytest.mark.parametrize(
@@ -88,8 +133,13 @@ def test_cacheclip_is_judged_by_the_second_model_in_use(tmp_path: Path) -> None:
         "[]",
         "{}",
         '{"fingerprint": "66", "recipes": {"a": 1}}',
-        '{"fingerprint": "66", "auxiliary": "", "recipes": {"a": {"verdict": "good", "ratio": 0.5, "why": ""}}}',
-        '{"fingerprint": "66", "auxiliary": "", "recipes": {"a": {"verdict": "safe", "ratio": "", "why": ""}}}',
+        written(recipes={"a": [{"verdict": "good", "ratio": 0.5, "why": ""}]}),
+        written(recipes={"a": [{"verdict": "safe", "ratio": "", "why": ""}]}),
+        written(recipes={"a": {"verdict": "safe", "ratio": 0.5, "why": ""}}),
+        written(recipe="epoc"),
+        written(ratio=1.5),
+        written(ratio="0.2"),
+        written(share=0.2),
         "\x00",
     ],
 )
@@ -109,16 +159,20 @@ async def test_a_worker_answers_with_full_attention_in_place_of_what_is_unsafe(
     model = tmp_path / "model"
     shutil.copytree(reference_model, model)
     recipes = {
-        "full_reuse": Judged(UNSAFE, 0.0, "it strays"),
-        "prophetkv": Judged(SAFE, 0.2, "it holds"),
-        "epic": Judged(UNDECIDED, 0.2, "who knows"),
+        "full_reuse": (Judged(UNSAFE, 0.0, "it strays"),),
+        "prophetkv": (Judged(SAFE, 0.2, "it holds"), Judged(SAFE, 0.3, "it holds")),
+        "epic": (Judged(UNDECIDED, 0.2, "who knows"),),
     }
-    Verdict(fingerprint(model).hex(), recipes).write(model / FILE)
+    default = Default(Choice("prophetkv", 0.3), Choice("prophetkv", 0.3), "it keeps most")
+    Verdict(fingerprint(model).hex(), recipes, default=default).write(model / FILE)
     worker = launch("fusionkv.fusion_worker", "--listen", "127.0.0.1:0", "--model", str(model))
     client = WorkerClient(worker.address)
     try:
-        told = {found.recipe: (found.verdict, found.ratio, found.why) for found in (await client.model()).verdicts}
-        assert told == {name: (judged.verdict, judged.ratio, judged.why) for name, judged in recipes.items()}
+        told = await client.model()
+        assert [(v.recipe, v.verdict, v.ratio, v.why) for v in told.verdicts] == [
+            (name, judged.verdict, judged.ratio, judged.why) for name, both in recipes.items() for judged in both
+        ]
+        assert (told.default_recipe, told.default_meaning) == ("prophetkv", "prophetkv at 0.3: it keeps most")
 
         async def ask(recipe: str, **more: Any) -> tuple[list[int], Summary, Explanation]:
             chunks = [pb.Chunk(ids=[5, 6, 7, 8, 9]), pb.Chunk(ids=[9, 8, 7, 6])]
@@ -128,8 +182,7 @@ async def test_a_worker_answers_with_full_attention_in_place_of_what_is_unsafe(
 
         full, summary, explained = await ask("full_attention")
         assert (summary.recipe, summary.recipe_replaced) == ("full_attention", "")
-        verdicts = {found.recipe: found.verdict for found in explained.verdicts}
-        assert verdicts == {name: judged.verdict for name, judged in recipes.items()}
+        assert [found.recipe for found in explained.verdicts] == ["full_reuse", "prophetkv", "prophetkv", "epic"]
         for recipe, more in (("full_reuse", {}), ("full_reuse+corrected", {}), ("prophetkv", {"ratio": 0.0})):
             ids, summary, _ = await ask(recipe, **more)
             assert (ids, summary.recipe, summary.degraded) == (full, "prefix_cache", False)
@@ -138,6 +191,10 @@ async def test_a_worker_answers_with_full_attention_in_place_of_what_is_unsafe(
         for recipe in ("prophetkv", "epic", "a3"):
             _, summary, _ = await ask(recipe)
             assert (summary.recipe, summary.recipe_replaced) == (recipe, "")
+        for recipe, ratio in (("default", 0.3), ("default+window", 0.3), ("default", 0.25)):
+            _, summary, _ = await ask(recipe, **({"ratio": ratio} if ratio != 0.3 else {}))
+            assert (summary.recipe, summary.ratio) == (recipe.replace("default", "prophetkv"), ratio)
+            assert summary.uncorrected_reason == ""
     finally:
         await client.close()
     assert "fusionkv check: full_reuse at ratio 0: unsafe, it strays" in worker.log
