@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from fusionkv.gateway.auth.access import Bearer, BearerInterceptor, Verifier, is_tenant
 from fusionkv.gateway.config import GatewayConfig, secret
-from fusionkv.protos.observe import telemetry
+from fusionkv.protos.observe import handshakes, telemetry
 from fusionkv.protos.runtime import process, rpc, settings
 from fusionkv.protos.runtime.errors import ServiceError
 from fusionkv.protos.runtime.settings import extra
@@ -27,6 +27,7 @@ _CATALOGS = "lance_namespace_urllib3_client"
 
 
 def main() -> int:
+    process.end_when_told()
     parser = argparse.ArgumentParser(prog="fusionkv-gateway", description=__doc__)
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file whose table [gateway] is read")
     settings.add_flags(parser, GatewayConfig)
@@ -39,6 +40,8 @@ def main() -> int:
         process.check_ports(config.http_listen, "--http-listen")
         process.check_ports(config.admin_listen, "--admin-listen")
         telemetry.attach("fusionkv-gateway", config.metrics_listen)
+        if config.tls_cert or config.tls_ca:
+            handshakes.attach()
         asyncio.run(_serve(config))
     except (settings.SettingsError, ServiceError, OSError, ValueError) as error:
         print(f"fusionkv-gateway: {error}", file=sys.stderr)
@@ -55,7 +58,7 @@ async def _serve(config: GatewayConfig) -> None:
     from fusionkv.gateway.history import History
     from fusionkv.gateway.pipeline import Engine
     from fusionkv.gateway.retrieval.base import HybridSearch
-    from fusionkv.gateway.servicer import SERVICE, GatewayServicer, readers
+    from fusionkv.gateway.servicer import SERVICE, GatewayServicer
     from fusionkv.gateway.workers.workers import WorkerPool
 
     verifiers = _verifiers(config)
@@ -68,6 +71,7 @@ async def _serve(config: GatewayConfig) -> None:
         _load_lancedb()
         from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 
+        process.data_folder(config.data_dir)
         return await EmbeddedRetrieval.open(folder / tenant if tenant else config.data_dir, config.language)
 
     embedder = asyncio.create_task(open_embedder(config))
@@ -75,7 +79,7 @@ async def _serve(config: GatewayConfig) -> None:
     tenants = Tenants(config.tenant, read_key(config.tenant_key), Quotas(config.quotas), open_corpora)
     # Open existing tenants now, to report damaged corpora at start and to count all documents from the start.
     try:
-        for name in (config.tenant, *sorted(path.name for path in folder.glob("*") if is_tenant(path.name))):
+        for name in (config.tenant, *sorted(path.name for path in folder.glob("*/") if is_tenant(path.name))):
             await tenants.get(name)
     except BaseException:
         # Raise this error even if the embedder failed too, and leave no embedder process behind.
@@ -97,9 +101,10 @@ async def _serve(config: GatewayConfig) -> None:
     await rpc.serve(
         "fusionkv-gateway",
         config.listen,
-        {SERVICE.full_name: rpc.handlers(SERVICE, servicer, readers())},
+        {SERVICE.full_name: rpc.handlers(SERVICE, servicer, admit=servicer.admitted)},
         drain_seconds=config.drain_seconds,
         on_drain=servicer.close,
+        ready=servicer.ready,
         tls=config.server_tls,
         interceptors=[BearerInterceptor(bearer)] if bearer else [],
         beside=_http(config, servicer, bearer),

@@ -1,15 +1,18 @@
 """Settings of the gateway."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from fusionkv.fusion_worker.client import DEFAULT_RECIPE
+from fusionkv.fusion_worker.client import DEFAULT
 from fusionkv.protos.runtime import process
 from fusionkv.protos.runtime.settings import setting
 from fusionkv.protos.runtime.tls import ClientTLS, ServerTLS
 
 # Values of `embedder` that are not a model.
 AUTO, NONE = "auto", "none"
+# An origin as browsers send it, or all.
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[a-z0-9.:\[\]_-]+")
 # Languages that the embedded retrieval engine can stem.
 LANGUAGES = (
     *("arabic", "danish", "dutch", "english", "finnish", "french", "german", "greek", "hungarian", "italian"),
@@ -29,6 +32,11 @@ class GatewayConfig:
     listen: tuple[str, ...] = setting(("127.0.0.1:7072",), "addresses to listen on: host:port or unix:/path")
     http_listen: tuple[str, ...] = setting(
         (), "addresses of the OpenAI-compatible HTTP endpoint: host:port or unix:/path; empty disables it"
+    )
+    http_allowed_origins: tuple[str, ...] = setting(
+        (),
+        "origins of web pages that may call http_listen from a browser (CORS), such as https://app.example; * allows "
+        "all pages; by default, none may",
     )
     admin_listen: tuple[str, ...] = setting(
         (),
@@ -117,8 +125,9 @@ class GatewayConfig:
     rerank_depth: int = setting(32, "number of chunks that the reranker scores for a question", low=1, high=1000)
 
     recipe: str = setting(
-        DEFAULT_RECIPE,
-        "recipe of requests that name none or `default`; it is adapted to how the chunks were encoded ahead of time",
+        DEFAULT,
+        "recipe of requests that name none or `default`; it is adapted to how the chunks were encoded ahead of time. "
+        "`default` is what `fusionkv check` recommended for the model, else `prophetkv` at 0.2",
     )
     decode: str = setting(
         "worker",
@@ -197,8 +206,15 @@ class GatewayConfig:
             raise ValueError(f"decode must be worker or vllm, not {self.decode!r}")
         if self.decode == "vllm" and not self.vllm_url.startswith(("http://", "https://")):
             raise ValueError("decode = vllm needs vllm_url, beginning with http:// or https://")
+        for origin in self.http_allowed_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"http_allowed_origins: {origin!r} is not an origin such as https://app.example:8443, in lower "
+                    "case and without a path, nor *"
+                )
         if not self.workers:
             raise ValueError("workers must name at least one fusion worker")
+        process.check_sockets(self.workers)
         for address in self.workers:
             if not process.is_address(address.removeprefix("dns:")):
                 raise ValueError(f"workers: {address!r} is not host:port, unix:/path or dns:HOST:PORT")

@@ -6,17 +6,18 @@ They follow OpenTelemetry's GenAI conventions, and never contain the text of a q
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from typing import Protocol
 
 from opentelemetry import metrics, trace
 from opentelemetry.trace import SpanKind
 
-from fusionkv.fusion_worker.client import DEFAULT, full_name
+from fusionkv.fusion_worker.client import DEFAULT, full_name, recipe_label
 from fusionkv.gateway import plan
 from fusionkv.gateway.auth.tenants import Tenant
 from fusionkv.gateway.client import results
 from fusionkv.gateway.config import GatewayConfig
+from fusionkv.gateway.ingest.text import nfc
 from fusionkv.gateway.plan import Conversation, Passage, check_question
 from fusionkv.gateway.retrieval.base import NO_FILTER, PROVIDER, HybridSearch, check_corpus, remaining, step, within
 from fusionkv.gateway.tokens import Vocabulary
@@ -59,6 +60,12 @@ class Engine(Protocol):
 
     async def model(self, timeout: float) -> Vocabulary:
         """Tokenizer and prompt template of the model. Raises Unavailable."""
+
+    async def rendered(self, vocabulary: Vocabulary, values: Mapping[str, str], timeout: float) -> Vocabulary:
+        """A vocabulary with values for variables of the chat template. Raises InvalidArgument and Unavailable."""
+
+    async def ready(self, timeout: float) -> bool:
+        """Whether prompts would be answered now, found out within `timeout` seconds."""
 
     def generate(
         self, request: fusion_pb2.GenerateRequest, timeout: float
@@ -112,11 +119,17 @@ class Pipeline:
             try:
                 async with asyncio.timeout(remaining()):
                     found = await self._search.search(
-                        tenant.retrieval, corpus, question, count, vocabulary.identity, where
+                        tenant.retrieval, corpus, nfc(question), count, vocabulary.identity, where, tenant.salt
                     )
             except TimeoutError as error:
                 raise DeadlineExceeded(f"retrieval took longer than the remaining {timeout:.1f} s") from error
             return [plan.retrieved(*best) for best in found]
+
+    def check(self, request: pb.GenerateRequest) -> Conversation:
+        """The conversation of a request. Raises InvalidArgument for what is wrong with the request itself."""
+        conversation = Conversation.of(request)
+        plan.check(request, self._config.max_top_k)
+        return conversation
 
     async def answer(
         self, tenant: Tenant, request: pb.GenerateRequest, timeout: float
@@ -127,12 +140,15 @@ class Pipeline:
         def left() -> float:
             return max(0.001, timeout - (time.perf_counter() - began))
 
-        conversation = Conversation.of(request)
-        plan.check(request, self._config.max_top_k)
+        conversation = self.check(request)
         vocabulary = await self._engine.model(timeout)
+        if values := dict(request.chat_template_kwargs):
+            plan.check_variables(values, vocabulary)
+            vocabulary = await self._engine.rendered(vocabulary, values, left())
         recipe = plan.recipe(full_name(request.recipe, self._config.recipe), vocabulary)
         if request.passages:
-            passages = await asyncio.to_thread(plan.given, request.passages, vocabulary)
+            with _charged(tenant):
+                passages = await asyncio.to_thread(plan.given, request.passages, vocabulary)
         else:
             search = request.corpus, request.query or conversation.question, request.top_k
             passages = await self.retrieve(tenant, *search, left(), vocabulary, request.filter)
@@ -140,11 +156,11 @@ class Pipeline:
             recipe = plan.as_encoded(recipe, passages, vocabulary)
         retrieved = time.perf_counter()
         with tracer.start_as_current_span("gateway.plan") as span:
-            default = pb.ORDER_UNSPECIFIED if request.passages else pb.ORDER_ENDS
-            passages = plan.order(passages, request.order or default)
+            passages = plan.order(passages, request.order or pb.ORDER_ENDS)
             # Tokenising a long question takes up to 0.1 s, which must not block other requests.
             parts = request, conversation, recipe, passages, vocabulary, tenant.salt
-            worker_request = await asyncio.to_thread(plan.build, *parts)
+            with _charged(tenant):
+                worker_request = await asyncio.to_thread(plan.build, *parts)
             span.set_attributes({"fusionkv.chunks": len(passages), "fusionkv.recipe": recipe.name})
         planned = time.perf_counter()
         # Only after planning: a prompt over the model's length is an error, not half an answer.
@@ -160,12 +176,14 @@ class Pipeline:
         try:
             async with contextlib.aclosing(self._engine.generate(worker_request, left())) as responses:
                 async for response in _within(span, responses):
+                    if time.perf_counter() - began > timeout:  # the tokens that it waited for are there
+                        raise DeadlineExceeded(f"the answer was not read within {timeout:g} s")
                     if response.HasField("token"):
                         tenant.meter.spend(1)
                         if not ttft:
                             ttft = time.perf_counter() - began
                             # Within the request's span, which becomes the exemplar.
-                            _ttft.record(ttft, {"fusionkv.recipe": recipe.name})
+                            _ttft.record(ttft, {"fusionkv.recipe": recipe_label(recipe.name)})
                         yield pb.GenerateResponse(token=response.token)
                     elif response.HasField("explanation"):
                         yield pb.GenerateResponse(explanation=response.explanation)
@@ -173,7 +191,7 @@ class Pipeline:
                         summary, seconds = response.summary, response.summary.seconds
                         seconds.retrieve, seconds.plan = retrieved - began, planned - retrieved
                         seconds.ttft, seconds.total = ttft, time.perf_counter() - began
-                        summary.chunks_retrieved = len(passages)
+                        summary.chunks_retrieved, summary.model = len(passages), model
                         if trace.get_current_span().is_recording():
                             summary.trace_id = telemetry.trace_id()
                         span.set_attributes(answer_attributes(summary, model))
@@ -189,6 +207,16 @@ class Pipeline:
             if not finished:
                 span.set_attribute("fusionkv.cancelled", True)
             span.end()
+
+
+@contextlib.contextmanager
+def _charged(tenant: Tenant) -> Iterator[None]:
+    """A prompt that turns out to be too long costs the tokens that were made of it."""
+    try:
+        yield
+    except plan.TooLong as error:
+        tenant.meter.spend(error.tokens)
+        raise
 
 
 async def _within(
@@ -248,6 +276,8 @@ def answer_attributes(summary: Summary, model: str) -> Attributes:
         attributes["fusionkv.degraded"] = summary.degraded_reason
     if summary.ratio_raised:
         attributes["fusionkv.ratio.raised"] = summary.ratio_raised
+    if summary.uncorrected_reason:
+        attributes["fusionkv.uncorrected"] = summary.uncorrected_reason
     if summary.recipe_replaced:
         attributes["fusionkv.recipe.replaced"] = summary.recipe_replaced
     return attributes
@@ -257,7 +287,7 @@ def _record_answer(summary: Summary, tenant: str) -> None:
     """Records a finished answer. `tenant` is the tenant's label in telemetry."""
     seconds, generated = summary.seconds, summary.tokens_generated
     if generated > 1:
-        _per_token.record(seconds.decode / (generated - 1), {"fusionkv.recipe": summary.recipe})
+        _per_token.record(seconds.decode / (generated - 1), {"fusionkv.recipe": recipe_label(summary.recipe)})
     hits = [(hit.kind, hit.tier, hit.chunks) for hit in summary.hits]
     for kind, tier, chunks in (*hits, ("miss", "none", summary.chunks_missed)):
         if chunks:

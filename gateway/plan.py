@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fusionkv.fusion_worker.client import template_error
+from fusionkv.fusion_worker.client import DEFAULT, shorten, template_error, template_values, unknown_variable
+from fusionkv.gateway.ingest.text import nfc
 from fusionkv.gateway.retrieval.base import Chunk
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.fusion.v1 import fusion_pb2
@@ -59,7 +60,7 @@ class Conversation:
         if not request.messages:
             check_question(request.question)
             _check_length(request.system, "system prompt")
-            return cls((request.question,), request.system)
+            return cls((nfc(request.question),), nfc(request.system))
         if request.question:
             raise InvalidArgument("a request takes either a question or messages, not both")
         if len(request.messages) > MAX_MESSAGES:
@@ -68,7 +69,15 @@ class Conversation:
         systems = [m.text for m in request.messages if m.role == pb.ROLE_SYSTEM]
         if systems and request.system:
             raise InvalidArgument("the system prompt is given both as a field and as a message")
-        return cls(_turns(request), "\n\n".join(systems) or request.system)
+        return cls(tuple(map(nfc, _turns(request))), nfc("\n\n".join(systems) or request.system))
+
+
+class TooLong(InvalidArgument):
+    """A prompt over the model's length; `tokens` is the number of tokens that were made to find out."""
+
+    def __init__(self, message: str, tokens: int) -> None:
+        super().__init__(message)
+        self.tokens = tokens
 
 
 def check_question(question: str, what: str = "question") -> None:
@@ -115,6 +124,8 @@ def recipe(name: str, vocabulary: Vocabulary) -> fusion_pb2.Recipe:
         raise InvalidArgument(f"the recipe's name has {len(name)} characters; the maximum is {MAX_RECIPE}")
     base, *terms = name.split("+")
     known = {recipe.name: recipe for recipe in vocabulary.model.recipes}
+    # The worker knows what it is for a corpus.
+    known[DEFAULT] = fusion_pb2.Recipe(takes_modifiers=True)
     if base not in known:
         raise InvalidArgument(f"unknown recipe {base[:40]!r}; known: {', '.join(known)}")
     modifiers = {modifier.name: modifier for modifier in vocabulary.model.modifiers}
@@ -165,6 +176,7 @@ def check(request: pb.GenerateRequest, max_passages: int) -> None:
     _check_length(request.prompt_template, "prompt template")
     if error := template_error(request.prompt_template):
         raise InvalidArgument(error)
+    template_values(request.chat_template_kwargs)
     if request.HasField("ratio") and not 0 <= request.ratio <= 1:
         raise InvalidArgument(f"ratio is {request.ratio:g}: it must be from 0 to 1")
     sampling = request.sampling
@@ -195,6 +207,13 @@ def _check_passages(passages: Sequence[pb.Passage]) -> None:
         raise InvalidArgument(f"the passages have {length} characters; the maximum is {_MAX_PASSAGES}")
 
 
+def check_variables(values: Mapping[str, str], vocabulary: Vocabulary) -> None:
+    """Raises InvalidArgument for a variable that the chat template does not use. Values are checked by `check`."""
+    known = vocabulary.model.template_variables
+    if unknown := sorted(values.keys() - {*known}):
+        raise InvalidArgument(unknown_variable(unknown[0], known))
+
+
 def check_filter(where: Mapping[str, str]) -> None:
     """Raises InvalidArgument if a filter is too long."""
     if len(where) > _MAX_PAIRS or _length(where) > MAX_NOTES:
@@ -206,11 +225,22 @@ def _length(pairs: Mapping[str, str]) -> int:
 
 
 def given(passages: Sequence[pb.Passage], vocabulary: Vocabulary) -> list[Passage]:
-    """The chunks of the passages in a request, one a passage, with the token ids that a corpus would store."""
-    chunks = []
+    """The chunks of the passages in a request, one a passage, with the token ids that a corpus would store.
+
+    Raises:
+        TooLong: the passages are longer than any prompt of the model. No more of them than necessary are tokenised.
+    """
+    chunks, tokens, limit = [], 0, vocabulary.model.max_tokens
     for number, passage in enumerate(passages):
-        text = "\n".join(filter(None, (passage.title.strip(), passage.text.strip())))
+        text = nfc("\n".join(filter(None, (passage.title.strip(), passage.text.strip()))))
         chunk = Chunk("", number, text, tuple(vocabulary.chunk(text)))
+        tokens += len(chunk.ids)
+        if tokens > limit:
+            raise TooLong(
+                f"the first {number + 1} of {len(passages)} passages have {tokens} tokens; the model's maximum is "
+                f"{limit}: request fewer or shorter passages",
+                tokens,
+            )
         shown = pb.Passage()
         shown.CopyFrom(passage)
         shown.tokens = len(chunk.ids)
@@ -257,9 +287,9 @@ def build(
     """The worker's request for these passages, in this order; `tenant` is the salt of the tenant whose KV is used.
 
     Raises:
-        InvalidArgument: the prompt and its answer exceed the model's length.
+        TooLong: the prompt and its answer exceed the model's length.
     """
-    layout = request.prompt_template
+    layout = nfc(request.prompt_template)
     system = vocabulary.system(conversation.system, layout)
     question = vocabulary.question(*conversation.turns, layout=layout)
     context = sum(len(chunk.ids) for chunk, _ in passages)
@@ -267,10 +297,12 @@ def build(
     # An answer has at least one token.
     answer, limit = max(1, request.sampling.max_tokens), vocabulary.model.max_tokens
     if prompt + answer > limit:
-        raise InvalidArgument(
+        raise TooLong(
             f"the prompt has {prompt} tokens ({len(system)} system, {context} in {len(passages)} chunks, "
-            f"{len(question)} question) and {answer} more are requested; the model's maximum is {limit} in total: "
-            "request fewer chunks (top_k), fewer passages or fewer max_tokens"
+            f"{len(question)} question) and {answer} more are requested, "
+            f"{prompt + answer - limit} more than the model's maximum of {limit} in total: "
+            f"{shorten(prompt, answer, limit, context)}",
+            prompt if request.passages else len(system) + len(question),
         )
     worker_request = fusion_pb2.GenerateRequest(
         recipe=recipe.name,

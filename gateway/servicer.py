@@ -5,16 +5,18 @@ import contextlib
 import hashlib
 import hmac
 import logging
+import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-from google.protobuf import message_factory
 from opentelemetry import metrics
 
+from fusionkv.fusion_worker.client import recipe_label
 from fusionkv.gateway.auth import access
 from fusionkv.gateway.auth.tenants import Shares, Tenant, Tenants
 from fusionkv.gateway.config import GatewayConfig
@@ -40,23 +42,31 @@ from fusionkv.protos.runtime.errors import (
 )
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 SERVICE = pb.DESCRIPTOR.services_by_name["GatewayService"]
 _meter = metrics.get_meter(__name__)
 _requests = _meter.create_counter("fusionkv.gateway.requests", description="calls, by method")
 _failures = _meter.create_counter("fusionkv.gateway.failures", description="failed calls, by method and status")
 _in_flight = _meter.create_up_down_counter("fusionkv.gateway.in_flight", description="calls being answered")
 _degraded = _meter.create_counter("fusionkv.gateway.degraded", description="answers given without the cache")
+# A readiness check takes at most _READY_SECONDS, and its result counts for _FRESH_SECONDS.
+_READY_SECONDS, _FRESH_SECONDS = 2.0, 1.0
+# Errors that other services may have raised, whose messages name them.
+_FROM_BEHIND = (Unavailable, ResourceExhausted, DeadlineExceeded, FailedPrecondition)
 _PAGE = 100
 _MAX_PAGE = 1000
 _MAX_NAME_BYTES = 4 * MAX_NAME
 _MARK_BYTES = 8
-# Holds the longest passages, with their metadata, and the longest conversation. Only Ingest carries a document.
-_MAX_REQUEST_BYTES = 8 << 20
-# Fields of a request itself, such as passages and messages; other limits allow far fewer. Fields of nested messages
-# are not counted: _MAX_REQUEST_BYTES limits them.
-_MAX_REQUEST_FIELDS = 1 << 16
-_VARINT_BYTES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A call that was let in: its tenant, and the fields of its log record, for the call to add to."""
+
+    tenant: Tenant
+    log_fields: dict[str, Any]
+
+
+_CALL: ContextVar[Admitted] = ContextVar("fusionkv.call")
 
 
 class GatewayServicer:
@@ -84,53 +94,61 @@ class GatewayServicer:
         self._started = time.monotonic()
         self._active = Shares(config.max_requests, spare=int(config.several_tenants))
         self._served = self._failed = self._marked_degraded = 0
+        self._checking = asyncio.Lock()
+        self._ready, self._checked = False, -math.inf
 
     async def Ingest(self, request: pb.IngestRequest, context: rpc.Call | None) -> pb.IngestResponse:
-        async with self._admitted("Ingest") as (tenant, _):
-            return await self._ingest.file(tenant, request, self._time_left(context))
+        return await self._ingest.file(_tenant(), request, self._time_left(context))
+
+    async def Upload(self, requests: AsyncIterator[pb.UploadRequest], context: rpc.Call | None) -> pb.UploadResponse:
+        return pb.UploadResponse(stored=await self._ingest.upload(_tenant(), requests, self._time_left(context)))
 
     def Precompute(
         self, request: pb.PrecomputeRequest, context: rpc.Call | None
     ) -> AsyncGenerator[pb.PrecomputeResponse]:
-        return self._stream("Precompute", lambda tenant: self._precompute.run(tenant, request))
+        return self._precompute.run(_tenant(), request)
 
     def PlanPrecompute(
         self, request: pb.PlanPrecomputeRequest, context: rpc.Call | None
     ) -> AsyncGenerator[pb.PlanPrecomputeResponse]:
-        return self._stream("PlanPrecompute", lambda tenant: self._precompute.plan(tenant, request))
+        return self._precompute.plan(_tenant(), request)
 
     def Move(self, request: pb.MoveRequest, context: rpc.Call | None) -> AsyncGenerator[pb.MoveResponse]:
-        return self._stream("Move", lambda tenant: self._ingest.move(tenant.retrieval, request.corpus))
+        return self._ingest.move(_tenant().retrieval, request.corpus)
 
     async def Delete(self, request: pb.DeleteRequest, context: rpc.Call | None) -> pb.DeleteResponse:
-        async with self._admitted("Delete") as (tenant, _):
-            check_corpus(request.corpus)
-            if request.name:
-                check_document(request.name)
-            documents, chunks = await tenant.retrieval.delete(request.corpus, request.name)
-            return pb.DeleteResponse(documents=documents, chunks=chunks)
+        check_corpus(request.corpus)
+        if request.name:
+            check_document(request.name)
+        documents, chunks = await _tenant().retrieval.delete(request.corpus, request.name)
+        return pb.DeleteResponse(documents=documents, chunks=chunks)
 
     async def List(self, request: pb.ListRequest, context: rpc.Call | None) -> pb.ListResponse:
-        async with self._admitted("List") as (tenant, _):
-            size = min(request.page_size or _PAGE, _MAX_PAGE)
-            if request.corpus:
-                check_corpus(request.corpus)
-            after = listed_to(tenant.salt, request.corpus, request.page_token)
-            if request.corpus:
-                items = await tenant.retrieval.documents(request.corpus, after, size + 1)
-            else:
-                items = [i for i in await tenant.retrieval.corpora() if i.name > after][: size + 1]
-            more = len(items) > size
-            return pb.ListResponse(
-                items=[pb.Item(**asdict(i)) for i in items[:size]],
-                next_page_token=page_token(tenant.salt, request.corpus, items[size - 1].name) if more else "",
-            )
+        tenant, size = _tenant(), min(request.page_size or _PAGE, _MAX_PAGE)
+        if request.corpus:
+            check_corpus(request.corpus)
+        after = listed_to(tenant.salt, request.corpus, request.page_token)
+        if request.corpus:
+            items = await tenant.retrieval.documents(request.corpus, after, size + 1)
+        else:
+            items = [i for i in await tenant.retrieval.corpora() if i.name > after][: size + 1]
+        more = len(items) > size
+        listed = [pb.Item(**asdict(i)) for i in items[:size]]
+        if request.corrections and listed and not request.corpus:
+            # Corpora are also listed while no worker replies.
+            with contextlib.suppress(ServiceError):
+                states = await self._workers.corrections(tenant.salt, [i.name for i in listed], _READY_SECONDS)
+                for item, state in zip(listed, states, strict=True):
+                    item.correction = state
+        return pb.ListResponse(
+            items=listed,
+            next_page_token=page_token(tenant.salt, request.corpus, items[size - 1].name) if more else "",
+        )
 
     async def Retrieve(self, request: pb.RetrieveRequest, context: rpc.Call | None) -> pb.RetrieveResponse:
-        async with self._admitted("Retrieve") as (tenant, _):
-            search, left = (request.corpus, request.question, request.top_k), self._time_left(context)
-            found = await self._pipeline.retrieve(tenant, *search, left, where=request.filter)
-            return pb.RetrieveResponse(passages=[source for _, source in order(found, request.order)])
+        search, left = (request.corpus, request.question, request.top_k), self._time_left(context)
+        found = await self._pipeline.retrieve(_tenant(), *search, left, where=request.filter)
+        return pb.RetrieveResponse(passages=[source for _, source in order(found, request.order)])
 
     async def embed(
         self, texts: Sequence[str], model: str, dimensions: int, context: rpc.Call | None
@@ -150,24 +168,23 @@ class GatewayServicer:
             InvalidArgument: its vectors have other dimensions.
             FailedPrecondition: the gateway has no embedder.
         """
-        async with self._admitted("Embed") as (tenant, _):
-            embedder = self._search.embedder
-            if embedder is None:
-                raise FailedPrecondition("this gateway has no embedder: it retrieves by BM25 only")
-            if model not in ("", embedder.name, embedder.name.partition("@")[0]):
-                raise NotFound(f"unknown embedding model {model[:80]!r}; known: {embedder.name}")
-            if dimensions not in (0, embedder.dim):
-                raise InvalidArgument(f"{embedder.name} supports only {embedder.dim} dimensions")
-            tokens = sum(-(-len(text.encode()) // 4) for text in texts)
-            tenant.meter.spend(tokens)
-            try:
-                async with asyncio.timeout(self._time_left(context)):
-                    return await embedder.embed(texts), embedder.name, tokens
-            except (ResourceExhausted, Unavailable):  # nothing was computed, and the caller will retry
-                tenant.meter.give_back(tokens)
-                raise
-            except TimeoutError as error:
-                raise DeadlineExceeded("embedding took longer than the request's deadline") from error
+        tenant, embedder = _tenant(), self._search.embedder
+        if embedder is None:
+            raise FailedPrecondition("this gateway has no embedder: it retrieves by BM25 only")
+        if model not in ("", embedder.name, embedder.name.partition("@")[0]):
+            raise NotFound(f"unknown embedding model {model[:80]!r}; known: {embedder.name}")
+        if dimensions not in (0, embedder.dim):
+            raise InvalidArgument(f"{embedder.name} supports only {embedder.dim} dimensions")
+        tokens = sum(-(-len(text.encode()) // 4) for text in texts)
+        tenant.meter.spend(tokens)
+        try:
+            async with asyncio.timeout(self._time_left(context)):
+                return await embedder.embed(texts, tenant=tenant.salt), embedder.name, tokens
+        except (ResourceExhausted, Unavailable):  # nothing was computed, and the caller will retry
+            tenant.meter.give_back(tokens)
+            raise
+        except TimeoutError as error:
+            raise DeadlineExceeded("embedding took longer than the request's deadline") from error
 
     def Generate(self, request: pb.GenerateRequest, context: rpc.Call | None) -> AsyncGenerator[pb.GenerateResponse]:
         return self.generate(request, context, self.history)
@@ -176,20 +193,31 @@ class GatewayServicer:
         self, request: pb.GenerateRequest, context: rpc.Call | None, history: History | None
     ) -> AsyncGenerator[pb.GenerateResponse]:
         """Generate, with the answer stored in `history`, if there is one."""
-        async with self._admitted("Generate") as (tenant, log_fields):
+        call = _CALL.get()
+        self._pipeline.check(request)  # before the history copies it
 
-            def start(observed: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse]:
-                return self._pipeline.answer(tenant, observed, self._time_left(context))
+        def start(observed: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse]:
+            return self._pipeline.answer(call.tenant, observed, self._time_left(context))
 
-            answer = history.watch(tenant.salt, request, start) if history is not None else start(request)
-            async with contextlib.aclosing(answer) as responses:
-                async for response in responses:
-                    if response.HasField("summary"):
-                        self._summarised(response.summary, log_fields)
-                    yield response
+        answer = history.watch(call.tenant.salt, request, start) if history is not None else start(request)
+        async with contextlib.aclosing(answer) as responses:
+            async for response in responses:
+                if response.HasField("summary"):
+                    self._summarised(response.summary, call.log_fields)
+                yield response
+
+    async def GetModel(self, request: pb.GetModelRequest, context: rpc.Call | None) -> pb.GetModelResponse:
+        model = (await self._engine.model(self._time_left(context))).model
+        return pb.GetModelResponse(
+            name=model.name,
+            fingerprint=model.fingerprint,
+            max_tokens=model.max_tokens,
+            max_new_tokens=model.max_new_tokens,
+        )
 
     async def Stats(self, request: pb.StatsRequest, context: rpc.Call | None) -> pb.StatsResponse:
-        corpora = [c for tenant in self._tenants.all for c in await tenant.retrieval.corpora()]
+        tenants = self._tenants.all
+        corpora = [c for tenant in tenants for c in await tenant.retrieval.corpora()]
         response = pb.StatsResponse(
             version=version("fusionkv"),
             requests=self._served,
@@ -197,6 +225,7 @@ class GatewayServicer:
             requests_degraded=self._marked_degraded,
             documents=sum(c.documents for c in corpora),
             chunks=sum(c.chunks for c in corpora),
+            tenants=len(tenants),
             uptime_seconds=time.monotonic() - self._started,
         )
         # A gateway whose worker is down still reports its own figures.
@@ -205,6 +234,14 @@ class GatewayServicer:
             response.model, response.model_fingerprint = model.name, model.fingerprint
             response.worker = self._workers.address()
         return response
+
+    async def ready(self) -> bool:
+        """Whether prompts would be answered now. Callers need no token: together they cause one check a second."""
+        async with self._checking:
+            if time.monotonic() - self._checked >= _FRESH_SECONDS:
+                self._ready = await self._engine.ready(_READY_SECONDS)
+                self._checked = time.monotonic()
+            return self._ready
 
     async def tenant_salt(self) -> str:
         """The salt of the tenant of the current call, by which the history stores answers."""
@@ -221,11 +258,6 @@ class GatewayServicer:
         remaining = rpc.time_remaining(context)
         return self._config.request_seconds if remaining is None else remaining
 
-    async def _stream(self, method: str, start: Callable[[Tenant], AsyncGenerator[T]]) -> AsyncGenerator[T]:
-        async with self._admitted(method) as (tenant, _), contextlib.aclosing(start(tenant)) as responses:
-            async for response in responses:
-                yield response
-
     def _summarised(self, summary: Summary, log_fields: dict[str, Any]) -> None:
         log_fields |= {
             "recipe": summary.recipe,
@@ -234,19 +266,22 @@ class GatewayServicer:
         }
         if summary.degraded:
             self._marked_degraded += 1
-            _degraded.add(1, {"fusionkv.recipe": summary.recipe})
+            _degraded.add(1, {"fusionkv.recipe": recipe_label(summary.recipe)})
             log_fields["degraded"] = summary.degraded_reason
+            summary.degraded_reason = access.withheld(summary.degraded_reason)
 
     @contextlib.asynccontextmanager
-    async def _admitted(self, method: str) -> AsyncIterator[tuple[Tenant, dict[str, Any]]]:
-        """Counts a call, and logs it at its end.
+    async def admitted(self, method: str) -> AsyncIterator[None]:
+        """Lets a call in, whatever its protocol, before its request is read; counts it, and logs it at its end.
 
-        Yields:
-            The tenant of the call, and the fields of the log record, for the caller to add to.
+        The other methods, except Stats, are called while this is open, in the same task.
 
         Raises:
             ResourceExhausted: too many calls are in flight, or the tenant is over its quota.
         """
+        if method == "Stats":
+            yield
+            return
         began, status = time.perf_counter(), "CANCELLED"
         log_fields: dict[str, Any] = {}
         self._served += 1
@@ -262,12 +297,17 @@ class GatewayServicer:
                 try:
                     tenant = await self._tenants.current()
                     tenant.meter.admit()
-                    yield tenant, log_fields
+                    _CALL.set(Admitted(tenant, log_fields))
+                    yield
                 finally:
                     _in_flight.add(-1)
             status = "OK"
         except ServiceError as error:
             status = error.status.name
+            if isinstance(error, _FROM_BEHIND):
+                error.args = (access.withheld(str(error)),)
+            raise
+        except ConnectionError:  # an HTTP client has left
             raise
         except Exception:
             status = "INTERNAL"
@@ -285,52 +325,9 @@ class GatewayServicer:
             )
 
 
-def readers() -> Mapping[str, Callable[[bytes], Any]]:
-    """The parsers of requests, by method. They raise ValueError over a limit, and DecodeError as protobuf.
-
-    The limits come first: protobuf blocks while it parses, and turns 64 MiB of empty passages into 4 GB.
-    """
-    return {method.name: _reader(method) for method in SERVICE.methods}
-
-
-def _reader(method: Any) -> Callable[[bytes], Any]:
-    parse = message_factory.GetMessageClass(method.input_type).FromString
-
-    def read(data: bytes) -> Any:
-        if len(data) > _MAX_REQUEST_BYTES and method.name != "Ingest":
-            raise ValueError(f"it has {len(data)} bytes; the maximum is {_MAX_REQUEST_BYTES}")
-        if not _few_fields(data):
-            raise ValueError(f"it has more than {_MAX_REQUEST_FIELDS} fields")
-        return parse(data)
-
-    return read
-
-
-def _few_fields(data: bytes) -> bool:
-    """Whether a message has few enough fields. What protobuf will refuse is not counted to its end."""
-    at = 0
-    for _ in range(_MAX_REQUEST_FIELDS):
-        if at >= len(data):
-            return True
-        tag, at = _varint(data, at)
-        kind = tag & 7
-        if kind in (0, 2):
-            value, at = _varint(data, at)
-            at += value if kind == 2 else 0
-        elif kind in (1, 5):
-            at += 8 if kind == 1 else 4
-        # Groups (3, 4) have no length: their fields are counted as the message's.
-    return at >= len(data)
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number at `at`, and the position behind it; behind the end if there is none."""
-    value = 0
-    for shift, byte in enumerate(data[at : at + _VARINT_BYTES]):
-        value |= (byte & 0x7F) << 7 * shift
-        if byte < 0x80:
-            return value, at + shift + 1
-    return 0, len(data)
+def _tenant() -> Tenant:
+    """The tenant of the call that was admitted."""
+    return _CALL.get().tenant
 
 
 def page_token(tenant: str, corpus: str, last: str) -> str:

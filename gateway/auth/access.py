@@ -49,6 +49,7 @@ ADMIN_PAGES = "/fusionkv.admin/Pages"
 # A method that is neither here nor in OPEN is refused to every role.
 ROLES = {
     GATEWAY + "Ingest": _APPS,
+    GATEWAY + "Upload": _APPS,
     GATEWAY + "Precompute": _ALL_ROLES,
     # Returns the tokens of all chunks.
     GATEWAY + "PlanPrecompute": _OPERATORS,
@@ -57,6 +58,7 @@ ROLES = {
     GATEWAY + "List": _ALL_ROLES,
     GATEWAY + "Retrieve": _APPS,
     GATEWAY + "Generate": _APPS,
+    GATEWAY + "GetModel": _ALL_ROLES,
     GATEWAY + "Stats": _OPERATORS,
     ADMIN_PAGES: _OPERATORS,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _OPERATORS,
@@ -66,6 +68,17 @@ OPEN = frozenset(f"/grpc.health.v1.Health/{method}" for method in ("Check", "Wat
 
 CALLER: ContextVar[Caller | None] = ContextVar("fusionkv.caller", default=None)
 """The caller of the call that the current task serves; None if the gateway requires no token."""
+
+
+# host:port and unix sockets, as the services and gRPC write them.
+_HOST = r"(?:%5B[\w%:.]+%5D|\[[\w%:.]+\]|\b[A-Za-z0-9][\w.-]*)"
+_ADDRESS = re.compile(rf"(?:\bipv[46]:|\bdns:/*)?{_HOST}:\d{{1,5}}\b|\bunix:\S*[^\s:]")
+
+
+def withheld(text: str) -> str:
+    """A message of a service behind the gateway, as the current caller may read it: only operators see addresses."""
+    caller = CALLER.get()
+    return text if caller is None or caller.role is Role.OPERATOR else _ADDRESS.sub("[address]", text)
 
 
 TENANT_FORM = "1 to 64 characters of A-Z a-z 0-9 . _ -, beginning with a letter or digit"

@@ -34,7 +34,7 @@ class Quota:
     """Limits of a tenant; None means no limit.
 
     Attributes:
-        requests_per_minute: calls of any method but Stats; an HTTP request for models counts once per 1,000 corpora.
+        requests_per_minute: calls of any method but Stats.
         tokens_per_minute: tokens of ingested documents, prompts and answers.
         stored_bytes: bytes of documents' text.
     """

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import jwt
 
 from fusionkv.gateway.auth.access import TENANT_FORM, Caller, Role, is_tenant
+from fusionkv.protos.runtime import process
 from fusionkv.protos.runtime.errors import PermissionDenied, Unauthenticated, Unavailable
 from fusionkv.protos.runtime.settings import toml
 from fusionkv.protos.runtime.watched import BadFile, Watched, read_bytes
@@ -208,7 +209,8 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def _download(url: str) -> bytes:
-    with urllib.request.build_opener(_NoRedirect).open(url, timeout=_FETCH_SECONDS) as reply:
+    direct = [urllib.request.ProxyHandler({})] if process.is_near(urlsplit(url).hostname or "") else []
+    with urllib.request.build_opener(_NoRedirect, *direct).open(url, timeout=_FETCH_SECONDS) as reply:
         data: bytes = reply.read(_MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
         raise BadFile(f"more than {_MAX_BYTES} bytes")

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fusionkv.gateway.cli import connect
+from fusionkv.gateway.cli import connect, shown
 from fusionkv.gateway.cli.connect import UsageError
-from fusionkv.gateway.cli.console import progress_bar, retry_while_busy
+from fusionkv.gateway.cli.console import progress, retry_while_busy
 from fusionkv.gateway.cli.launch import launched
 from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.gateway.client.results import Passage
@@ -49,7 +49,7 @@ def main() -> int:
     try:
         records = asyncio.run(_fetch(args))
     except (ServiceError, UsageError, OSError) as error:
-        print(f"fusionkv check: {error}", file=sys.stderr)
+        print(f"fusionkv check: {shown.line(error)}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         return 130
@@ -79,8 +79,7 @@ async def questions(client: AsyncClient, corpus: str, count: int, seconds: float
     chance = random.Random(corpus)
     documents = await retry_while_busy(lambda: client.list(corpus), seconds)
     records: dict[str, dict[str, Any]] = {}
-    with progress_bar(False) as progress:
-        bar = progress.add_task("questions", total=count)
+    with progress(False) as show:
         for _ in range(_TRIES * count):
             if len(records) == count or not documents:
                 break
@@ -98,7 +97,7 @@ async def questions(client: AsyncClient, corpus: str, count: int, seconds: float
             if len(together) > 1:
                 record = _question(together, chance)
                 records[record["question"]] = record
-                progress.update(bar, completed=len(records))
+                show("questions", len(records), count)
     if not records:
         raise UsageError(f"no two passages of corpus {corpus!r} are retrieved together, so there is nothing to fuse")
     return [*records.values()]

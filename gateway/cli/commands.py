@@ -4,10 +4,12 @@ import argparse
 import asyncio
 import contextlib
 import functools
+import itertools
 import sys
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,52 +17,61 @@ from typing import Any
 from rich.console import Console, JustifyMethod
 from rich.filesize import decimal
 from rich.table import Table
+from rich.text import Text
 
 from fusionkv.gateway import explain
-from fusionkv.gateway.cli import connect, encode, files
-from fusionkv.gateway.cli.console import print_json, progress_bar, retry_while_busy
+from fusionkv.gateway.cli import connect, encode, files, shown
+from fusionkv.gateway.cli.console import print_json, progress, retry_while_busy
 from fusionkv.gateway.client import results
 from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.gateway.client.results import Event, Explanation, Ingested, Item, Progress, Summary, Token, fields
 from fusionkv.protos.kvcache.v1.kvcache_pb2 import Tier
 from fusionkv.protos.runtime import cancellation
-from fusionkv.protos.runtime.errors import AlreadyExists, InvalidArgument, ServiceError
+from fusionkv.protos.runtime.errors import AlreadyExists, InvalidArgument, NotFound, ServiceError
 from fusionkv.protos.runtime.tls import ClientTLS
 
 _FALLBACK_CACHE = "127.0.0.1:7070"
 _STATS_SECONDS = 5.0
 _SHOWN_ENDINGS = 8
+_SHOWN_NAMES = 8
 
 
 async def ingest(args: argparse.Namespace) -> int:
     """Stores files, several at once. Reports a file that fails and goes on with the others."""
-    paths = await asyncio.to_thread(files.find, args.paths, args.media_type, args.name)
+    if args.dry_run and not args.sync:
+        raise connect.UsageError("--dry-run needs --sync")
+    found = await asyncio.to_thread(files.find, args.paths, args.media_type, args.name)
     if skipped := await asyncio.to_thread(files.skipped, args.paths, args.media_type):
         endings = " ".join(sorted({path.suffix or path.name for path in skipped})[:_SHOWN_ENDINGS])
         what = "files with unknown endings" if len(skipped) > 1 else "file with an unknown ending"
-        print(f"fusionkv: skipped {len(skipped)} {what}: {endings}", file=sys.stderr)
+        shown.tell(f"skipped {len(skipped)} {what}: {endings}")
     total = _Total()
+    current: dict[str, set[str]] = {file.source + files.mark(args.prefix): set() for file in found.values()}
+    if args.sync:
+        files.vanished([], args.paths, current, args.prefix, args.media_type)  # refuses paths that it can't compare
     began = time.perf_counter()
     slots = asyncio.Semaphore(args.concurrency)
     async with connect.client(args) as client:
-        with progress_bar(args.json) as progress:
-            bar = progress.add_task("ingest", total=len(paths))
+        with progress(args.json) as show:
+            done = itertools.count(1)
 
-            async def one(name: str, path: Path) -> None:
+            async def one(name: str, file: files.File) -> None:
                 async with slots:
                     try:
-                        await _store(client, name, path, args, total)
+                        await _store(client, name, file, args, total, current)
                     except (InvalidArgument, AlreadyExists, OSError) as error:
                         # Errors of this file only; any other error would affect the next files as well.
                         total.failed += 1
-                        print(f"fusionkv: {path}: {error}", file=sys.stderr)
-                    progress.advance(bar)
+                        shown.tell(f"{shown.name(file.path)}: {error}")
+                    show("ingest", next(done), len(found))
 
-            await cancellation.all_of(one(name, path) for name, path in paths.items())
+            await cancellation.all_of(one(name, file) for name, file in found.items())
+        if args.sync:
+            await _delete_vanished(client, args, total, current)
         total.seconds = round(time.perf_counter() - began, 3)
         if args.precompute is not None and total.documents:
-            done = await encode.corpus(client, args.json, args.corpus, args.precompute)
-            total.encoded, total.encoded_before = done.done - done.skipped, done.skipped
+            encoded = await encode.corpus(client, args.json, args.corpus, args.precompute)
+            total.encoded, total.encoded_before = encoded.done - encoded.skipped, encoded.skipped
     if args.json:
         print_json({"event": "summary", **asdict(total)})
     else:
@@ -68,21 +79,54 @@ async def ingest(args: argparse.Namespace) -> int:
     return 1 if total.failed else 0
 
 
-async def _store(client: AsyncClient, name: str, path: Path, args: argparse.Namespace, total: "_Total") -> None:
-    options = {
-        "media_type": args.media_type,
-        "source": files.source(path),
-        "replace": args.replace,
-        "prefix": args.prefix,
-    }
-    parts = files.parts(name, path, args.media_type)
+async def _store(
+    client: AsyncClient,
+    name: str,
+    file: files.File,
+    args: argparse.Namespace,
+    total: "_Total",
+    current: dict[str, set[str]],
+) -> None:
+    """Stores a file, and adds the names of its documents to those of its source."""
+    source = file.source and file.source + files.mark(args.prefix)
+    options = {"media_type": args.media_type, "source": source, "replace": args.replace, "prefix": args.prefix}
+    parts = files.parts(name, file.path, args.media_type)
     while (part := await asyncio.to_thread(next, parts, None)) is not None:
-        first_line, content = part
-        call = functools.partial(client.ingest, args.corpus, name, content, first_line=first_line, **options)
+        current.get(source, set()).update(args.prefix + document for document in part.documents)
+        total.without_text += len(part.without_text)
+        if part.without_text:
+            few = ", ".join(part.without_text[:_SHOWN_NAMES]) + ", ..." * (len(part.without_text) > _SHOWN_NAMES)
+            shown.tell(f"{shown.name(file.path)}: without text, so not stored: {few}")
+        if not part.content or args.dry_run:
+            continue
+        call = functools.partial(
+            client.ingest, args.corpus, name, part.content, first_line=part.first_line, **options
+        )
         done = await retry_while_busy(call, args.timeout)
         total.add(done)
         if args.json:
             print_json({"event": "document", **asdict(done)})
+
+
+async def _delete_vanished(
+    client: AsyncClient, args: argparse.Namespace, total: "_Total", current: Mapping[str, set[str]]
+) -> None:
+    """Deletes the corpus's documents that came from the given paths and are no longer there, and names each."""
+    if total.failed:
+        shown.tell(f"nothing is deleted, since {total.failed} files could not be read or stored")
+        return
+    try:
+        items = await client.list(args.corpus)
+    except NotFound:  # the corpus does not exist yet
+        items = []
+    for name in files.vanished(items, args.paths, current, args.prefix, args.media_type):
+        if not args.dry_run:
+            await retry_while_busy(functools.partial(client.delete, args.corpus, name), args.timeout)
+        total.deleted += 1
+        if args.json:
+            print_json({"event": "deleted", "name": name})
+        else:
+            print(f"{args.corpus}: {'would delete' if args.dry_run else 'deleted'} {shown.line(name)}")
 
 
 @dataclass
@@ -90,6 +134,8 @@ class _Total:
     documents: int = 0
     replaced: int = 0
     failed: int = 0
+    deleted: int = 0
+    without_text: int = 0
     chunks: int = 0
     tokens: int = 0
     seconds: float = 0.0
@@ -103,7 +149,8 @@ class _Total:
     def line(self, corpus: str) -> str:
         rate = self.documents / self.seconds if self.seconds else 0.0
         line = (
-            f"{corpus}: {self.documents} documents ({self.replaced} replaced, {self.failed} failed), "
+            f"{corpus}: {self.documents} documents ({self.replaced} replaced, {self.failed} failed"
+            f"{f', {self.deleted} deleted' if self.deleted else ''}), "
             f"{self.chunks} chunks, {self.tokens} tokens in {self.seconds:.1f} s ({rate:.0f} documents/s)"
         )
         encoded = self.encoded + self.encoded_before
@@ -118,6 +165,7 @@ async def ask(args: argparse.Namespace) -> int:
     if args.explain is not None and not args.explain.parent.is_dir():
         raise connect.UsageError(f"--explain {args.explain}: there is no folder {args.explain.parent}")
     page = explain.template() if args.explain is not None else None
+    terminal = sys.stdout.isatty()
     events: list[Event] = []
     async with connect.client(args) as client:
         stream = client.stream(args.corpus, args.question, **options, explain=page is not None)
@@ -125,7 +173,8 @@ async def ask(args: argparse.Namespace) -> int:
             async for event in stream:
                 events.append(event)
                 if isinstance(event, Token) and not args.json:
-                    print(event.text, end="", flush=True)
+                    # Another program gets the answer as it is.
+                    print(shown.lines(event.text) if terminal else event.text, end="", flush=True)
         answer = results.answer(events)
         if page is not None:
             explanation = next((event for event in events if isinstance(event, Explanation)), None)
@@ -143,26 +192,21 @@ async def ask(args: argparse.Namespace) -> int:
         print_json({"text": answer.text, "sources": [asdict(s) for s in answer.sources], "summary": fields(summary)})
         return 0
     print(flush=True)
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, markup=False, emoji=False)
     for source in answer.sources:
-        text = " ".join(source.text.split())
-        console.print(
-            f"  {source.name}  {source.score:.3f}  {text}",
-            style="dim",
-            markup=False,
-            no_wrap=True,
-            overflow="ellipsis",
-        )
+        text = shown.line(f"{source.name}  {source.score:.3f}  {' '.join(source.text.split())}")
+        console.print(f"  {text}", style="dim", no_wrap=True, overflow="ellipsis")
     console.print(_answer_figures(summary))
     notes = {
         "passages": "" if summary.chunks_retrieved else "none was found, so the answer has no context",
         "degraded": summary.degraded_reason if summary.degraded else "",
         "ratio raised": summary.ratio_raised,
         "recipe replaced": summary.recipe_replaced,
+        "not corrected": summary.uncorrected_reason,
     }
     for name, note in notes.items():
         if note:
-            console.print(f"{name}: {note}", style="yellow", markup=False)
+            console.print(f"{name}: {shown.line(note)}", style="yellow")
     return 0
 
 
@@ -188,7 +232,9 @@ def _answer_figures(summary: Summary) -> Table:
         f"{summary.tokens_recomputed} recomputed, {summary.tokens_encoded} encoded; "
         f"{summary.tokens_generated} generated",
     )
-    table.add_row("recipe", f"{summary.recipe}, ratio {summary.ratio:g}; finish reason: {summary.finish_reason}")
+    table.add_row(
+        "recipe", shown.line(f"{summary.recipe}, ratio {summary.ratio:g}; finish reason: {summary.finish_reason}")
+    )
     return table
 
 
@@ -207,11 +253,10 @@ async def move(args: argparse.Namespace) -> int:
     async with connect.client(args) as client:
         for name in args.corpora:
             done = Progress(0, 0)
-            with progress_bar(args.json) as progress:
-                bar = progress.add_task(f"move {name}", total=None)
+            with progress(args.json) as show:
                 async with contextlib.aclosing(client.move(name)) as events:
                     async for done in events:
-                        progress.update(bar, completed=done.done, total=done.total)
+                        show(f"move {name}", done.done, done.total)
             if args.json:
                 print_json({"event": "moved", "corpus": name, "chunks": done.done})
             else:
@@ -226,15 +271,18 @@ async def show(args: argparse.Namespace) -> int:
         for item in items:
             print_json(asdict(item))
         return 0
-    sizes, made_with = ["chunks", "tokens", "bytes"], ["model", "embedder"]
+    sizes, made_with = ["chunks", "tokens", "bytes"], ["model", "embedder", "correction"]
     columns = ["document", *sizes] if args.corpus else ["corpus", "documents", *sizes, *made_with]
     table = Table(box=None, pad_edge=False)
     for column in columns:
         justify: JustifyMethod = "right" if column in ("documents", *sizes) else "left"
         table.add_column(column, justify=justify, overflow="fold")
     for item in items:
-        table.add_row(item.name, *[str(getattr(item, c)) or "none" for c in columns[1:]])
-    Console(highlight=False, markup=False).print(table)
+        # Why a correction is in its state is in the JSON.
+        short = replace(item, correction=item.correction.partition(":")[0] or "unknown")
+        values = item.name, *(str(getattr(short, column)) or "none" for column in columns[1:])
+        table.add_row(*map(shown.line, values))
+    Console(highlight=False, markup=False, emoji=False).print(table)
     return 0
 
 
@@ -242,6 +290,8 @@ async def stats(args: argparse.Namespace) -> int:
     """Shows the statistics of gateway, worker and cache service; only the gateway has to be reachable."""
     async with connect.client(args) as client:
         found: dict[str, dict[str, Any]] = {"gateway": asdict(await client.stats())}
+        states = Counter(item.correction.partition(":")[0] or "unknown" for item in await client.list())
+        found["gateway"]["corrections"] = dict(sorted(states.items()))
     worker, tls = args.worker or found["gateway"]["worker"], connect.tls(args)
     found["worker"] = await _reported(worker, tls, _worker_stats) if worker else {"error": "no worker is reachable"}
     found["cache"] = await _reported(args.cache or _cache_address(worker), tls, _cache_stats)
@@ -250,11 +300,11 @@ async def stats(args: argparse.Namespace) -> int:
         return 0
     table = Table(box=None, show_header=False, pad_edge=False)
     for service, show in (("gateway", _gateway_figures), ("worker", _worker_figures), ("cache", _cache_figures)):
-        table.add_row(f"[bold]{service}[/bold]", "")
+        table.add_row(Text(service, "bold"), "")
         values = found[service]
         for name, value in (values if "error" in values else show(values)).items():
-            table.add_row(f"  {name}", value)
-    Console(highlight=False).print(table)
+            table.add_row(f"  {name}", shown.lines(value))
+    Console(highlight=False, markup=False, emoji=False).print(table)
     return 0
 
 
@@ -276,7 +326,7 @@ async def _worker_stats(address: str, tls: ClientTLS | None) -> dict[str, Any]:
         model = await client.model()
     finally:
         await client.close()
-    plain = "name family device dtype max_tokens kv_bytes_per_token"
+    plain = "name family device dtype max_tokens kv_bytes_per_token default_recipe default_meaning"
     usable = [r for r in model.recipes if not r.unusable]
     return {
         **{name: getattr(model, name) for name in plain.split()},
@@ -316,22 +366,24 @@ def _gateway_figures(s: Mapping[str, Any]) -> dict[str, str]:
         "version": s["version"],
         "model": s["model"] or "no worker is reachable",
         "uptime": _duration(s["uptime_seconds"]),
+        "tenants": f"{s['tenants']:,}, together",
         "requests": f"{s['requests']:,} ({s['requests_failed']:,} failed, {s['requests_degraded']:,} degraded)",
         "corpora": f"{s['documents']:,} documents, {s['chunks']:,} chunks",
+        "corrections": ", ".join(f"{count:,} {state}" for state, count in s["corrections"].items()) or "none",
     }
 
 
 def _worker_figures(s: Mapping[str, Any]) -> dict[str, str]:
     """Figures of a worker: its recipes with the verdicts of `fusionkv check`, if it was run."""
-    verdicts = {v["recipe"]: v["verdict"] for v in s["verdicts"]}
+    verdicts = {(v["recipe"], v["ratio"]): f": {v['verdict']}" for v in s["verdicts"]}
     recipes = [
-        f"{r['name']}, {r['ratio']:.0%} recomputed" + (f": {verdicts[r['name']]}" if r["name"] in verdicts else "")
-        for r in s["recipes"]
+        f"{r['name']}, {r['ratio']:.0%} recomputed{verdicts.get((r['name'], r['ratio']), '')}" for r in s["recipes"]
     ]
     return {
         "address": s["address"],
         "model": f"{s['name']} ({s['family']}, {s['dtype']} on {s['device']})",
         "KV": f"{decimal(s['kv_bytes_per_token'])} per token, prompts of up to {s['max_tokens']:,} tokens",
+        "default": s["default_meaning"],
         "recipes": "\n".join(recipes),
         "modifiers": ", ".join(s["modifiers"]),
     }

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from fusionkv.gateway.client.client import AsyncClient
     from fusionkv.protos.runtime.tls import ClientTLS
 
-_TOKEN, _TOKEN_FILE = "FUSIONKV_TOKEN", "FUSIONKV_TOKEN_FILE"
+_GATEWAY, _TOKEN, _TOKEN_FILE = "FUSIONKV_GATEWAY", "FUSIONKV_TOKEN", "FUSIONKV_TOKEN_FILE"
 
 
 class UsageError(Exception):
@@ -21,9 +21,9 @@ class UsageError(Exception):
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gateway",
-        default=DEFAULT_ADDRESS,
+        default=os.environ.get(_GATEWAY) or DEFAULT_ADDRESS,
         metavar="ADDRESS",
-        help="address of the gateway: host:port or unix:/path (default: %(default)s)",
+        help=f"address of the gateway: host:port or unix:/path (default: {_GATEWAY}, else {DEFAULT_ADDRESS})",
     )
     parser.add_argument(
         "--timeout", type=seconds, default=300.0, metavar="SECONDS", help="limit for one call (default: %(default)g)"

@@ -1,32 +1,64 @@
-"""Console output of commands (progress bar or JSON), and retries while a gateway is busy or not yet available."""
+"""Console output of commands (progress or JSON), and retries while a gateway is busy or not yet available."""
 
 import asyncio
-import json
+import contextlib
 import random
-import sys
 import time
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Protocol, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from fusionkv.gateway.cli import shown
 from fusionkv.protos.runtime.errors import NotFound, ResourceExhausted, Unavailable
 
 T = TypeVar("T")
 # Seconds between two attempts to reach a service that is not yet available.
 _PAUSE = 2.0
+# Seconds between two lines of progress where there is no terminal.
+_LINE_SECONDS = 5.0
 
 
-def progress_bar(quiet: bool) -> Progress:
-    """A progress bar on standard error; disabled if `quiet` is set or standard error is not a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+class Steps(Protocol):
+    """Shows the progress of something long."""
+
+    def __call__(self, what: str, done: int, total: int | None) -> None:
+        """what: what is being done; total: None while it is unknown."""
+
+
+@contextlib.contextmanager
+def progress(quiet: bool) -> Iterator[Steps]:
+    """Progress on standard error: a bar in a terminal, otherwise a line every few seconds; nothing if `quiet`."""
     console = Console(stderr=True)
-    return Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)
+    if quiet:
+        yield lambda what, done, total: None
+    elif not console.is_terminal or console.is_dumb_terminal:
+        yield _lines()
+    else:
+        text = TextColumn("{task.description}", markup=False)
+        times = TimeElapsedColumn(), TimeRemainingColumn()
+        with Progress(text, BarColumn(), MofNCompleteColumn(), *times, console=console, transient=True) as bar:
+            task = bar.add_task("", total=None)
+            yield lambda what, done, total: bar.update(
+                task, description=shown.line(what), completed=done, total=total
+            )
+
+
+def _lines() -> Steps:
+    told = time.monotonic()
+
+    def show(what: str, done: int, total: int | None) -> None:
+        nonlocal told
+        if time.monotonic() - told >= _LINE_SECONDS:
+            told = time.monotonic()
+            shown.tell(f"{what}: {done}" if total is None else f"{what}: {done} of {total}")
+
+    return show
 
 
 def print_json(value: object) -> None:
-    print(json.dumps(value, ensure_ascii=False), flush=True)
+    print(shown.as_json(value), flush=True)
 
 
 async def retry_while_busy(call: Callable[[], Awaitable[T]], seconds: float) -> T:
@@ -59,5 +91,5 @@ async def retry_until_available(call: Callable[[], Awaitable[T]], end: float) ->
                 raise
             if str(error) != reported:
                 reported = str(error)
-                print(f"fusionkv: waiting for up to {remaining:.0f} s more: {reported}", file=sys.stderr, flush=True)
+                shown.tell(f"waiting for up to {remaining:.0f} s more: {reported}")
         await asyncio.sleep(min(_PAUSE, remaining))

@@ -3,15 +3,14 @@
 import argparse
 import contextlib
 import functools
-import sys
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict
 
 from fusionkv.fusion_worker.encode import encoders
-from fusionkv.gateway.cli import connect
+from fusionkv.gateway.cli import connect, shown
 from fusionkv.gateway.cli.connect import UsageError
-from fusionkv.gateway.cli.console import print_json, progress_bar, retry_until_available
+from fusionkv.gateway.cli.console import print_json, progress, retry_until_available
 from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.gateway.client.results import Progress
 from fusionkv.protos.runtime.errors import NotFound
@@ -36,11 +35,9 @@ async def run(args: argparse.Namespace) -> int:
             done = await retry_until_available(precompute, end)
             again = done.done - done.skipped
             if own and again:
-                print(
-                    f"fusionkv: the gateway's workers did not find {again} of the {done.total} chunks that the "
-                    "encoders stored, and encoded them again: do their cache services share a tier "
-                    "(docs/encoding.md)?",
-                    file=sys.stderr,
+                shown.tell(
+                    f"the gateway's workers did not find {again} of the {done.total} chunks that the encoders "
+                    "stored, and encoded them again: do their cache services share a tier (docs/encoding.md)?"
                 )
             if not args.json:
                 encoded = stored if own else again
@@ -55,13 +52,11 @@ async def corpus(client: AsyncClient, quiet: bool, name: str, recipe: str, end: 
         NotFound: the corpus is still empty, and time.monotonic() is less than `end`.
     """
     done = Progress(0, 0, 0)
-    with progress_bar(quiet) as progress:
-        bar = progress.add_task("precompute", total=None)
+    with progress(quiet) as show:
         async with contextlib.aclosing(client.precompute(name, recipe)) as events:
             async for done in events:
                 _check_there(name, done.total, end)
-                what = "learning the correction" if done.learning else "precompute"
-                progress.update(bar, description=what, completed=done.done, total=done.total)
+                show(f"{name}: {'learning its correction' if done.learning else 'encoding'}", done.done, done.total)
                 if quiet:
                     print_json({"event": "precompute", **asdict(done)})
     return done
@@ -83,8 +78,7 @@ async def _encode_with(
     Raises as `corpus`.
     """
     now = Progress(0, 0, 0)
-    with progress_bar(args.json) as progress:
-        bar = progress.add_task("encode", total=None)
+    with progress(args.json) as bar:
 
         async def batches() -> AsyncGenerator[encoders.Batch]:
             nonlocal now
@@ -98,7 +92,7 @@ async def _encode_with(
         def show(chunks: int, existed: int) -> None:
             nonlocal now
             now = Progress(now.done + chunks, now.total, now.skipped + existed)
-            progress.update(bar, completed=now.done, total=now.total)
+            bar(f"{name}: encoding", now.done, now.total)
             if args.json:
                 print_json({"event": "encode", **asdict(now)})
 

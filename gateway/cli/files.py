@@ -4,12 +4,16 @@ import contextlib
 import glob
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
+from fusionkv.gateway.cli import shown
 from fusionkv.gateway.cli.connect import UsageError
+from fusionkv.gateway.client.requests import source_of
+from fusionkv.gateway.client.results import Item
 from fusionkv.gateway.ingest import parse
 from fusionkv.gateway.ingest.document import json_lines
 from fusionkv.gateway.ingest.media_types import ENDINGS, JSONL
@@ -18,9 +22,35 @@ from fusionkv.protos.runtime.errors import InvalidArgument
 STDIN = "-"
 # Bytes of JSON lines per call: enough to fill an embedder's batches, few enough for a smooth progress bar.
 _PART = 1 << 20
+# In a source, before the prefix of its documents' names.
+_MARK = " --prefix "
 
 
-def find(paths: Sequence[str], media_type: str, name: str = "") -> dict[str, Path]:
+class File(NamedTuple):
+    """A file to store, and where its documents come from; empty for standard input."""
+
+    path: Path
+    source: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a file.
+
+    Attributes:
+        first_line: number of its first line in the file.
+        content: empty if it has no text, and another part of the file has some.
+        documents: names of its documents that have text, without the prefix.
+        without_text: names of those that have none.
+    """
+
+    first_line: int
+    content: bytes
+    documents: tuple[str, ...]
+    without_text: tuple[str, ...] = ()
+
+
+def find(paths: Sequence[str], media_type: str, name: str = "") -> dict[str, File]:
     """Finds files by paths, globs and directories.
 
     Hidden files in directories are skipped, and without a media type also files with an unknown ending.
@@ -29,22 +59,25 @@ def find(paths: Sequence[str], media_type: str, name: str = "") -> dict[str, Pat
         name: document name, for a single path; STDIN (standard input) requires it.
 
     Returns:
-        Files by document name, in order. The name is the path below the directory given, or the file's own name.
+        Files by document name, in order. The name is the path below the directory given, or the file's own name;
+        bytes that are no UTF-8 become escapes.
 
     Raises:
         UsageError: a path or glob matches nothing, two files have the same document name, or STDIN has no name.
     """
-    found: dict[str, Path] = {}
+    found: dict[str, File] = {}
     for pattern in paths:
         count = 0
         for default, path in _expand(pattern, bool(media_type)):
             if pattern == STDIN and not name:
                 raise UsageError("standard input (-) needs --name")
-            document = name or default
-            if found.setdefault(document, path) != path:
+            document = name or shown.name(default)
+            # A file that two of the paths name comes from the first.
+            file = found.setdefault(document, File(path, _source(pattern, default, path)))
+            if file.path != path:
                 raise UsageError(
-                    f"{found[document]} and {path} would both be document {document!r}: ingest them separately, "
-                    "with --name or --prefix"
+                    f"{file.path} and {path} would both be document {document!r}: ingest them separately, with "
+                    "--name or --prefix"
                 )
             count += 1
         if not count:
@@ -60,11 +93,45 @@ def skipped(paths: Sequence[str], media_type: str) -> list[Path]:
     return [file for path in folders for _, file in _expand(path, True) if file.suffix.lower() not in ENDINGS]
 
 
-def parts(name: str, path: Path, media_type: str) -> Iterator[tuple[int, bytes]]:
-    """Reads a file: at once, or JSON lines in parts of about 1 MiB.
+def vanished(
+    items: Iterable[Item], paths: Sequence[str], current: Mapping[str, set[str]], prefix: str, media_type: str
+) -> list[str]:
+    """Names of a corpus's documents that came from these paths, and are no longer there.
 
-    Yields:
-        The number of the first line, and the content; no parts without text, unless the file has none.
+    Args:
+        paths: files and folders, as `find` has taken them.
+        current: the names of the documents that the paths have now, by source.
+        prefix: of the documents' names. Documents that were stored with another one are kept.
+
+    Raises:
+        UsageError: a path is a glob or standard input, which do not say what has been there.
+    """
+    if unclear := [path for path in paths if path == STDIN or not os.path.exists(path)]:
+        raise UsageError(f"--sync takes files and folders, and {unclear[0]} is neither")
+    end = mark(prefix)
+    folders = tuple(source_of(path, " ").rstrip(" ") for path in paths if os.path.isdir(path))
+    whole = {source_of(path) for path in paths}
+
+    def gone(item: Item) -> bool:
+        source, marked, other = item.source.partition(_MARK)
+        if marked + other != end or not (source in whole or source.startswith(folders)):
+            return False
+        if item.source not in current:
+            return True
+        # Only of a file with many documents, one may vanish: any other may have been stored with another --name.
+        ending = os.path.splitext(source)[1].lower()
+        return JSONL in (media_type, ENDINGS.get(ending)) and item.name not in current[item.source]
+
+    return [item.name for item in items if gone(item)]
+
+
+def mark(prefix: str) -> str:
+    """The end of the sources of documents that are stored with this prefix."""
+    return f"{_MARK}{prefix}" if prefix else ""
+
+
+def parts(name: str, path: Path, media_type: str) -> Iterator[Part]:
+    """Reads a file: at once, or JSON lines in parts of about 1 MiB.
 
     Raises:
         InvalidArgument: a JSON line is malformed, two lines have the same id, or the media type is unknown.
@@ -72,35 +139,36 @@ def parts(name: str, path: Path, media_type: str) -> Iterator[tuple[int, bytes]]
     """
     if parse.media_type(name, media_type) != JSONL:
         with _opened(path) as file:
-            yield 1, file.read()
+            yield Part(1, file.read(), (name,))
         return
     ids: dict[str, int] = {}
     start, size, lines, sent = 1, 0, list[bytes](), False
     with _opened(path) as file:
         for number, line in enumerate(file, 1):
             if lines and size + len(line) > _PART:
-                if content := _checked(lines, start, ids):
-                    yield start, content
-                    sent = True
+                part = _checked(name, lines, start, ids)
+                yield part
+                sent = sent or bool(part.content)
                 start, size, lines = number, 0, []
             lines.append(line)
             size += len(line)
-    content = _checked(lines, start, ids)
-    if content or not sent:
-        yield start, content
+    part = _checked(name, lines, start, ids)
+    # The gateway refuses a file without any text.
+    yield part if sent or part.content else replace(part, content=b"".join(lines))
 
 
-def source(path: Path) -> str:
-    """The absolute path, which distinguishes files of the same name; empty for standard input."""
-    return "" if str(path) == STDIN else str(path.resolve())
+def _source(given: str, inside: str, path: Path) -> str:
+    if given == STDIN:
+        return ""
+    return source_of(given, inside) if os.path.isdir(given) else source_of(path)
 
 
 def _opened(path: Path) -> AbstractContextManager[BinaryIO]:
     return contextlib.nullcontext(sys.stdin.buffer) if str(path) == STDIN else path.open("rb")
 
 
-def _checked(lines: Sequence[bytes], start: int, ids: dict[str, int]) -> bytes:
-    """The content of these lines; empty if they have no text, which a gateway refuses."""
+def _checked(name: str, lines: Sequence[bytes], start: int, ids: dict[str, int]) -> Part:
+    """The part of these lines."""
     content = b"".join(lines)
     documents = json_lines(parse.utf8(content), start)
     for document in documents:
@@ -108,7 +176,9 @@ def _checked(lines: Sequence[bytes], start: int, ids: dict[str, int]) -> bytes:
             raise InvalidArgument(
                 f"lines {ids[document.name]} and {document.line} have the same id {document.name!r}"
             )
-    return content if any(document.text.strip() for document in documents) else b""
+    named = [(document.name or f"{name}#{document.line}", bool(document.text.strip())) for document in documents]
+    full, empty = (tuple(name for name, has_text in named if has_text is wanted) for wanted in (True, False))
+    return Part(start, content if full else b"", full, empty)
 
 
 def _expand(given: str, everything: bool) -> Iterable[tuple[str, Path]]:

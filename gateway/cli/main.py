@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
-from fusionkv.gateway.cli import connect
+from fusionkv.gateway.cli import connect, shown
 from fusionkv.gateway.cli.launch import launched, missing_package
 from fusionkv.gateway.client import DEFAULT_ADDRESS, ORDER_NAMES, UNREACHED_HINT
 from fusionkv.gateway.ingest.media_types import ENDINGS, MEDIA_TYPES
@@ -74,8 +74,10 @@ def _run(args: argparse.Namespace) -> int:
     # Imported after parsing: gRPC and the clients take longer to load than --help should.
     import asyncio
 
+    from fusionkv.protos.runtime import process
     from fusionkv.protos.runtime.errors import ServiceError
 
+    process.end_when_told()
     if args.command == "serve":
         from fusionkv.gateway.cli.supervisor import serve as run
     else:
@@ -102,11 +104,11 @@ def _run(args: argparse.Namespace) -> int:
     except BrokenPipeError:  # the reader has left, as `head` does
         return _READER_LEFT
     except connect.UsageError as error:
-        print(f"fusionkv: {error}", file=sys.stderr)
+        shown.tell(error)
         return _USAGE
     except (ServiceError, SettingsError, OSError) as error:
         hint = "; --gateway sets the address" if str(error).endswith(f"({UNREACHED_HINT})") else ""
-        print(f"fusionkv: {error}{hint}", file=sys.stderr)
+        shown.tell(f"{error}{hint}")
         return 1
 
 
@@ -153,6 +155,14 @@ def _parser() -> argparse.ArgumentParser:
         "--name", default="", help="document name instead of the file's name; for a single file or standard input"
     )
     ingest.add_argument("--prefix", default="", metavar="TEXT", help="prefix of every document's name")
+    ingest.add_argument(
+        "--sync",
+        action="store_true",
+        help="then delete documents of the corpus that came from these files and folders and are no longer there",
+    )
+    ingest.add_argument(
+        "--dry-run", action="store_true", help="with --sync: only tell what it would delete, and store nothing"
+    )
     ingest.add_argument(
         "--replace", action="store_true", help="also replace documents of the same name that came from another file"
     )

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import os
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
 from pathlib import Path
@@ -13,10 +14,11 @@ from google.protobuf.message import Message
 
 from fusionkv.gateway.client import DEFAULT_ADDRESS, UNREACHED_HINT, requests, results
 from fusionkv.gateway.client.requests import IngestOptions, Options
-from fusionkv.gateway.client.results import Answer, Deleted, Event, Ingested, Item, Passage, Progress, Stats
+from fusionkv.gateway.client.results import Answer, Deleted, Event, Ingested, Item, Model, Passage, Progress, Stats
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.gateway.v1 import gateway_pb2_grpc
 from fusionkv.protos.runtime import errors, process, rpc
+from fusionkv.protos.runtime.errors import InvalidArgument
 from fusionkv.protos.runtime.tls import ClientTLS
 from fusionkv.protos.runtime.watched import BadFile, Watched, read_bytes
 
@@ -36,20 +38,29 @@ class _Connection:
     _dial: Callable[..., Any]
 
     def __init__(
-        self, address: str = DEFAULT_ADDRESS, *, timeout: float = 300.0, token: BearerToken = None, tls: TLS = None
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        timeout: float = 300.0,
+        token: BearerToken = None,
+        tls: TLS = None,
+        retries: int = rpc.MAX_RETRIES,
     ) -> None:
         """Reads the token, or the file that contains it.
 
         Raises:
             BadFile: the file can't be read, or contains no token.
-            ValueError: the address or the token is malformed.
+            ValueError: the address or the token is malformed, or the timeout or the retries are out of range.
         """
+        if not 0 <= retries <= rpc.MAX_RETRIES:
+            raise ValueError(f"retries must be from 0 to {rpc.MAX_RETRIES}, not {retries}")
+        self._timeout = _positive(timeout)
         if not process.is_address(address):
             raise ValueError(
                 f"{address!r} is not a gateway's address: give host:port, such as {DEFAULT_ADDRESS}, or unix:/path"
             )
+        process.check_sockets([address])
         self.address = address
-        self._timeout = timeout
         self._token: str | Watched[str] | None
         if token is None or isinstance(token, str):
             self._token = token if token is None else _checked(token)
@@ -58,10 +69,17 @@ class _Connection:
             self._token = Watched([file], lambda: _from_file(file))
         if token is not None and tls is None and not address.startswith(_LOCAL):
             log.warning("the bearer token is sent to %s unencrypted: use TLS, or a proxy that does", address)
-        self._channel = self._dial(address, tls=tls, retries=True)
+        self._channel = self._dial(address, tls=tls, retries=retries)
         self._stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)
 
-    def _start(self, method: str, request: Message, timeout: float | None) -> Any:
+    def _limit(self, timeout: float | None) -> float:
+        """The limit of a call in seconds. Raises InvalidArgument."""
+        try:
+            return self._timeout if timeout is None else _positive(timeout)
+        except ValueError as error:
+            raise InvalidArgument(str(error)) from error
+
+    def _start(self, method: str, request: Message | Iterator[Message], timeout: float | None) -> Any:
         token = self._token.value if isinstance(self._token, Watched) else self._token
         metadata = () if token is None else (("authorization", f"Bearer {token}"),)
         return getattr(self._stub, method)(request, timeout=timeout, metadata=metadata)
@@ -71,7 +89,7 @@ class AsyncClient(_Connection):
     """An asynchronous client of a gateway. Create it in a running event loop; `async with` closes it.
 
     Calls raise a subclass of `errors.ServiceError` for each gRPC status. A call that fails as UNAVAILABLE before the
-    first response is retried up to four times within about three seconds, except `delete`, `move` and
+    first response is retried within about three seconds, except `delete`, `move` and
     `plan_precompute`.
 
     Args:
@@ -79,6 +97,7 @@ class AsyncClient(_Connection):
         timeout: default timeout of a call in seconds; calls take a `timeout` too.
         token: a bearer token, or the path of a file that contains one, which is read again when it changes.
         tls: CAs to trust and a client certificate; without it, connections are not encrypted.
+        retries: of a call that fails as UNAVAILABLE before the first response, at most four.
     """
 
     _dial = staticmethod(rpc.dial)
@@ -103,8 +122,11 @@ class AsyncClient(_Connection):
     ) -> Ingested:
         """Stores one document, or one per JSON line, replacing earlier versions. Options: see `requests.ingest`."""
         request = await asyncio.to_thread(requests.ingest, corpus, name, content, **options)
-        r = await self._call("Ingest", request, timeout)
-        return Ingested(name, r.documents, r.chunks, r.tokens, r.replaced)
+        if requests.is_large(request):
+            r = (await self._call("Upload", requests.pieces(request), timeout)).stored
+        else:
+            r = await self._call("Ingest", request, timeout)
+        return results.ingested(name, r)
 
     def stream(
         self, corpus: str = "", question: str = "", *, timeout: float | None = None, **options: Unpack[Options]
@@ -116,7 +138,7 @@ class AsyncClient(_Connection):
         Options: see `requests.Options`; `passages` replace the corpus, and `messages` the question.
         """
         request = requests.generate(corpus, question, **options)
-        return self._stream("Generate", request, results.event, timeout or self._timeout)
+        return self._stream("Generate", request, results.event, self._limit(timeout))
 
     async def ask(
         self, corpus: str = "", question: str = "", *, timeout: float | None = None, **options: Unpack[Options]
@@ -173,7 +195,7 @@ class AsyncClient(_Connection):
         self, corpus: str, token: str = "", size: int = _PAGE, *, timeout: float | None = None
     ) -> tuple[list[Item], str]:
         """One page of `list`, and the token of the next page, which is empty after the last page."""
-        request = requests.of(pb.ListRequest, corpus=corpus, page_size=size, page_token=token)
+        request = requests.of(pb.ListRequest, corpus=corpus, page_size=size, page_token=token, corrections=not corpus)
         r = await self._call("List", request, timeout)
         return [results.item(i) for i in r.items], r.next_page_token
 
@@ -185,13 +207,17 @@ class AsyncClient(_Connection):
             items += more
         return items
 
+    async def model(self, *, timeout: float | None = None) -> Model:
+        """The model that answers, and its limits."""
+        return results.model(await self._call("GetModel", pb.GetModelRequest(), timeout))
+
     async def stats(self, *, timeout: float | None = None) -> Stats:
         """The gateway's statistics."""
         return results.stats(await self._call("Stats", pb.StatsRequest(), timeout))
 
-    async def _call(self, method: str, request: Message, timeout: float | None) -> Any:
+    async def _call(self, method: str, request: Message | Iterator[Message], timeout: float | None) -> Any:
         with _errors(self.address):
-            return await self._start(method, request, timeout or self._timeout)
+            return await self._start(method, request, self._limit(timeout))
 
     async def _stream(
         self, method: str, request: Message, read: Callable[[Any], T], timeout: float | None = None
@@ -233,15 +259,19 @@ class Client(_Connection):
         **options: Unpack[IngestOptions],
     ) -> Ingested:
         """Stores one document, or one per JSON line, replacing earlier versions. Options: see `requests.ingest`."""
-        r = self._call("Ingest", requests.ingest(corpus, name, content, **options), timeout)
-        return Ingested(name, r.documents, r.chunks, r.tokens, r.replaced)
+        request = requests.ingest(corpus, name, content, **options)
+        if requests.is_large(request):
+            r = self._call("Upload", requests.pieces(request), timeout).stored
+        else:
+            r = self._call("Ingest", request, timeout)
+        return results.ingested(name, r)
 
     def stream(
         self, corpus: str = "", question: str = "", *, timeout: float | None = None, **options: Unpack[Options]
     ) -> Generator[Event]:
         """Streams an answer, as `AsyncClient.stream`."""
         request = requests.generate(corpus, question, **options)
-        return self._stream("Generate", request, results.event, timeout or self._timeout)
+        return self._stream("Generate", request, results.event, self._limit(timeout))
 
     def ask(
         self, corpus: str = "", question: str = "", *, timeout: float | None = None, **options: Unpack[Options]
@@ -285,19 +315,25 @@ class Client(_Connection):
         token = ""
         while True:
             r = self._call(
-                "List", requests.of(pb.ListRequest, corpus=corpus, page_size=_PAGE, page_token=token), timeout
+                "List",
+                requests.of(pb.ListRequest, corpus=corpus, page_size=_PAGE, page_token=token, corrections=not corpus),
+                timeout,
             )
             items.extend(map(results.item, r.items))
             if not (token := r.next_page_token):
                 return items
 
+    def model(self, *, timeout: float | None = None) -> Model:
+        """The model that answers, and its limits."""
+        return results.model(self._call("GetModel", pb.GetModelRequest(), timeout))
+
     def stats(self, *, timeout: float | None = None) -> Stats:
         """The gateway's statistics."""
         return results.stats(self._call("Stats", pb.StatsRequest(), timeout))
 
-    def _call(self, method: str, request: Message, timeout: float | None) -> Any:
+    def _call(self, method: str, request: Message | Iterator[Message], timeout: float | None) -> Any:
         with _errors(self.address):
-            return self._start(method, request, timeout or self._timeout)
+            return self._start(method, request, self._limit(timeout))
 
     def _stream(
         self, method: str, request: Message, read: Callable[[Any], T], timeout: float | None = None
@@ -323,6 +359,12 @@ def _errors(address: str) -> Iterator[None]:
         if lost and (error.details() or "").startswith(_UNREACHED):
             raised = type(raised)(f"{raised} ({UNREACHED_HINT})")
         raise raised from error
+
+
+def _positive(timeout: float) -> float:
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
+        raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
+    return timeout
 
 
 def _from_file(file: Path) -> str:

@@ -1,5 +1,7 @@
 """LangChain integration: a retriever and a chat model over a corpus."""
 
+import hashlib
+import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -17,73 +19,96 @@ from langchain_core.messages import AIMessageChunk, BaseMessage
 from langchain_core.messages.ai import UsageMetadata
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.retrievers import BaseRetriever
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict
 
-from fusionkv.gateway.client.client import DEFAULT_ADDRESS, AsyncClient, Client
+from fusionkv.gateway.client import requests
+from fusionkv.gateway.client.fields import Asking, Search, with_metadata
 from fusionkv.gateway.client.results import Event, Passage, Sources, Summary, Token, cached_tokens, fields
 from fusionkv.protos.runtime.errors import InvalidArgument
-from fusionkv.protos.runtime.tls import ClientTLS
 
 _ROLES = {"human": "user", "ai": "assistant"}
+# Options that are text of the prompt or of documents: tracers get them with a run's settings, which no switch hides.
+_TEXTS = ("passages", "system", "prompt_template", "query", "filter")
 
 
-class _Gateway(BaseModel):
-    """How to reach a gateway. Each call opens its own connection, so there is nothing to close."""
+class FusionKVRetriever(Search, BaseRetriever):
+    """Retrieves passages of a corpus, best first; a call may override the options: `invoke(question, k=2)`.
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)
-    address: str = DEFAULT_ADDRESS
-    token: str | None = Field(default=None, repr=False)
-    tls: ClientTLS | None = None
-    timeout: float = 300.0
-
-    def _client(self) -> Client:
-        return Client(self.address, timeout=self.timeout, token=self.token, tls=self.tls)
-
-    def _async_client(self) -> AsyncClient:
-        return AsyncClient(self.address, timeout=self.timeout, token=self.token, tls=self.tls)
-
-
-class FusionKVRetriever(_Gateway, BaseRetriever):
-    """Retrieves passages of a corpus, best first.
-
-    Raises the errors of `fusionkv.protos.runtime.errors`.
-
-    Attributes:
-        top_k: number of passages; 0 uses the gateway's setting.
+    A document's metadata is that of its passage; keys that it lacks are added: `document`, `position`, `score` and
+    `title`. Unknown arguments are errors. Raises the errors of `fusionkv.protos.runtime.errors`.
     """
 
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
     corpus: str
-    top_k: int = 0
 
-    def _get_relevant_documents(self, query: str, *, run_manager: CallbackManagerForRetrieverRun) -> list[Document]:
-        with self._client() as client:
-            return [_document(p) for p in client.retrieve(self.corpus, query, top_k=self.top_k)]
+    def bind(self, **kwargs: Any) -> Any:
+        self._call(kwargs)
+        return super().bind(**kwargs)
+
+    def _get_relevant_documents(
+        self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **kwargs: Any
+    ) -> list[Document]:
+        with self.client() as client:
+            return [_document(p) for p in client.retrieve(self.corpus, query, **self._call(kwargs))]
 
     async def _aget_relevant_documents(
-        self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun
+        self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
-        async with self._async_client() as client:
-            return [_document(p) for p in await client.retrieve(self.corpus, query, top_k=self.top_k)]
+        async with self.async_client() as client:
+            return [_document(p) for p in await client.retrieve(self.corpus, query, **self._call(kwargs))]
+
+    def _call(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The options of a call; `verbose` is LangChain's own."""
+        return self.call_options({name: value for name, value in given.items() if name != "verbose"})
 
 
-class ChatFusionKV(_Gateway, BaseChatModel):
+class ChatFusionKV(Asking, BaseChatModel):
     """A chat model that answers over a corpus; the gateway retrieves passages and reuses their KV.
 
     Without a corpus, each call takes its passages: `chat.invoke(messages, passages=[...])`, which are texts,
-    `Passage`s or documents, whose metadata `title` is the passage's title. Retrieval uses the last message.
-    `response_metadata` of an answer holds its sources and its summary. Raises the errors of
-    `fusionkv.protos.runtime.errors`.
+    `Passage`s or documents, whose metadata `title` is the passage's title. Retrieval uses the last message. A call
+    may override the options: `chat.invoke(messages, max_tokens=16)`. Unknown arguments are errors.
+
+    `response_metadata` of an answer holds its sources, with the documents' metadata, and its summary. Raises the
+    errors of `fusionkv.protos.runtime.errors`.
 
     Attributes:
-        options: options of `fusionkv.gateway.client.requests.generate`, such as recipe, ratio, top_k and max_tokens.
+        streaming: whether LangChain may stream an answer.
     """
 
-    corpus: str = ""
-    options: dict[str, Any] = Field(default_factory=dict)
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    streaming: bool = True
 
     @property
     def _llm_type(self) -> str:
         return "fusionkv"
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in traces. An answer's `response_metadata` has the name of the gateway's model."""
+        return "fusionkv"
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        return {"address": self.address, "caller": self.caller(), **self.options(), "corpus": self.corpus}
+
+    def bind(self, **kwargs: Any) -> Any:
+        self._call(kwargs)
+        return super().bind(**kwargs)
+
+    def _get_invocation_params(self, stop: list[str] | None = None, **kwargs: Any) -> dict[str, Any]:
+        params = super()._get_invocation_params(stop, **kwargs)
+        return {name: value for name, value in params.items() if name not in _TEXTS}
+
+    def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
+        """The key of LangChain's cache for an answer beside the messages: all else that determines it."""
+        options = self._call(kwargs, stop)
+        options.pop("timeout", None)
+        passages, metadata = _passages(options)
+        request = requests.generate(self.corpus, "", **{**options, "passages": passages})
+        sent = hashlib.sha256(request.SerializeToString(deterministic=True))
+        sent.update(json.dumps(metadata, sort_keys=True, default=repr).encode())
+        return json.dumps([self._llm_type, self.address, self.caller(), self.output_version, sent.hexdigest()])
 
     def _stream(
         self,
@@ -92,10 +117,10 @@ class ChatFusionKV(_Gateway, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        options = self._call_options(messages, stop, kwargs)
-        with self._client() as client:
+        options, metadata = self._request(messages, stop, kwargs)
+        with self.client() as client:
             for event in client.stream(self.corpus, **options):
-                if (chunk := _chunk(event)) is not None:
+                if (chunk := _chunk(event, metadata)) is not None:
                     if run_manager is not None and chunk.text:
                         run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                     yield chunk
@@ -107,10 +132,10 @@ class ChatFusionKV(_Gateway, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        options = self._call_options(messages, stop, kwargs)
-        async with self._async_client() as client:
+        options, metadata = self._request(messages, stop, kwargs)
+        async with self.async_client() as client:
             async for event in client.stream(self.corpus, **options):
-                if (chunk := _chunk(event)) is not None:
+                if (chunk := _chunk(event, metadata)) is not None:
                     if run_manager is not None and chunk.text:
                         await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
                     yield chunk
@@ -133,14 +158,19 @@ class ChatFusionKV(_Gateway, BaseChatModel):
     ) -> ChatResult:
         return await agenerate_from_stream(self._astream(messages, stop, run_manager, **kwargs))
 
-    def _call_options(
+    def _request(
         self, messages: Sequence[BaseMessage], stop: list[str] | None, given: dict[str, Any]
-    ) -> dict[str, Any]:
-        """The options of a call, with its messages."""
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """The options of a call, with its messages and passages, and the metadata of each passage."""
         turns = [_turn(number, message) for number, message in enumerate(messages)]
-        options = {**self.options, **given}
-        passages = [_passage(passage) for passage in options.pop("passages", ())]
-        return {**options, "passages": passages, "messages": turns, **({"stop": stop} if stop else {})}
+        options = self._call(given, stop)
+        passages, metadata = _passages(options)
+        return {**options, "passages": passages, "messages": turns}, metadata
+
+    def _call(self, given: dict[str, Any], stop: list[str] | None = None) -> dict[str, Any]:
+        """The options of a call; `stream` is LangChain's own."""
+        own = {name: value for name, value in given.items() if name != "stream"}
+        return self.call_options({**own, "stop": stop} if stop else own)
 
 
 def _turn(number: int, message: BaseMessage) -> dict[str, str]:
@@ -154,8 +184,16 @@ def _turn(number: int, message: BaseMessage) -> dict[str, str]:
 
 def _document(passage: Passage) -> Document:
     known = {"document": passage.document, "position": passage.position, "score": passage.score}
+    # The title stands above the text in the prompt: with it, the text is the same chunk in every request.
     title = {"title": passage.title} if passage.title else {}
-    return Document(passage.text, metadata={**passage.metadata, **known, **title})
+    return Document(passage.text, id=passage.name, metadata={**known, **passage.metadata, **title})
+
+
+def _passages(options: dict[str, Any]) -> tuple[list[str | Passage], list[dict[str, Any]]]:
+    """Takes the passages out of the options of a call; and the metadata of each, which stays here."""
+    given = requests.listed("passages", options.pop("passages", ()))
+    metadata = [each.metadata if isinstance(each, Document) else {} for each in given]
+    return [_passage(each) for each in given], metadata
 
 
 def _passage(given: str | Passage | Document) -> str | Passage:
@@ -164,12 +202,12 @@ def _passage(given: str | Passage | Document) -> str | Passage:
     return Passage(text=given.page_content, title=str(given.metadata.get("title") or ""), id=given.id or "")
 
 
-def _chunk(event: Event) -> ChatGenerationChunk | None:
+def _chunk(event: Event, metadata: Sequence[dict[str, Any]]) -> ChatGenerationChunk | None:
     """LangChain's chunk for an event; None if the event adds no text or metadata."""
     if isinstance(event, Token):
         return ChatGenerationChunk(message=AIMessageChunk(content=event.text)) if event.text else None
     if isinstance(event, Sources):
-        sources = [asdict(passage) for passage in event.passages]
+        sources = [{**asdict(p), "metadata": own} for p, own in with_metadata(event.passages, metadata)]
         return ChatGenerationChunk(message=AIMessageChunk(content="", response_metadata={"sources": sources}))
     if isinstance(event, Summary):
         usage = UsageMetadata(
@@ -178,7 +216,7 @@ def _chunk(event: Event) -> ChatGenerationChunk | None:
             total_tokens=event.prompt_tokens + event.tokens_generated,
             input_token_details={"cache_read": cached_tokens(event)},
         )
-        metadata = {"summary": fields(event), "finish_reason": event.finish_reason}
-        message = AIMessageChunk(content="", response_metadata=metadata, usage_metadata=usage, chunk_position="last")
+        about = {"summary": fields(event), "finish_reason": event.finish_reason, "model_name": event.model}
+        message = AIMessageChunk(content="", response_metadata=about, usage_metadata=usage, chunk_position="last")
         return ChatGenerationChunk(message=message)
     return None

@@ -1,6 +1,7 @@
 """LlamaIndex integration: a retriever over a corpus, an LLM, and a response synthesizer that reuses nodes' KV."""
 
 from collections.abc import AsyncGenerator, Generator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from llama_index.core.base.llms.types import (
@@ -14,17 +15,18 @@ from llama_index.core.base.llms.types import (
     LLMMetadata,
     MessageRole,
 )
+from llama_index.core.indices.prompt_helper import ChatPromptHelper, PromptHelper
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.llm import LLM
 from llama_index.core.response_synthesizers import BaseSynthesizer
 from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore, QueryBundle, TextNode
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, PrivateAttr
 
-from fusionkv.gateway.client.client import DEFAULT_ADDRESS, AsyncClient, Client
-from fusionkv.gateway.client.results import Event, Passage, Sources, Summary, Token, fields
+from fusionkv.gateway.client import requests
+from fusionkv.gateway.client.fields import Asking, Search, with_metadata
+from fusionkv.gateway.client.results import Event, Model, Passage, Sources, Summary, Token, fields
 from fusionkv.protos.runtime.errors import InvalidArgument
-from fusionkv.protos.runtime.tls import ClientTLS
 
 # The text so far, the new text and, in the last part, the sources and the summary.
 _Part = tuple[str, str, dict[str, Any]]
@@ -33,45 +35,41 @@ _Part = tuple[str, str, dict[str, Any]]
 class FusionKVRetriever(BaseRetriever):
     """Retrieves passages of a corpus, best first.
 
-    Raises the errors of `fusionkv.protos.runtime.errors`.
+    A query's embedding is ignored: the gateway embeds its text. Raises the errors of
+    `fusionkv.protos.runtime.errors`.
 
     Args:
-        top_k: number of passages; 0 uses the gateway's setting.
-        connection: arguments of `fusionkv.Client`, such as address, token and tls.
+        options: the fields of `fusionkv.gateway.client.fields.Search`, such as address, token, top_k and filter.
+
+    Raises:
+        ValueError: an unknown option, or one of another type.
     """
 
-    def __init__(self, corpus: str, *, top_k: int = 0, **connection: Any) -> None:
+    def __init__(self, corpus: str, **options: Any) -> None:
         self._corpus = corpus
-        self._top_k = top_k
-        self._connection = connection
+        self._search = Search(**options)
         super().__init__()
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        with Client(**self._connection) as client:
-            return [_node(p) for p in client.retrieve(self._corpus, query_bundle.query_str, top_k=self._top_k)]
+        with self._search.client() as client:
+            return [_node(p) for p in client.retrieve(self._corpus, _query(query_bundle), **self._search.options())]
 
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
-        async with AsyncClient(**self._connection) as client:
-            return [_node(p) for p in await client.retrieve(self._corpus, query_bundle.query_str, top_k=self._top_k)]
+        query, options = _query(query_bundle), self._search.options()
+        async with self._search.async_client() as client:
+            return [_node(p) for p in await client.retrieve(self._corpus, query, **options)]
 
 
-class FusionKV(LLM):
+class FusionKV(Asking, LLM):
     """Answers over a corpus, or over the `passages` of a call: `llm.complete(question, passages=[...])`.
 
-    Passages are texts, `Passage`s or nodes; the source of a node has its id. `additional_kwargs` of an answer holds
-    its sources and its summary. Raises the errors of `fusionkv.protos.runtime.errors`.
-
-    Attributes:
-        options: `fusionkv.gateway.client.requests.Options`, such as recipe, ratio, top_k and max_tokens.
+    Passages are texts, `Passage`s or nodes; the source of a node has its id and metadata. A call may override the
+    options: `llm.complete(question, max_tokens=16)`. Unknown arguments are errors. `additional_kwargs` of an answer
+    holds its sources and its summary. Raises the errors of `fusionkv.protos.runtime.errors`.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)
-    corpus: str = ""
-    options: dict[str, Any] = Field(default_factory=dict)
-    address: str = DEFAULT_ADDRESS
-    token: str | None = Field(default=None, repr=False)
-    tls: ClientTLS | None = None
-    timeout: float = 300.0
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    _model: Model | None = PrivateAttr(default=None)
 
     @classmethod
     def class_name(cls) -> str:
@@ -79,7 +77,21 @@ class FusionKV(LLM):
 
     @property
     def metadata(self) -> LLMMetadata:
-        return LLMMetadata(model_name="fusionkv", is_chat_model=True)
+        """The gateway's model and its limits, which are asked for once."""
+        if self._model is None:
+            with self.client() as client:
+                self._model = client.model()
+        return LLMMetadata(
+            context_window=self._model.max_tokens,
+            num_output=self.max_tokens or self._model.max_new_tokens,
+            is_chat_model=True,
+            model_name=self._model.name,
+        )
+
+    def to_payload(self) -> dict[str, Any]:
+        """What LlamaIndex tells its handlers about the LLM: neither the token nor texts of the prompt."""
+        told = self.model_dump(include={"address", "corpus", "recipe", "ratio", "top_k", "max_tokens", "temperature"})
+        return {**told, "class_name": self.class_name()}
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
@@ -119,32 +131,37 @@ class FusionKV(LLM):
     ) -> CompletionResponseAsyncGen:
         return (_completion(*part) async for part in self._aparts(kwargs, prompt))
 
-    def _call_options(self, given: dict[str, Any], question: str, messages: Sequence[ChatMessage]) -> dict[str, Any]:
+    def _request(
+        self, given: dict[str, Any], question: str, messages: Sequence[ChatMessage]
+    ) -> tuple[dict[str, Any], "_Reader"]:
+        """The options of a call, and the reader of its answer."""
         turns = [_turn(number, message) for number, message in enumerate(messages)]
-        options = {**self.options, **given}
-        passages = [_passage(passage) for passage in options.pop("passages", ())]
+        options = self.call_options(given)
+        passages = requests.listed("passages", options.pop("passages", ()))
         if not self.corpus and not passages:
             raise InvalidArgument(
                 "there is neither a corpus nor passages: set `corpus`, or give `passages`; in a query engine, use "
                 "FusionKVSynthesizer, which sends the nodes as passages"
             )
-        return {**options, "passages": passages, **({"messages": turns} if turns else {"question": question})}
+        asked = {"messages": turns} if turns else {"question": question}
+        sent = [_passage(passage) for passage in passages]
+        return {**options, "passages": sent, **asked}, _Reader([_metadata(passage) for passage in passages])
 
     def _parts(
         self, given: dict[str, Any], question: str = "", messages: Sequence[ChatMessage] = ()
     ) -> Generator[_Part]:
-        read = _Reader()
-        with Client(self.address, timeout=self.timeout, token=self.token, tls=self.tls) as client:
-            for event in client.stream(self.corpus, **self._call_options(given, question, messages)):
+        options, read = self._request(given, question, messages)
+        with self.client() as client:
+            for event in client.stream(self.corpus, **options):
                 if (part := read(event)) is not None:
                     yield part
 
     async def _aparts(
         self, given: dict[str, Any], question: str = "", messages: Sequence[ChatMessage] = ()
     ) -> AsyncGenerator[_Part]:
-        read = _Reader()
-        async with AsyncClient(self.address, timeout=self.timeout, token=self.token, tls=self.tls) as client:
-            async for event in client.stream(self.corpus, **self._call_options(given, question, messages)):
+        options, read = self._request(given, question, messages)
+        async with self.async_client() as client:
+            async for event in client.stream(self.corpus, **options):
                 if (part := read(event)) is not None:
                     yield part
 
@@ -156,13 +173,20 @@ class FusionKVSynthesizer(BaseSynthesizer):
     """
 
     def __init__(self, llm: FusionKV, *, streaming: bool = False) -> None:
-        super().__init__(llm=llm, streaming=streaming)
+        # The helpers split nodes into prompts, which the worker's template does here: without them, nothing is asked.
+        super().__init__(
+            llm=llm, streaming=streaming, prompt_helper=PromptHelper(), chat_prompt_helper=ChatPromptHelper()
+        )
 
     def _get_prompts(self) -> dict[str, Any]:
         return {}
 
     def _update_prompts(self, prompts: dict[str, Any]) -> None:
-        """Does nothing: the worker's template is the prompt. The LLM's option `system` sets the system prompt."""
+        """Raises InvalidArgument for any prompt: the worker's template is the prompt."""
+        if prompts:
+            raise InvalidArgument(
+                f"the prompt {min(prompts)!r} has no effect here: set `system` and `prompt_template` of the LLM"
+            )
 
     def get_response(self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any) -> Any:
         given = {**response_kwargs, "passages": list(text_chunks)}
@@ -209,10 +233,28 @@ def _passage(given: str | Passage | BaseNode | NodeWithScore) -> str | Passage:
     return node
 
 
-class _Reader:
-    """Turns the events of one answer into its parts."""
+def _metadata(given: str | Passage | BaseNode | NodeWithScore) -> dict[str, Any]:
+    """The metadata of a node, which the gateway does not need to have."""
+    node = given.node if isinstance(given, NodeWithScore) else given
+    return node.metadata if isinstance(node, BaseNode) else {}
 
-    def __init__(self) -> None:
+
+def _query(bundle: QueryBundle) -> str:
+    """The text to retrieve by. Raises InvalidArgument for a query that is more than its text."""
+    if bundle.image_path or bundle.custom_embedding_strs:
+        part = "an image" if bundle.image_path else "texts to embed (custom_embedding_strs)"
+        raise InvalidArgument(f"the query has {part}: the gateway retrieves by the query's text")
+    return bundle.query_str
+
+
+class _Reader:
+    """Turns the events of one answer into its parts.
+
+    metadata: of each passage in the request.
+    """
+
+    def __init__(self, metadata: Sequence[dict[str, Any]]) -> None:
+        self._metadata = metadata
         self._text = ""
         self._sources: list[Passage] = []
 
@@ -221,7 +263,8 @@ class _Reader:
             self._text += event.text
             return self._text, event.text, {}
         if isinstance(event, Sources):
-            self._sources = list(event.passages)
+            known = with_metadata(event.passages, self._metadata)
+            self._sources = [replace(source, metadata=metadata) for source, metadata in known]
         if isinstance(event, Summary):
             return self._text, "", {"sources": self._sources, "summary": fields(event)}
         return None

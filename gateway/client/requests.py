@@ -1,7 +1,8 @@
 """Builds the clients' requests from plain Python values."""
 
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack
@@ -18,8 +19,10 @@ _NUMBERS = (pb.ORDER_DOCUMENT, pb.ORDER_RANK, pb.ORDER_RANK_REVERSED, pb.ORDER_E
 ORDERS = dict(zip(ORDER_NAMES, _NUMBERS, strict=True))
 
 T = TypeVar("T", bound=Message)
-# The highest max_document_bytes; gRPC carries messages of up to 64 MiB.
+# The highest max_document_bytes.
 _MAX_CONTENT = 60 << 20
+# A document with a larger content is sent in such pieces.
+_PIECE = 1 << 20
 
 NO_FILTER: Mapping[str, str] = {}
 ROLES = {"system": pb.ROLE_SYSTEM, "user": pb.ROLE_USER, "assistant": pb.ROLE_ASSISTANT}
@@ -34,11 +37,12 @@ class Options(TypedDict, total=False):
             `content`; the last one is the question.
         system: the system prompt.
         prompt_template: the user message, with `{passages}` and behind it `{question}`.
+        chat_template_kwargs: values for variables of the model's chat template, as `{"enable_thinking": False}`.
         recipe: the recipe that fuses cached chunks.
         ratio: share of context tokens to recompute, 0 to 1.
         top_k: number of chunks to retrieve.
-        order: order of the chunks in the prompt: ends (best first, then from worst to second best; the default of a
-            corpus), rank (best first), rank_reversed or document. Passages keep their order by default.
+        order: order of the chunks in the prompt: ends (best first, then from worst to second best; the default), rank
+            (best first), rank_reversed or document. Passages count as ranked, best first: rank keeps their order.
         max_tokens: maximum length of the answer.
         temperature: sampling temperature; 0 is greedy.
         top_p: sample from the most likely tokens of this total probability.
@@ -54,6 +58,7 @@ class Options(TypedDict, total=False):
     messages: Sequence[Mapping[str, str]]
     system: str
     prompt_template: str
+    chat_template_kwargs: Mapping[str, Any]
     recipe: str
     ratio: float | None
     top_k: int
@@ -90,9 +95,7 @@ def generate(corpus: str = "", question: str = "", **options: Unpack[Options]) -
     sampling = {name: given.pop(name) for name in _SAMPLING if name in given}
     if isinstance(stop := sampling.get("stop"), str):
         sampling["stop"] = [stop]
-    passages, messages = given.pop("passages", ()), given.pop("messages", ())
-    if isinstance(passages, str):
-        raise errors.InvalidArgument("passages must be a list, not a string")
+    passages, messages = (listed(name, given.pop(name, ())) for name in ("passages", "messages"))
     return of(
         pb.GenerateRequest,
         corpus=corpus,
@@ -101,8 +104,23 @@ def generate(corpus: str = "", question: str = "", **options: Unpack[Options]) -
         messages=[_message(number, message) for number, message in enumerate(messages)],
         order=order_of(given.pop("order", None)),
         sampling=of(pb.Sampling, **sampling, top_k=given.pop("sample_top_k", 0)),
+        chat_template_kwargs=_as_json("chat_template_kwargs", given.pop("chat_template_kwargs", {})),
         **given,
     )
+
+
+def _as_json(name: str, values: Mapping[str, Any]) -> dict[str, str]:
+    try:
+        return {key: json.dumps(value) for key, value in values.items()}
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:
+        raise errors.InvalidArgument(f"invalid option: {name} must be a mapping of strings to JSON values") from error
+
+
+def listed(name: str, values: Any) -> Sequence[Any]:
+    """The values of an option that is a list. Raises InvalidArgument."""
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise errors.InvalidArgument(f"{name} must be a list, not {type(values).__name__}")
+    return values
 
 
 def _passage(number: int, passage: str | Passage) -> pb.Passage:
@@ -116,6 +134,8 @@ def _passage(number: int, passage: str | Passage) -> pb.Passage:
 def _message(number: int, message: Mapping[str, str]) -> pb.Message:
     if not isinstance(message, Mapping):
         raise errors.InvalidArgument(f"message {number} must be a mapping with role and content")
+    if unknown := sorted(map(str, message.keys() - {"role", "content"})):
+        raise errors.InvalidArgument(f"message {number} has the unknown key {unknown[0]!r}; known: role, content")
     role = message.get("role", "")
     if role not in ROLES:
         raise errors.InvalidArgument(f"message {number} has the unknown role {role!r}; known: {', '.join(ROLES)}")
@@ -164,7 +184,7 @@ def ingest(
     """The request that stores a document, or JSON lines with one document each.
 
     Args:
-        content: the bytes, the text or the path of a file; a path is also the default source.
+        content: the bytes, the text or the path of a file, which is also the default source.
 
     Raises:
         InvalidArgument: an unknown option, an invalid value, or a document larger than any gateway accepts.
@@ -172,12 +192,40 @@ def ingest(
     """
     given = _known(IngestOptions, options)
     if isinstance(content, os.PathLike):
-        given["source"] = given.get("source") or str(Path(content).resolve())
+        given["source"] = given.get("source") or source_of(content)
         content = Path(content).read_bytes()
     raw = content.encode() if isinstance(content, str) else content
     if isinstance(raw, bytes) and len(raw) > _MAX_CONTENT:
         raise errors.InvalidArgument(f"the document has {len(raw)} bytes; gateways accept at most {_MAX_CONTENT}")
     return of(pb.IngestRequest, corpus=corpus, name=name, content=raw, **given)
+
+
+def source_of(path: str | os.PathLike[str], inside: str = "") -> str:
+    """Where the document of a file comes from, which is the same wherever the files are copied to.
+
+    path: a file, or the folder that has the file `inside` (a path with slashes). A relative path is kept; of an
+    absolute one, only the last folder.
+    """
+    named = Path(os.path.normpath(path))
+    if named.is_absolute():
+        named = Path(*named.parts[-1 if inside else -2 :])
+    parts = [part for part in (*named.parts, *inside.split("/")) if part and part != os.sep]
+    joined = "/".join(parts if len(parts) > 1 else [".", *parts])
+    return os.fsencode(joined).decode("utf-8", "backslashreplace")
+
+
+def is_large(request: pb.IngestRequest) -> bool:
+    """Whether a document is sent in pieces, with Upload instead of Ingest."""
+    return len(request.content) > _PIECE
+
+
+def pieces(request: pb.IngestRequest) -> Iterator[pb.UploadRequest]:
+    """The messages of Upload that store the document of a request to Ingest. Takes the content out of the request."""
+    content = request.content
+    request.ClearField("content")
+    yield pb.UploadRequest(document=request, size_bytes=len(content))
+    for at in range(0, len(content), _PIECE):
+        yield pb.UploadRequest(content=content[at : at + _PIECE])
 
 
 def _known(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,6 +237,12 @@ def _known(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def of(kind: type[T], where: str = "", /, **values: Any) -> T:
     """A message with these fields. Raises InvalidArgument that names the field whose value protobuf refuses."""
+    for name, value in values.items():
+        # protobuf takes anything empty for an empty map, which is a filter that lets everything through.
+        if (value is not None and _wanted(kind, name) == _MAPPING and not isinstance(value, Mapping)) or (
+            isinstance(value, bool) and _wanted(kind, name) == "a number"
+        ):
+            raise errors.InvalidArgument(f"invalid option: {name}{where} must be {_wanted(kind, name)}")
     try:
         return kind(**values)
     except _REFUSED:

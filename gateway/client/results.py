@@ -60,13 +60,19 @@ class Answer:
 
 @dataclass(frozen=True)
 class Ingested:
-    """One stored file: a document, or one per JSON line; `replaced` counts those that existed before."""
+    """One stored file: a document, or one per JSON line.
+
+    Attributes:
+        replaced: number of the documents that existed before.
+        without_text: names of JSON lines' documents that have no text and were not stored.
+    """
 
     name: str
     documents: int
     chunks: int
     tokens: int
     replaced: int
+    without_text: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,8 @@ class Item:
         bytes: bytes of text.
         model: model that a corpus was built for.
         embedder: embedder that a corpus was built with; without one, it is searched by BM25 only.
+        source: where a document came from.
+        correction: state of a corpus's correction, and why; empty if no worker replied.
     """
 
     name: str
@@ -105,11 +113,28 @@ class Item:
     bytes: int
     model: str = ""
     embedder: str = ""
+    source: str = ""
+    correction: str = ""
+
+
+@dataclass(frozen=True)
+class Model:
+    """The model that answers.
+
+    Attributes:
+        max_tokens: limit of a prompt and its answer together.
+        max_new_tokens: limit of an answer whose request sets none.
+    """
+
+    name: str
+    fingerprint: str
+    max_tokens: int
+    max_new_tokens: int
 
 
 @dataclass(frozen=True)
 class Stats:
-    """Statistics of a gateway; `model` and `worker` are empty if no worker is reachable."""
+    """Statistics of a gateway, of all `tenants` together; `model` and `worker` are empty without a worker."""
 
     model: str
     model_fingerprint: str
@@ -121,6 +146,7 @@ class Stats:
     documents: int
     chunks: int
     uptime_seconds: float
+    tenants: int
 
 
 Event = Sources | Explanation | Token | Summary
@@ -173,12 +199,20 @@ def fields(message: Message) -> dict[str, Any]:
     }
 
 
+def ingested(name: str, r: pb.IngestResponse) -> Ingested:
+    return Ingested(name, r.documents, r.chunks, r.tokens, r.replaced, tuple(r.without_text))
+
+
 def progress(p: "pb.PrecomputeResponse | pb.MoveResponse") -> Progress:
     return Progress(p.done, p.total, getattr(p, "skipped", 0), getattr(p, "learning", False))
 
 
 def item(i: pb.Item) -> Item:
-    return Item(i.name, i.documents, i.chunks, i.tokens, i.bytes, i.model, i.embedder)
+    return Item(i.name, i.documents, i.chunks, i.tokens, i.bytes, i.model, i.embedder, i.source, i.correction)
+
+
+def model(m: pb.GetModelResponse) -> Model:
+    return Model(m.name, m.fingerprint.hex(), m.max_tokens, m.max_new_tokens)
 
 
 def stats(s: pb.StatsResponse) -> Stats:

@@ -28,11 +28,12 @@ class Embedder(_Model):
     dim: int
 
     @abstractmethod
-    async def embed(self, texts: Sequence[str], *, question: bool = False) -> np.ndarray:
+    async def embed(self, texts: Sequence[str], *, question: bool = False, tenant: str = "") -> np.ndarray:
         """Embeds texts.
 
         Args:
             question: whether the texts are questions, which some models embed differently from documents.
+            tenant: whose texts they are: a local model takes batches of tenants in turn.
 
         Returns:
             Vectors, float32 `[text, dim]`.

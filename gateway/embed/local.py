@@ -17,7 +17,7 @@ import numpy as np
 from fusionkv.fusion_worker.library import lean
 from fusionkv.gateway.children import ChildProcess, Message, frame, messages, take_pipes
 from fusionkv.gateway.embed.base import CHARACTERS, Embedder, Reranker
-from fusionkv.protos.runtime import cancellation
+from fusionkv.protos.runtime import cancellation, folders
 from fusionkv.protos.runtime.errors import FailedPrecondition, ServiceError, Unavailable, first_line
 
 # Loading Python, torch and a model of 100 MB takes four seconds on an idle machine.
@@ -31,13 +31,14 @@ Answer = Callable[[dict[str, Any]], Message]
 
 class _Request(NamedTuple):
     background: bool
+    turn: int
     number: int
     message: dict[str, Any]
     reply: "asyncio.Future[Message]"
 
 
 class _LocalModel:
-    """A model in a separate process, which processes questions before documents.
+    """A model in a separate process, which processes questions before documents, and requests of tenants in turn.
 
     For one event loop. The next request restarts a process that died.
     """
@@ -50,6 +51,9 @@ class _LocalModel:
         self._process: ChildProcess | None = None
         self._numbers = itertools.count()
         self._queue: asyncio.PriorityQueue[_Request] = asyncio.PriorityQueue()
+        # Start-time fair queueing: the turn that is served, and the last one of each tenant with requests behind it.
+        self._turn = {False: 0, True: 0}
+        self._last: dict[tuple[bool, str], int] = {}
         self._serving: asyncio.Task[None] | None = None
 
     @classmethod
@@ -74,19 +78,26 @@ class _LocalModel:
             _fail(self._queue.get_nowait().reply, Unavailable("the gateway is stopping"))
         await self._end()
 
-    async def _ask(self, message: dict[str, Any], *, background: bool = False) -> Message:
+    async def _ask(self, message: dict[str, Any], *, background: bool = False, tenant: str = "") -> Message:
         """Returns the reply to a message. `background` messages wait until there are no others.
+
+        A tenant's message waits behind one of each other tenant, however many that tenant has sent before.
 
         Raises:
             Unavailable: the process ended before replying, or can't be started.
         """
-        request = _Request(background, next(self._numbers), message, asyncio.get_running_loop().create_future())
-        self._queue.put_nowait(request)
-        return await request.reply
+        if self._queue.empty():
+            self._last.clear()
+        turn = max(self._turn[background], self._last.get((background, tenant), 0)) + 1
+        self._last[background, tenant] = turn
+        reply = asyncio.get_running_loop().create_future()
+        self._queue.put_nowait(_Request(background, turn, next(self._numbers), message, reply))
+        return await reply
 
     async def _serve(self) -> None:
         while True:
             request = await self._queue.get()
+            self._turn[request.background] = request.turn
             if request.reply.done():  # the caller was cancelled
                 continue
             try:
@@ -145,14 +156,14 @@ class LocalEmbedder(_LocalModel, Embedder):
         super()._describe(description)
         self.dim = description["dim"]
 
-    async def embed(self, texts: Sequence[str], *, question: bool = False) -> np.ndarray:
+    async def embed(self, texts: Sequence[str], *, question: bool = False, tenant: str = "") -> np.ndarray:
         vectors = np.zeros((len(texts), self.dim), np.float32)
         # Batches of texts of similar length: shorter texts are padded to the longest.
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
 
         async def batch(places: list[int]) -> None:
             message = {"texts": [texts[i][:CHARACTERS] for i in places], "question": question}
-            _, data = await self._ask(message, background=not question)
+            _, data = await self._ask(message, background=not question, tenant=tenant)
             vectors[places] = np.frombuffer(data, np.float32).reshape(len(places), self.dim)
 
         await cancellation.all_of(batch(order[at : at + _BATCH]) for at in range(0, len(order), _BATCH))
@@ -182,6 +193,7 @@ def main() -> None:
     """Runs a model in this process."""
     task, directory, threads = sys.argv[1:]
     given, answers = take_pipes(output=2)
+    folders.settle()
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):  # the gateway has ended
         try:
             with lean.uncompiled():

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
+from fusionkv.fusion_worker.library import directory as files
+
 _KNOWN = ("Transformer", "Pooling", "Normalize")
 
 
@@ -38,10 +40,7 @@ class SentenceModel:
         prompts = _json(directory / "config_sentence_transformers.json", {}).get("prompts", {})
         self._prompts = prompts.get("document") or prompts.get("passage") or "", prompts.get("query") or ""
         limits = _json(inner / "sentence_bert_config.json", {})
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(inner, local_files_only=True)
-        self._model: Any = AutoModel.from_pretrained(
-            inner, local_files_only=True, use_safetensors=True, dtype=torch.float32
-        ).eval()
+        self._tokenizer, self._model = _loaded(AutoModel, inner)
         model_limit = min(self._tokenizer.model_max_length, self._model.config.max_position_embeddings)
         self._max_tokens = min(model_limit, limits.get("max_seq_length") or model_limit)
         self.dim: int = self._model.config.hidden_size
@@ -72,10 +71,7 @@ class CrossEncoder:
         """Raises Unsupported, or any error of transformers."""
         if not (directory / "config.json").is_file():
             raise Unsupported(f"{directory} is not the directory of a cross-encoder: config.json is missing")
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-        self._model: Any = AutoModelForSequenceClassification.from_pretrained(
-            directory, local_files_only=True, use_safetensors=True, dtype=torch.float32
-        ).eval()
+        self._tokenizer, self._model = _loaded(AutoModelForSequenceClassification, directory)
         if self._model.config.num_labels != 1:
             raise Unsupported(f"{directory} outputs {self._model.config.num_labels} scores; a reranker outputs one")
         self._max_tokens = min(self._tokenizer.model_max_length, self._model.config.max_position_embeddings)
@@ -92,6 +88,25 @@ class CrossEncoder:
         )
         with torch.inference_mode():
             return self._model(**batch).logits[:, 0].tolist()
+
+
+def _loaded(kind: Any, directory: Path) -> tuple[Any, Any]:
+    """A directory's tokenizer and model; nothing in it is run as code."""
+    files.check_code(directory)
+    files.check_whole(directory)
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    model, report = kind.from_pretrained(
+        directory,
+        dtype=torch.float32,
+        local_files_only=True,
+        output_loading_info=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+    )
+    # transformers initialises missing tensors randomly; this one pools, which no embedder here uses.
+    if missing := sorted(name for name in report["missing_keys"] if not name.startswith("pooler.")):
+        raise Unsupported(f"the weights in {directory} lack {len(missing)} tensors: {missing[0]}, ...")
+    return tokenizer, model.eval()
 
 
 def _json(file: Path, default: Any = None) -> Any:

@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 import aiohttp
 import numpy as np
@@ -14,6 +14,13 @@ from fusionkv.protos.runtime.errors import FailedPrecondition, Unavailable
 
 _SECONDS = 60.0
 _BATCH = 64
+# What servers answer to more texts or tokens in a call than they take.
+_TOO_LARGE = (400, 413, 422)
+T = TypeVar("T")
+
+
+class _Refused(FailedPrecondition):
+    """The server refused a call that may have been too large."""
 
 
 class _Endpoint:
@@ -28,6 +35,7 @@ class _Endpoint:
         self.name = model or self.url
         self._model = {"model": model} if model else {}
         headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._size = _BATCH  # texts a call, halved where the server refuses more
         self._session = aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(_SECONDS))
 
     async def _post(self, body: dict[str, Any]) -> Any:
@@ -45,7 +53,24 @@ class _Endpoint:
                 text = (await response.text(errors="replace"))[:200]
         except (aiohttp.ClientError, TimeoutError, ValueError, OSError) as error:
             raise Unavailable(f"{self.url}: {error or type(error).__name__}") from error
-        raise errors.from_http(response.status, f"{self.url}: status {response.status}: {text}")
+        message = f"{self.url}: status {response.status}: {text}"
+        raise _Refused(message) if response.status in _TOO_LARGE else errors.from_http(response.status, message)
+
+    async def _in_batches(self, texts: Sequence[str], call: Callable[[Sequence[str]], Awaitable[T]]) -> list[T]:
+        """What `call` returns for each batch of the texts. Raises as `_post`."""
+        results, at, size = list[T](), 0, self._size
+        while at < len(texts):
+            batch = [text[:CHARACTERS] for text in texts[at : at + self._size]]
+            try:
+                results.append(await call(batch))
+            except _Refused:
+                if len(batch) == 1:  # the text is the reason, and not the number of texts
+                    self._size = size
+                    raise
+                self._size = min(self._size, len(batch) // 2)
+            else:
+                at += len(batch)
+        return results
 
     async def close(self) -> None:
         await self._session.close()
@@ -66,8 +91,8 @@ class URLEmbedder(_Endpoint, Embedder):
             raise
         return embedder
 
-    async def embed(self, texts: Sequence[str], *, question: bool = False) -> np.ndarray:
-        parts = [await self._batch(texts[at : at + _BATCH]) for at in range(0, len(texts), _BATCH)]
+    async def embed(self, texts: Sequence[str], *, question: bool = False, tenant: str = "") -> np.ndarray:
+        parts = await self._in_batches(texts, self._batch)
         vectors = np.concatenate(parts) if parts else np.zeros((0, self.dim), np.float32)
         if self.dim and vectors.shape[1] != self.dim:
             raise FailedPrecondition(
@@ -76,8 +101,7 @@ class URLEmbedder(_Endpoint, Embedder):
         return vectors
 
     async def _batch(self, texts: Sequence[str]) -> np.ndarray:
-        body = {"input": [text[:CHARACTERS] for text in texts], "encoding_format": "float"}
-        reply = await self._post(body)
+        reply = await self._post({"input": texts, "encoding_format": "float"})
         try:
             rows = [row["embedding"] for row in sorted(reply["data"], key=lambda row: row["index"])]
             vectors = await asyncio.to_thread(np.array, rows, np.float32)
@@ -92,10 +116,11 @@ class URLReranker(_Endpoint, Reranker):
     path = "/rerank"
 
     async def score(self, question: str, passages: Sequence[str]) -> list[float]:
-        if not passages:  # servers refuse a request without documents
-            return []
-        texts = [text[:CHARACTERS] for text in passages]
-        reply = await self._post({"query": question[:CHARACTERS], "documents": texts})
+        parts = await self._in_batches(passages, lambda texts: self._batch(question, texts))
+        return [score for part in parts for score in part]
+
+    async def _batch(self, question: str, passages: Sequence[str]) -> list[float]:
+        reply = await self._post({"query": question[:CHARACTERS], "documents": passages})
         try:
             scores = {int(row["index"]): float(row["relevance_score"]) for row in reply["results"]}
             return [scores[i] for i in range(len(passages))]

@@ -108,7 +108,10 @@ class AdminServer(Listener):
         again.recipe, again.explain = explain.REFERENCE, False
         again.ClearField("ratio")
         full = Record(original.tenant, again)
-        async with contextlib.aclosing(self._servicer.generate(again, None, None)) as responses:
+        async with (
+            self._servicer.admitted("Generate"),
+            contextlib.aclosing(self._servicer.generate(again, None, None)) as responses,
+        ):
             async for response in responses:
                 full.add(response)
         _ = full.answer  # raises ServiceError if there was no summary

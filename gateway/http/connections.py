@@ -66,6 +66,7 @@ class Connection(web.RequestHandler):
             server,
             loop=asyncio.get_running_loop(),
             access_log=None,  # type: ignore[arg-type]  # None disables it, despite its type
+            auto_decompress=False,  # also of bodies that are refused and dropped: 4 KB may hold 4 MB
             keepalive_timeout=config.http_idle_seconds,
             lingering_time=min(_DISCARD_SECONDS, config.http_body_seconds),
             max_line_size=_MAX_LINE,

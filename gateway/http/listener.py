@@ -1,8 +1,11 @@
 """An HTTP server that runs beside the gRPC server: addresses, TLS, limits, drain, one span per request."""
 
 import asyncio
+import ipaddress
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from urllib.parse import urlsplit
 
 from aiohttp import HttpVersion11, web
 from opentelemetry import propagate, trace
@@ -11,8 +14,11 @@ from opentelemetry.trace import SpanKind
 from fusionkv.gateway.auth.access import CALLER, Bearer
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.http.connections import MALFORMED, Connection, Connections
+from fusionkv.gateway.http.origins import Origins
 from fusionkv.protos.observe import rejected
-from fusionkv.protos.runtime.errors import InvalidArgument
+from fusionkv.protos.runtime import process
+from fusionkv.protos.runtime.admission import Arrivals
+from fusionkv.protos.runtime.errors import DeadlineExceeded, InvalidArgument, PermissionDenied
 
 tracer = trace.get_tracer(__name__)
 # Holds the longest conversation and passages with every character escaped (6 bytes), and other fields.
@@ -20,6 +26,7 @@ _MAX_BODY = 4 << 20
 # As for gRPC connections: limits how long a client stays connected whose certificate is no longer trusted.
 _CONNECTION_SECONDS = 3600.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Admit = Callable[[], AbstractAsyncContextManager[None]]
 
 
 class Listener:
@@ -27,13 +34,22 @@ class Listener:
 
     name = "http"
 
-    def __init__(self, addresses: Sequence[str], config: GatewayConfig, bearer: Bearer | None = None) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        config: GatewayConfig,
+        bearer: Bearer | None = None,
+        allowed_origins: Sequence[str] = (),
+    ) -> None:
         self._addresses = addresses
         self._config = config
         self._bearer = bearer
+        self._arrivals = Arrivals(seconds=config.http_body_seconds)
         self.app = web.Application(
             middlewares=[self._trace, self._limit_age, self._handle_errors], client_max_size=_MAX_BODY
         )
+        self._origins = Origins(allowed_origins)
+        self._origins.attach(self.app)
         self._runner = web.AppRunner(self.app, handler_cancellation=True, shutdown_timeout=config.drain_seconds)
         self._servers: list[asyncio.Server] = []
 
@@ -45,17 +61,29 @@ class Listener:
         """Adds a handler of POST. Call it before `start`."""
         self.app.router.add_post(path, handler, expect_handler=_expected)
 
-    def guarded(self, method: str, handler: Handler, token: Callable[[str], str] = str) -> Handler:
-        """Requires a token that may call `method`, before the body is read, if calls require a token.
+    def guarded(
+        self, method: str, handler: Handler, token: Callable[[str], str] = str, admit: Admit = nullcontext
+    ) -> Handler:
+        """Requires a token that may call `method`, if calls require a token, and admits the call.
 
-        `token` converts the value of the header Authorization.
+        Both come before the body is read.
+
+        Args:
+            token: converts the value of the header Authorization.
+            admit: open while the handler runs.
         """
 
         async def guarded(request: web.Request) -> web.StreamResponse:
-            if self._bearer is not None:
+            if self._bearer is None:
+                check_site(request, self._origins)
+            else:
                 given = [token(value) for value in request.headers.getall("Authorization", [])]
                 CALLER.set(await self._bearer.admit(given, method))
-            return await handler(request)
+            try:
+                async with admit():
+                    return await _counted(handler, request)
+            except _Refusal as refused:
+                raise refused.response from None
 
         return guarded
 
@@ -81,7 +109,8 @@ class Listener:
         for address in self._addresses:
             if address.startswith("unix:"):
                 path = address.removeprefix("unix:")
-                self._servers.append(await loop.create_unix_server(connection, path))
+                with process.private_sockets():
+                    self._servers.append(await loop.create_unix_server(connection, path))
                 bound.append(address)
                 continue
             host, _, port = address.rpartition(":")
@@ -99,24 +128,34 @@ class Listener:
             server.close()
         await self._runner.cleanup()
 
-    async def body(self, request: web.Request) -> bytes:
+    async def body(self, request: web.Request, content_type: str = "") -> bytes:
         """Reads the body of a request.
 
+        Args:
+            content_type: the type that it must have; empty allows any.
+
         Raises:
+            web.HTTPUnsupportedMediaType: it is compressed, or of another type.
             web.HTTPRequestTimeout: the body took too long; the connection closes after the response.
+            ResourceExhausted: too many bodies are arriving.
             web.HTTPRequestEntityTooLarge: the body is larger than 4 MiB.
             InvalidArgument: the body is malformed.
         """
+        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise web.HTTPUnsupportedMediaType(reason="compressed bodies are not supported: omit Content-Encoding")
+        # A page of another site may send other types without asking the browser, which would ask this server (CORS).
+        if content_type and request.content_type != content_type:
+            raise web.HTTPUnsupportedMediaType(reason=f"the body must have Content-Type: {content_type}")
         try:
-            async with asyncio.timeout(self._config.http_body_seconds):
+            async with self._arrivals.place():
                 return await request.read()
-        except TimeoutError:
+        except DeadlineExceeded:
             rejected.note("http_body_timeout")
             request.protocol.close()
             raise web.HTTPRequestTimeout from None
         except MALFORMED as error:
             rejected.note("http_body")
-            raise InvalidArgument("the body is malformed: its chunked encoding or compression is invalid") from error
+            raise InvalidArgument("the body is malformed: its chunked encoding is invalid") from error
 
     @web.middleware
     async def _trace(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -152,6 +191,58 @@ class Listener:
             raise
         except Exception as error:
             return self.failed(error)
+
+
+def check_site(request: web.Request, allowed: Origins) -> None:
+    """Refuses what another site has a browser on this machine send to a server without tokens.
+
+    The name of another site may lead here (DNS rebinding), and its pages then read the responses. So, on a connection
+    within the machine, Host must name the machine, and Origin the machine or an allowed origin.
+
+    Raises:
+        PermissionDenied: one of the headers does not.
+    """
+    here = request.transport.get_extra_info("sockname") if request.transport else None
+    if not isinstance(here, tuple) or not _is_local(here[0]):
+        return
+    origins = [origin for origin in request.headers.getall("Origin", []) if not allowed.allows(origin)]
+    for site in (*(f"//{host}" for host in request.headers.getall("Host", [])), *origins):
+        if not _is_local(_host(site)):
+            raise PermissionDenied(
+                f"the request is for or from {site.removeprefix('//')[:80]!r}; without tokens, a server on this "
+                "machine serves localhost only: set auth_tokens or http_allowed_origins, or have the proxy send "
+                "Host: localhost"
+            )
+
+
+def _host(site: str) -> str:
+    try:
+        return urlsplit(site).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_local(host: str) -> bool:
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+class _Refusal(InvalidArgument):
+    """A refusal by its HTTP status, as an error that is counted as the caller's."""
+
+    def __init__(self, response: web.HTTPException) -> None:
+        super().__init__(response.reason)
+        self.response = response
+
+
+async def _counted(handler: Handler, request: web.Request) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except web.HTTPException as response:
+        raise _Refusal(response) from None
 
 
 async def _expected(request: web.Request) -> None:

@@ -59,6 +59,8 @@ async def chunks(chat: Chat, events: AsyncIterator[Event]) -> AsyncIterator[dict
     chunk holds the sources, and the last one of the choice holds the summary.
     """
     frame = _frame(chat, "chat.completion.chunk")
+    if chat.usage:
+        frame["usage"] = None  # until the last chunk
     sources: Sources | None = Sources(())
     summary: Summary | None = None
     # To the end, also behind the summary: a call that is left counts as cancelled.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fusionkv.fusion_worker.client import template_values
 from fusionkv.gateway.client import requests
 from fusionkv.gateway.client.results import Passage
 from fusionkv.gateway.plan import MAX_MESSAGES, MAX_NOTES, Conversation
@@ -19,27 +20,83 @@ OWN = frozenset([*_RETRIEVAL, "recipe", "ratio", "sample_top_k", "system", "prom
 NO_CORPUS = "fusionkv"
 _PASSAGES = ("passages", "documents")
 _SAMPLING = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop")
-_SUPPORTED = frozenset(["model", "stream", "stream_options", "fusionkv", *_PASSAGES, *_SAMPLING])
+_TEMPLATE = "chat_template_kwargs"
+_SUPPORTED = frozenset(["model", "stream", "stream_options", "fusionkv", _TEMPLATE, *_PASSAGES, *_SAMPLING])
 # Accepted and ignored.
-_IGNORED = frozenset(["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"])
+_IGNORED = frozenset(
+    [
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+    ]
+)
 # Accepted only with these values, which have no effect.
-_ONLY: Mapping[str, Any] = {
-    "n": 1,
-    "logprobs": False,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "logit_bias": {},
-    "response_format": {"type": "text"},
-    "modalities": ["text"],
-    "tools": [],
-    "best_of": 1,
-    "echo": False,
-    "suffix": "",
+_ONLY: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "tools": ([],),
+    "tool_choice": ("none",),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none",),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "audio": (),
+    "moderation": (),
+    "prediction": (),
+    "web_search_options": (),
+    # Of vLLM.
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "stop_token_ids": ([],),
+    "ignore_eos": (False,),
+    "use_beam_search": (False,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
 }
+# As `_ONLY`, in `stream_options`.
+_STREAM_ONLY: Mapping[str, tuple[Any, ...]] = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
 _SYSTEM = ("system", "developer")
+# Of a message: names and an earlier answer's reasoning are not part of the prompt. Then as `_ONLY`.
+_OF_MESSAGE = frozenset(["role", "content", "name", "reasoning", "reasoning_content"])
+_MESSAGE_ONLY: Mapping[str, tuple[Any, ...]] = {
+    "tool_calls": ([],),
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "refusal": (),
+    "tool_call_id": (),
+}
+# Of a part of a message's content: marks for a prompt cache are ignored. Then as `_ONLY`.
+_OF_PART = frozenset(["type", "text", "cache_control", "prompt_cache_breakpoint"])
+_PART_ONLY: Mapping[str, tuple[Any, ...]] = {"annotations": ([],)}
 # Texts of one request for embeddings, and characters of each.
 _MAX_TEXTS, _MAX_CHARACTERS = 2048, 1 << 15
 _FORMATS = ("float", "base64")
+# Clients make the ids with a tokenizer of OpenAI's, not with the embedder's: they would mean other text, or none.
+_NO_IDS = (
+    "input must be text: token ids mean text only to the tokenizer that made them, which the request does not name. "
+    "LangChain's OpenAIEmbeddings sends text with check_embedding_ctx_length=False"
+)
 _OF_EMBEDDINGS = frozenset(["input", "model", "encoding_format", "dimensions"])
 _KINDS: Mapping[Any, str] = {
     str: "a string",
@@ -97,26 +154,25 @@ def completion(body: Any, text: bool = False, max_passages: int = sys.maxsize) -
     field = "prompt" if text else "messages"
     given = _given(body, _IGNORED)
     for name in given.keys() - _SUPPORTED - {field}:
-        if name not in _ONLY:
-            raise BadRequest(f"unknown field {name[:80]!r}", name[:80])
-        if given[name] != _ONLY[name]:
-            raise BadRequest(f"{name} is not supported: omit it", name)
+        _check_effect(given, name, _ONLY)
     model = _typed(given, "model", str, "")
     own = {name: value for name, value in _typed(given, "fusionkv", dict, {}).items() if value is not None}
     if unknown := own.keys() - OWN:
         raise BadRequest(f"unknown field {min(unknown)[:80]!r}; known: {', '.join(sorted(OWN))}", "fusionkv")
     stream = _typed(given, "stream", bool, False)
-    usage = _typed(_typed(given, "stream_options", dict, {}), "include_usage", bool, False)
+    usage = _usage(given, stream)
     conversation = {"question": _prompt(given)} if text else {"messages": _messages(given)}
     _typed(own, "order", str, "")
+    values = {name: value for name, value in _typed(given, _TEMPLATE, dict, {}).items() if value is not None}
     options = {**_of_model(model), "passages": _passages(given, max_passages), **conversation, **own}
     if not options["corpus"] and not options["passages"]:
         raise BadRequest("model names no corpus and there are no passages: name a corpus, or send passages", "model")
-    request = requests.generate(**options, **_sampling(given))
-    try:
-        Conversation.of(request)
-    except InvalidArgument as error:
-        raise BadRequest(str(error), field) from error
+    request = requests.generate(**options, chat_template_kwargs=values, **_sampling(given))
+    for checked, check in ((field, Conversation.of), (_TEMPLATE, _check_values)):
+        try:
+            check(request)
+        except InvalidArgument as error:
+            raise BadRequest(str(error), checked) from error
     return Chat(request, model, stream, usage, text)
 
 
@@ -128,8 +184,9 @@ def embeddings(body: Any) -> EmbeddingRequest:
     texts = given.get("input")
     texts = [texts] if isinstance(texts, str) else texts
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text.strip() for text in texts):
-        message = "input must be a string or a list of strings that are not empty: token ids are not supported"
-        raise BadRequest(message, "input")
+        raise BadRequest(
+            _NO_IDS if _has_ids(texts) else "input must be a string or a list of strings with text", "input"
+        )
     if len(texts) > _MAX_TEXTS or any(len(text) > _MAX_CHARACTERS for text in texts):
         raise BadRequest(f"input takes at most {_MAX_TEXTS} texts of at most {_MAX_CHARACTERS} characters", "input")
     try:
@@ -137,9 +194,20 @@ def embeddings(body: Any) -> EmbeddingRequest:
     except UnicodeEncodeError:
         raise BadRequest("input contains half of a surrogate pair", "input") from None
     model, dimensions = _typed(given, "model", str, ""), _typed(given, "dimensions", int, 0)
+    if "dimensions" in given and dimensions < 1:
+        raise BadRequest(f"dimensions is {dimensions}: it must be at least 1", "dimensions")
     if (form := given.get("encoding_format", "float")) not in _FORMATS:
         raise BadRequest(f"encoding_format must be one of {', '.join(_FORMATS)}", "encoding_format")
     return EmbeddingRequest(tuple(texts), model, form == "base64", dimensions)
+
+
+def _has_ids(texts: Any) -> bool:
+    """Whether some input is token ids: a list of integers, or of lists of them."""
+    return isinstance(texts, list) and any(type(text) in (int, list) for text in texts)
+
+
+def _check_values(request: pb.GenerateRequest) -> None:
+    template_values(request.chat_template_kwargs)
 
 
 def _given(body: Any, ignored: frozenset[str]) -> dict[str, Any]:
@@ -147,6 +215,34 @@ def _given(body: Any, ignored: frozenset[str]) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise InvalidArgument("the body is not a JSON object")
     return {name: value for name, value in body.items() if value is not None and name not in ignored}
+
+
+def _check_fields(
+    given: Mapping[str, Any], read: frozenset[str], only: Mapping[str, tuple[Any, ...]], where: str
+) -> None:
+    """Raises BadRequest unless each field is null, read, or has a value of `only`."""
+    for name in sorted(name for name, value in given.items() if value is not None and name not in read):
+        _check_effect(given, name, only, f"{where}.")
+
+
+def _check_effect(given: Mapping[str, Any], name: str, only: Mapping[str, tuple[Any, ...]], where: str = "") -> None:
+    """Raises BadRequest unless `only` has the field with its value, which has no effect."""
+    if name not in only:
+        raise BadRequest(f"unknown field {where + name[:80]!r}", where + name[:80])
+    # In Python False equals 0, but `logprobs: 0` of a text completion requests log probabilities.
+    if not any(given[name] == value and _is_bool(given[name]) == _is_bool(value) for value in only[name]):
+        raise BadRequest(f"{where}{name} is not supported: omit it", where + name)
+
+
+def _usage(given: Mapping[str, Any], stream: bool) -> bool:
+    """Whether a stream ends with a usage chunk."""
+    field = "stream_options"
+    options = {name: value for name, value in _typed(given, field, dict, {}).items() if value is not None}
+    if options and not stream:
+        raise BadRequest(f"{field} needs stream: set stream to true, or omit {field}", field)
+    _check_fields(options, frozenset(["include_usage"]), _STREAM_ONLY, field)
+    usage: bool = _typed(options, "include_usage", bool, False)
+    return usage
 
 
 def _of_model(model: str) -> dict[str, Any]:
@@ -181,7 +277,7 @@ def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
     if options.get("top_p") == 0:
         # In gateway.proto, 0 disables top_p; in OpenAI's API it keeps only the most likely token.
         raise BadRequest("top_p is 0: it must be greater than 0; for greedy decoding use temperature 0", "top_p")
-    if "seed" in given:
+    if given.get("seed", -1) != -1:  # Many clients send -1 for "no seed".
         options["seed"] = _typed(given, "seed", int, 0)
     return options
 
@@ -199,19 +295,20 @@ def _passage(given: Any, where: str) -> Passage:
         return Passage(text=given)
     if not isinstance(given, dict):
         raise BadRequest(f"{where} must be a string or an object", where)
+    nested, own = _typed(given, "metadata", dict, {}), Passage.__dataclass_fields__.keys()
+    # Before anything is copied: a body has room for 500,000 fields.
+    if (count := len(given) + len(nested) - sum(name in given for name in (*own, "content"))) > MAX_NOTES:
+        raise BadRequest(
+            f"{where} has {count} fields of metadata, of which {MAX_NOTES} characters are allowed in all", where
+        )
     values = {name: value for name, value in given.items() if value is not None}
     values.setdefault("text", values.pop("content", ""))
     if not isinstance(values["text"], str):
         raise BadRequest(f"{where} has a text that is not a string", where)
     if type(values.get("id")) is int:
         values["id"] = str(values["id"])
-    fields = {name: values.pop(name) for name in Passage.__dataclass_fields__.keys() & values}
-    metadata = _typed(fields, "metadata", dict, {}) | values
-    if len(metadata) > MAX_NOTES:
-        raise BadRequest(
-            f"{where} has {len(metadata)} fields of metadata, of which {MAX_NOTES} characters are allowed in all",
-            where,
-        )
+    fields = {name: values.pop(name) for name in own & values}
+    metadata = nested | values
     strings = {name: value if isinstance(value, str) else json.dumps(value) for name, value in metadata.items()}
     return Passage(**{**fields, "metadata": strings})
 
@@ -235,6 +332,7 @@ def _message(message: Any, where: str) -> dict[str, str]:
     """A message in the client's format."""
     if not isinstance(message, dict):
         raise BadRequest(f"{where} must be an object", where)
+    _check_fields(message, _OF_MESSAGE, _MESSAGE_ONLY, where)
     role = message.get("role")
     if role not in (*_SYSTEM, "user", "assistant"):
         known = "system, developer, user, assistant"
@@ -247,7 +345,13 @@ def _message(message: Any, where: str) -> dict[str, str]:
     texts = [p.get("text") if isinstance(p, dict) and p.get("type") == "text" else None for p in parts]
     if not all(isinstance(text, str) for text in texts):
         raise BadRequest(f"{where} has content that is not text", where)
+    for i, part in enumerate(parts):
+        _check_fields(part, _OF_PART, _PART_ONLY, f"{where}.content[{i}]")
     return {"role": role, "content": "".join(map(str, texts))}
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
 
 
 def _list(given: Mapping[str, Any], name: str, limit: int) -> list[Any]:

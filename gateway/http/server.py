@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 from collections.abc import AsyncIterator
 from functools import partial
@@ -14,13 +15,15 @@ from fusionkv.gateway.client import results
 from fusionkv.gateway.client.results import Event
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.http import replies, requests
-from fusionkv.gateway.http.listener import Listener
+from fusionkv.gateway.http.listener import Handler, Listener
 from fusionkv.gateway.retrieval.base import no_corpus
 from fusionkv.gateway.servicer import GatewayServicer
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import InvalidArgument
 
 _PAGE = 1000
+# X-Accel-Buffering tells nginx to pass events on at once.
+_STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 class HTTPServer(Listener):
@@ -29,14 +32,22 @@ class HTTPServer(Listener):
     name = "fusionkv-gateway-http"
 
     def __init__(self, config: GatewayConfig, servicer: GatewayServicer, bearer: Bearer | None) -> None:
-        super().__init__(config.http_listen, config, bearer)
+        super().__init__(config.http_listen, config, bearer, config.http_allowed_origins)
         self._servicer = servicer
-        self.get("/health", self._health)
-        self.get("/v1/models", self.guarded(GATEWAY + "List", self._models))
-        self.get("/v1/models/{model}", self.guarded(GATEWAY + "List", self._model))
-        self.post("/v1/chat/completions", self.guarded(GATEWAY + "Generate", partial(self._complete, False)))
-        self.post("/v1/completions", self.guarded(GATEWAY + "Generate", partial(self._complete, True)))
-        self.post("/v1/embeddings", self.guarded(GATEWAY + "Retrieve", self._embed))
+        # Names of Kubernetes; vLLM's /health fails when its engine can't answer.
+        self.get("/livez", self._alive)
+        for path in ("/readyz", "/health"):
+            self.get(path, self._ready)
+        self.get("/v1/models", self._admitted("List", self._models))
+        self.get("/v1/models/{model}", self._admitted("List", self._model))
+        self.post("/v1/chat/completions", self._admitted("Generate", partial(self._complete, False)))
+        self.post("/v1/completions", self._admitted("Generate", partial(self._complete, True)))
+        self.post("/v1/embeddings", self._admitted("Embed", self._embed, like="Retrieve"))
+
+    def _admitted(self, method: str, handler: Handler, *, like: str = "") -> Handler:
+        """A handler that is admitted as a call of `method`, by those who may call the RPC `like`, or `method`."""
+        admit = partial(self._servicer.admitted, method)
+        return self.guarded(GATEWAY + (like or method), handler, admit=admit)
 
     def failed(self, error: Exception) -> web.Response:
         if isinstance(error, web.HTTPException):
@@ -47,9 +58,15 @@ class HTTPServer(Listener):
         body = replies.error_body(error)
         return web.json_response(body, status=replies.status(error), headers=replies.headers(error))
 
-    async def _health(self, request: web.Request) -> web.Response:
-        """Reports that the gateway is serving, to probes without a token."""
+    async def _alive(self, request: web.Request) -> web.Response:
+        """Reports that the gateway takes requests, to probes without a token."""
         return web.json_response({"status": "ok"})
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        """Reports whether questions would be answered, to probes without a token."""
+        if await self._servicer.ready():
+            return web.json_response({"status": "ok"})
+        return web.json_response({"status": "not ready"}, status=503)
 
     async def _complete(self, text: bool, request: web.Request) -> web.StreamResponse:
         completion = requests.completion(await self._json(request), text, self._config.max_top_k)
@@ -63,7 +80,7 @@ class HTTPServer(Listener):
         self, request: web.Request, completion: requests.Chat, events: AsyncIterator[Event]
     ) -> web.StreamResponse:
         """Streams server-sent events. An error after the first event is sent as the last one."""
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        response = web.StreamResponse(headers=_STREAM)
         try:
             async for chunk in replies.chunks(completion, events):
                 if not response.prepared:
@@ -111,20 +128,29 @@ class HTTPServer(Listener):
                 return items
 
     async def _json(self, request: web.Request) -> Any:
-        return parse(await self.body(request))
+        return parse(await self.body(request, "application/json"))
 
 
 def parse(body: bytes) -> Any:
-    """Parses JSON; refuses NaN and infinities, which are not JSON. Raises InvalidArgument."""
+    """Parses JSON; refuses NaN and infinities, which are not JSON. Raises InvalidArgument.
+
+    Without garbage collection, which finds nothing here, and took 1.0 of 1.2 s for 4 MiB of empty lists.
+    """
 
     def refuse(constant: str) -> None:
         raise ValueError(constant)
 
+    collecting = gc.isenabled()
+    gc.disable()
     try:
-        # Always UTF-8, as JSON requires: decoding a charset of the caller's choice may be quadratic (punycode).
-        return json.loads(body.decode(), parse_constant=refuse)
+        # Always UTF-8, as JSON requires, with or without a byte order mark:
+        # decoding a charset of the caller's choice may be quadratic (punycode).
+        return json.loads(body.decode("utf-8-sig"), parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         raise InvalidArgument("the body is not valid JSON in UTF-8") from error
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _event(data: str) -> bytes:

@@ -1,6 +1,7 @@
 """A parsed document, limits on its text and metadata, and documents in JSON lines."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,7 +16,10 @@ Pairs = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class Document:
-    """A document's text; name, title, metadata (sorted by key) and line are set for JSON lines only."""
+    """A document's text; name, title, metadata (sorted by key) and line are set for JSON lines only.
+
+    A JSON line's text may be empty; then nothing of it is stored.
+    """
 
     text: str
     markdown: bool = False
@@ -66,13 +70,15 @@ def _of_line(value: object, number: int) -> Document:
     if not isinstance(value, dict):
         raise InvalidArgument(f"line {number} must be a JSON object or a string")
     text = next((value[name] for name in _TEXTS if value.get(name) is not None), None)
-    if not isinstance(text, str) or not text.strip():
-        raise InvalidArgument(f'line {number} must have a non-empty string "text" or "contents"')
+    if text is None and not value.keys().isdisjoint(_TEXTS):
+        text = ""  # data sets write null for a text that is missing
+    if not isinstance(text, str):
+        raise InvalidArgument(f'line {number} must have a string "text" or "contents"')
     id = next((value[name] for name in _IDS if value.get(name) is not None), "")
     title = value.get("title") or ""
     metadata = value.get("metadata") or {}
-    if isinstance(id, bool) or not isinstance(id, str | int):
-        raise InvalidArgument(f'line {number} has an "id" that is neither a string nor an integer')
+    if isinstance(id, bool) or not isinstance(id, str | int | float) or id in (math.inf, -math.inf) or id != id:
+        raise InvalidArgument(f'line {number} has an "id" that is neither a string nor a number')
     if not isinstance(title, str):
         raise InvalidArgument(f'line {number} has a "title" that is not a string')
     if not isinstance(metadata, dict):

@@ -1,8 +1,8 @@
 """Stores files as documents: parses, splits and embeds them; and rebuilds corpora for another model or embedder."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence, Set
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence, Set
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -17,13 +17,23 @@ from fusionkv.gateway.retrieval.base import Chunk, HybridSearch, Retrieval, chec
 from fusionkv.gateway.tokens import ModelIdentity
 from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
-from fusionkv.protos.runtime.errors import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted, Unavailable
+from fusionkv.protos.runtime.errors import (
+    AlreadyExists,
+    DeadlineExceeded,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
+from fusionkv.protos.runtime.rpc import MAX_REQUEST_BYTES
 
 tracer = trace.get_tracer(__name__)
 _documents = metrics.get_meter(__name__).create_counter(
     "fusionkv.gateway.documents", description="documents ingested"
 )
 _MAX_SOURCE = 4096  # characters; enough for a path
+# Maximum wait for a piece of a document.
+_STALL_SECONDS = 30.0
 
 
 class Ingest:
@@ -49,22 +59,52 @@ class Ingest:
             FailedPrecondition: the corpus was built with another model or embedder.
             ResourceExhausted: too much is being ingested, all parsers stay busy, or the tenant's quota is exceeded.
         """
+        size = len(request.content)
+        kind = self._check(request, size)
+        with self._room(tenant, size):
+            return await self._store(tenant, request, request.content, kind, timeout)
+
+    async def upload(
+        self, tenant: Tenant, requests: AsyncIterator[pb.UploadRequest], timeout: float
+    ) -> pb.IngestResponse:
+        """As `file`, of a file whose content arrives in pieces, for which room is reserved before.
+
+        Raises:
+            InvalidArgument: also if the content has another size than announced.
+            DeadlineExceeded: nothing arrived for 30 s, or not all of it within `timeout` seconds.
+        """
+        began = asyncio.get_running_loop().time()
+        first = await anext(requests, pb.UploadRequest())
+        request, size = first.document, first.size_bytes
+        if request.content:
+            raise InvalidArgument("the document of an upload has no content of its own: send it in pieces")
+        kind = self._check(request, size)
+        # The piece that is arriving takes room too, however small the document is said to be.
+        with self._room(tenant, min(max(size, MAX_REQUEST_BYTES), self._config.max_ingest_bytes)):
+            content = await _received(first, requests, timeout)
+            left = timeout - (asyncio.get_running_loop().time() - began)
+            return await self._store(tenant, request, content, kind, max(0.001, left))
+
+    def _check(self, request: pb.IngestRequest, size: int) -> str:
+        """The media type of a document of `size` bytes. Raises InvalidArgument as `file` does."""
         check_corpus(request.corpus)
         check_document(request.name)
         check_document(request.prefix + request.name)
         metadata_pairs(request.metadata)
         if len(request.source) > _MAX_SOURCE:
             raise InvalidArgument(f"the source has {len(request.source)} characters; the maximum is {_MAX_SOURCE}")
-        kind = parse.media_type(request.name, request.media_type)
-        size = len(request.content)
         if size > self._config.max_document_bytes:
             raise InvalidArgument(f"the document has {size} bytes; the maximum is {self._config.max_document_bytes}")
+        return parse.media_type(request.name, request.media_type)
+
+    @contextmanager
+    def _room(self, tenant: Tenant, size: int) -> Iterator[None]:
         with self._bytes.holding(tenant.salt, size) as held:
             if not held:
                 raise ResourceExhausted(
                     f"documents of {self._bytes.held} bytes are being ingested; try again later", retry_after=0.5
                 )
-            return await self._store(tenant, request, kind, timeout)
+            yield
 
     async def move(self, retrieval: Retrieval, corpus: str) -> AsyncGenerator[pb.MoveResponse]:
         """Rebuilds a corpus for the worker's model and this gateway's embedder, from its stored text.
@@ -97,15 +137,21 @@ class Ingest:
     async def close(self) -> None:
         await self._parsers.close()
 
-    async def _store(self, tenant: Tenant, request: pb.IngestRequest, kind: str, timeout: float) -> pb.IngestResponse:
+    async def _store(
+        self, tenant: Tenant, request: pb.IngestRequest, content: bytes, kind: str, timeout: float
+    ) -> pb.IngestResponse:
         vocabulary = await self._workers.model(timeout)
         with tracer.start_as_current_span("gateway.parse") as span:
-            parsed = await self._parsers.parse(tenant, request.content, kind, vocabulary, request.first_line or 1)
-            documents = _documents_of(request, parsed.documents)
+            parsed = await self._parsers.parse(tenant, content, kind, vocabulary, request.first_line or 1)
+            notes = parse.max_text(len(content), self._config.max_text_bytes)
+            documents = _documents_of(request, parsed.documents, notes)
+            without_text = [name for name, chunks in documents.items() if not chunks]
+            documents = {name: chunks for name, chunks in documents.items() if chunks}
             span.set_attribute("fusionkv.chunks", sum(map(len, documents.values())))
         model = self._search.identity(vocabulary.identity)
         async with self._alone({(tenant.salt, request.corpus, name) for name in documents}):
             done = await self._replace(tenant, request, documents, parsed.cost, model)
+        done.without_text.extend(without_text)
         _documents.add(len(documents), {"fusionkv.media_type": kind})
         return done
 
@@ -141,7 +187,7 @@ class Ingest:
             tenant.meter.spend(rest)
             try:
                 with tracer.start_as_current_span("gateway.embed"):
-                    vectors = await self._search.vectors([c.text for c in chunks], known)
+                    vectors = await self._search.vectors([c.text for c in chunks], known, tenant.salt)
             except (ResourceExhausted, Unavailable):  # nothing was computed, and the caller will retry
                 tenant.meter.give_back(rest)
                 raise
@@ -180,30 +226,62 @@ class Ingest:
         return stored
 
 
+async def _received(first: pb.UploadRequest, requests: AsyncIterator[pb.UploadRequest], timeout: float) -> bytes:
+    """The content that arrives in pieces. Raises as `Ingest.upload` does."""
+    content, size = bytearray(first.content), first.size_bytes
+    began = asyncio.get_running_loop().time()
+    while len(content) < size:
+        left = timeout - (asyncio.get_running_loop().time() - began)
+        try:
+            async with asyncio.timeout(min(_STALL_SECONDS, left)):
+                piece = await anext(requests, None)
+        except TimeoutError:
+            raise DeadlineExceeded(f"only {len(content)} of {size} bytes arrived in time") from None
+        if piece is None or not piece.content:
+            raise InvalidArgument(f"the content ended after {len(content)} of {size} bytes")
+        content += piece.content
+    if len(content) > size or await anext(requests, None) is not None:
+        raise InvalidArgument(f"the content is longer than the {size} bytes that were announced")
+    return bytes(content)
+
+
 def _with_variant(chunk: Chunk, stored: Chunk | None) -> Chunk:
     """The chunk with the variant of a stored chunk of the same tokens, if there is one."""
     return chunk if stored is None else replace(chunk, variant=stored.variant, neighbours=stored.neighbours)
 
 
-def _documents_of(request: pb.IngestRequest, parsed: Sequence[ParsedDocument]) -> dict[str, list[Chunk]]:
-    """The chunks of each document by name. A JSON line without an id is named by the file and the line's number.
+def _documents_of(
+    request: pb.IngestRequest, parsed: Sequence[ParsedDocument], max_notes: int
+) -> dict[str, list[Chunk]]:
+    """The chunks of each document by name; none if it has no text.
+
+    A JSON line without an id is named by the file and the line's number.
 
     Raises:
-        InvalidArgument: an invalid id, or the same id in two lines.
+        InvalidArgument: an invalid id, the same id in two lines, or more than `max_notes` characters of source and
+            metadata, which are stored with each chunk.
     """
     documents: dict[str, list[Chunk]] = {}
     lines: dict[str, int] = {}
+    shared, notes = metadata_pairs(request.metadata), 0
     for document in parsed:
         name = request.prefix + (
             document.name or (f"{request.name}#{document.line}" if document.line else request.name)
         )
         try:
             check_document(name)
-            metadata = metadata_pairs(dict(request.metadata) | dict(document.metadata))
+            own = document.metadata
+            metadata = metadata_pairs(dict(request.metadata) | dict(own)) if own else shared
         except InvalidArgument as error:
             raise InvalidArgument(f"line {document.line}: {error}" if document.line else str(error)) from None
         if name in documents:
             raise InvalidArgument(f"lines {lines[name]} and {document.line} have the same id {name!r}")
+        notes += (len(request.source) + sum(len(key) + len(text) for key, text in metadata)) * len(document.pieces)
+        if notes > max_notes:
+            raise InvalidArgument(
+                f"source and metadata of all chunks have more than {max_notes} characters: shorten them, or split "
+                "the file"
+            )
         lines[name] = document.line
         documents[name] = [
             Chunk(name, position, text, tuple(ids), title=document.title, source=request.source, metadata=metadata)

@@ -1,13 +1,14 @@
 """Converts a document's bytes to text, by media type."""
 
-import io
 import mimetypes
 import re
 import sys
+from dataclasses import replace
 from pathlib import PurePosixPath
 
 from fusionkv.gateway.ingest.document import Document, check_text, json_lines
 from fusionkv.gateway.ingest.media_types import ENDINGS, HTML, JSONL, MARKDOWN, MEDIA_TYPES, PDF
+from fusionkv.gateway.ingest.text import nfc, visible, without_images
 from fusionkv.protos.runtime.errors import InvalidArgument
 
 # Maximum ratio of a document's text to its size, and the text that is allowed in any case. Compressed PDFs come near
@@ -40,7 +41,9 @@ def max_text(size: int, limit: int) -> int:
 
 
 def parse(content: bytes, kind: str, limit: int = sys.maxsize, first_line: int = 1) -> list[Document]:
-    """The documents of a file: one, or one per JSON line. HTML becomes Markdown.
+    """The documents of a file: one, or one per JSON line, some of which may have no text. HTML becomes Markdown.
+
+    Texts are in NFC and hold no inline images, and Markdown nothing that its readers do not see.
 
     Blocks and holds the GIL: a service calls it in a separate process (parser.py).
 
@@ -55,17 +58,24 @@ def parse(content: bytes, kind: str, limit: int = sys.maxsize, first_line: int =
     if kind == JSONL:
         documents = json_lines(utf8(content), first_line)
     elif kind == PDF:
-        documents = [Document(_pdf(content, limit))]
+        from fusionkv.gateway.ingest.parse_pdf import pdf
+
+        documents = [Document(pdf(content, limit))]
     elif kind == HTML:
         documents = [Document(_html(content, limit), markdown=True)]
     else:
         documents = [Document(utf8(content), kind == MARKDOWN)]
-    documents = [document for document in documents if document.text.strip()]
-    if not documents:
+    documents = [_cleaned(document, kind) for document in documents]
+    if not any(document.text.strip() for document in documents):
         hint = "; a scanned PDF needs text recognition first" if kind == PDF else ""
         raise InvalidArgument(f"the document contains no text{hint}")
     check_text(sum(len(document.text.encode()) for document in documents), limit)
     return documents
+
+
+def _cleaned(document: Document, kind: str) -> Document:
+    text = visible(document.text) if kind == MARKDOWN else document.text
+    return replace(document, text=nfc(without_images(text)), title=nfc(document.title))
 
 
 def utf8(content: bytes, encoding: str = "utf-8") -> str:
@@ -89,32 +99,3 @@ def _html(content: bytes, limit: int) -> str:
     if not declared or (not marked and _WIDE.match(declared)):
         declared = "utf-8"
     return markdown(utf8(content, declared), limit)
-
-
-def _pdf(content: bytes, limit: int) -> str:
-    from pypdf import PdfReader
-    from pypdf.errors import DependencyError, FileNotDecryptedError
-
-    # The header may be preceded by other bytes. Without it, pypdf would guess; the file is not a PDF.
-    if b"%PDF-" not in content[:1024]:
-        raise InvalidArgument("the content is not a PDF: it does not begin with %PDF-")
-    try:
-        reader = PdfReader(io.BytesIO(content))
-        if reader.is_encrypted and not reader.decrypt(""):
-            raise InvalidArgument("the PDF is encrypted: remove its password first")
-        pages: list[str] = []
-        size = 0
-        for page in reader.pages:
-            # A font may map a character to the two halves of a surrogate pair, each as a character.
-            halves = page.extract_text().encode("utf-16", "surrogatepass")
-            pages.append(halves.decode("utf-16", "replace"))
-            size += len(pages[-1])
-            check_text(size, limit)
-        return "\n\n".join(pages).replace("\0", "")
-    except (FileNotDecryptedError, DependencyError) as error:
-        raise InvalidArgument("the PDF is encrypted: remove its password first") from error
-    except (InvalidArgument, MemoryError):
-        raise
-    except Exception as error:
-        # Broken files make pypdf raise any error, such as ZeroDivisionError.
-        raise InvalidArgument(f"the PDF can't be read: {error or type(error).__name__}") from error

@@ -9,9 +9,9 @@ from bs4.builder._htmlparser import BeautifulSoupHTMLParser, HTMLParserTreeBuild
 from markdownify import MarkdownConverter
 
 from fusionkv.gateway.ingest.document import check_text
+from fusionkv.gateway.ingest.text import is_hidden, is_inline
 from fusionkv.protos.runtime.errors import InvalidArgument
 
-_INVISIBLE = ("head", "title", "script", "style", "noscript", "template", "svg")
 _SPACES = re.compile(r"[\t \r\n]+")
 _BLANK = re.compile(r"[ \n]+")
 # Not a marked section of a name that html.parser refuses.
@@ -24,6 +24,8 @@ _MAX_BLANKS = 100
 _MAX_SPAN, _MAX_SPANS = 50, 2_000
 # Rows of a table's head: at each of them, markdownify counts all. A longer head becomes part of the body.
 _MAX_HEAD = 20
+# Attributes that markdownify writes as addresses.
+_URLS = ("src", "href", "poster")
 # Levels of nested quotes and lists that are indented: each level adds a mark to every line.
 _MAX_DEPTH = 8
 # CSS's limit; each item and its indentation would be as wide as a longer number.
@@ -42,7 +44,7 @@ def markdown(text: str, limit: int) -> str:
     try:
         soup = BeautifulSoup(text, builder=_Builder())
         title = soup.title.get_text(strip=True) if soup.title else ""
-        if title and not any(h1.find_parent(_INVISIBLE) is None for h1 in soup("h1")):
+        if title and all(_is_hidden(h1) or h1.find_parent(_is_hidden) for h1 in soup("h1")):
             heading = soup.new_tag("h1")
             heading.string = title
             soup.insert(0, heading)
@@ -104,8 +106,11 @@ class _Converter(MarkdownConverter):
         self._items: dict[int, int] = {}
 
     def process_tag(self, node: Tag, parent_tags: set[str] | None = None) -> str:
-        if node.name in _INVISIBLE:
+        if _is_hidden(node):
             return ""
+        for name in _URLS:
+            if is_inline(str(node.attrs.get(name, ""))):
+                del node[name]
         text: str = super().process_tag(node, parent_tags)  # type: ignore[misc]
         check_text(len(text), self._limit)
         return text
@@ -119,6 +124,11 @@ class _Converter(MarkdownConverter):
             el.replace_with(replaced)
             el = replaced
         return str(super().process_text(el, parent_tags))  # type: ignore[misc]
+
+    def convert_img(self, el: Tag, text: str, parent_tags: set[str]) -> str:
+        if not el.get("src"):  # the image was in the page
+            return str(el.get("alt") or "")
+        return str(super().convert_img(el, text, parent_tags))  # type: ignore[misc]
 
     def convert_pre(self, el: Tag, text: str, parent_tags: set[str]) -> str:
         text = _BLANK.sub(lambda blanks: blanks[0][:_MAX_BLANKS], text)
@@ -144,6 +154,10 @@ class _Converter(MarkdownConverter):
         if not (text := text.strip()):
             return "\n"
         return bullet + _LINE.sub(" " * len(bullet), text)[len(bullet) :] + "\n"
+
+
+def _is_hidden(el: Tag) -> bool:
+    return is_hidden(el.name, el.attrs)
 
 
 def _is_deep(el: Tag) -> bool:

@@ -36,9 +36,7 @@ def main() -> None:
     memory = int(sys.argv[1])
     _confine(memory)
     # Imported now, so that the first document does not wait for it.
-    import pypdf  # noqa: F401
-
-    from fusionkv.gateway.ingest import parse_html  # noqa: F401
+    from fusionkv.gateway.ingest import parse_html, parse_pdf  # noqa: F401
 
     # Output of libraries is dropped: it may quote a document.
     given, answers = take_pipes(output=os.open(os.devnull, os.O_WRONLY))
@@ -101,7 +99,8 @@ def _document(
     try:
         count = 0
         for document in parse.parse(content, options["kind"], options["max_text"], options["first_line"]):
-            pieces = vocabulary.chunks(document, options["chunk_tokens"], options["overlap_tokens"])
+            sizes = options["chunk_tokens"], options["overlap_tokens"]
+            pieces = vocabulary.chunks(document, *sizes) if document.text.strip() else []
             count += len(pieces)
             if count > options["max_chunks"]:
                 raise InvalidArgument(f"the document has {count} chunks; the maximum is {options['max_chunks']}")

@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence, Sized
+from contextlib import aclosing
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +30,8 @@ _MAX_NEIGHBOURS = 256
 _SAMPLE = 128
 # Attempts to encode a chunk: on a busy machine, storing it may take longer than the worker waits.
 _ATTEMPTS, _PAUSE_SECONDS = 3, 1.0
+# Between two reports of progress within a batch, which takes minutes where each chunk is long.
+_REPORT_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +53,8 @@ class _Pass:
 
     @property
     def corrected(self) -> bool:
-        """Whether the recipe uses the corpus's correction."""
-        return "corrected" in self.recipe.name.split("+")[1:]
+        """Whether the recipe uses the corpus's correction, if there is one."""
+        return "corrected" in full_name(self.recipe.name, self.vocabulary.model.default_recipe).split("+")
 
     @property
     def name(self) -> str:
@@ -135,7 +139,7 @@ class Precompute:
         self._search = search
 
     async def run(self, tenant: Tenant, request: pb.PrecomputeRequest) -> AsyncGenerator[pb.PrecomputeResponse]:
-        """Encodes a corpus, and streams the progress at the start and after each batch.
+        """Encodes a corpus, and streams the progress.
 
         Raises:
             NotFound: the corpus or document does not exist.
@@ -151,10 +155,15 @@ class Precompute:
         lesson = None if learned is None else Lesson(learned)
         yield pb.PrecomputeResponse(total=total, learning=lesson is not None)
         async for batch, total in work.batches():
+            existed: list[bool] = []
             if batch:
                 tenant.meter.check_tokens()
-                skipped += await self._encode(work, batch, lesson)
-                done += len(batch)
+                async with aclosing(_now_and_then(self._encode(work, batch, lesson, existed), existed)) as encoding:
+                    async for _ in encoding:
+                        yield pb.PrecomputeResponse(
+                            done=done + len(existed), total=total, skipped=skipped + sum(existed)
+                        )
+            done, skipped = done + len(existed), skipped + sum(existed)
             yield pb.PrecomputeResponse(done=done, total=total, skipped=skipped)
 
     async def plan(
@@ -194,11 +203,13 @@ class Precompute:
             sizes = {d.name: d.chunks for d in await tenant.retrieval.documents(corpus)}
         return _Pass(tenant, corpus, chosen, vocabulary, model, count, sizes)
 
-    async def _encode(self, work: _Pass, batch: list[tuple[Chunk, np.ndarray]], lesson: Lesson | None) -> int:
-        """Encodes and stores a batch; returns the number of chunks that the cache service had already."""
+    async def _encode(
+        self, work: _Pass, batch: list[tuple[Chunk, np.ndarray]], lesson: Lesson | None, existed: list[bool]
+    ) -> None:
+        """Encodes and stores a batch; adds to `existed`, for each chunk, whether it was in the cache."""
         slots = asyncio.Semaphore(self._config.precompute_concurrency)
 
-        async def one(chunk: Chunk, vector: np.ndarray) -> tuple[Chunk, bool]:
+        async def one(chunk: Chunk, vector: np.ndarray) -> Chunk:
             async with slots:
                 request = await work.request(chunk, vector)
                 encoded = await self._encoded(request, lesson)
@@ -206,13 +217,12 @@ class Precompute:
                     work.tenant.meter.spend(sum(len(part.ids) for part in (request.chunk, *request.before)))
                 # Without neighbours, keep a variant that was encoded with neighbours before: it is better.
                 count = work.neighbours
-                new = replace(chunk, variant=encoded.variant, neighbours=count) if count else chunk
-                return new, encoded.existed
+                existed.append(encoded.existed)
+                return replace(chunk, variant=encoded.variant, neighbours=count) if count else chunk
 
         done = await cancellation.all_of(one(*pair) for pair in batch)
-        if changed := [new for (new, _), (old, _) in zip(done, batch, strict=True) if new != old]:
+        if changed := [new for new, (old, _) in zip(done, batch, strict=True) if new != old]:
             await work.tenant.retrieval.set_variants(work.corpus, changed)
-        return sum(existed for _, existed in done)
 
     async def _encoded(self, request: fusion_pb2.EncodeRequest, lesson: Lesson | None) -> fusion_pb2.EncodeResponse:
         """Encodes a chunk on a worker; retries while workers or their cache service do not answer in time."""
@@ -223,6 +233,20 @@ class Precompute:
                 log.warning("retrying to encode a chunk: %s", error)
                 await asyncio.sleep(_PAUSE_SECONDS * attempt)
         return await self._workers.encode(request, lesson)
+
+
+async def _now_and_then(work: Coroutine[Any, Any, None], progress: Sized) -> AsyncGenerator[None]:
+    """Runs `work`; yields when `progress` has grown, at most once in a while. Ends, or raises, with `work`."""
+    task = asyncio.create_task(work)
+    try:
+        seen = len(progress)
+        while not (await asyncio.wait([task], timeout=_REPORT_SECONDS))[0]:
+            if len(progress) > seen:
+                seen = len(progress)
+                yield
+        task.result()
+    finally:
+        task.cancel()
 
 
 def _recipe(name: str, default: str, vocabulary: Vocabulary) -> fusion_pb2.Recipe:

@@ -1,11 +1,12 @@
 """Retrieval: the interface of engines, which find candidate chunks by BM25 and by embeddings; and their ranking."""
 
+import asyncio
 import math
 import re
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from opentelemetry import trace
 from fusionkv.gateway.client.results import Item
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.embed.base import Embedder, Reranker
+from fusionkv.gateway.retrieval.duplicates import distinct
 from fusionkv.gateway.tokens import ModelIdentity
 from fusionkv.kvcache_service import keys
 from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument, NotFound, error_type
@@ -29,6 +31,10 @@ NO_FILTER: Mapping[str, str] = {}
 # Candidates per requested chunk in each list: deep enough that chunks usually have both scores.
 _DEPTH = 4
 _MIN_DEPTH = 100
+# Deeper searches for what copies displace: at most this many, of at most this depth.
+_MAX_SEARCHES, _MAX_DEPTH = 8, 1600
+# Share of copies among candidates above which a search is repeated.
+_MAX_COPIES = 0.25
 # Added to the best BM25 score: if chunks share only common words with the question, whose scores are low, BM25
 # then has little weight.
 _WEAK = 20.0
@@ -205,10 +211,11 @@ class Retrieval(ABC):
         depth: int,
         model: ModelIdentity,
         where: Mapping[str, str] = NO_FILTER,
+        without: Collection[bytes] = (),
     ) -> list[Candidate]:
         """The `depth` best chunks by BM25 and the `depth` best by cosine, merged, in no particular order.
 
-        Their documents have all the metadata of `where`.
+        Their documents have all the metadata of `where`, and none has a digest of `without`.
         """
 
     @abstractmethod
@@ -257,7 +264,7 @@ class HybridSearch:
         """The models that a corpus is built with: the worker's, and this embedder."""
         return replace(model, embedder=self.embedder.name if self.embedder else "")
 
-    async def vectors(self, texts: Sequence[str], known: Mapping[str, np.ndarray]) -> np.ndarray:
+    async def vectors(self, texts: Sequence[str], known: Mapping[str, np.ndarray], tenant: str = "") -> np.ndarray:
         """Vectors of texts to store, float32 `[text, dim]`, computed unless known; of width 0 without an embedder.
 
         Known vectors of another width, from an earlier model of the embedder, are not used.
@@ -268,7 +275,7 @@ class HybridSearch:
             return np.zeros((len(texts), 0), np.float32)
         dim = self.embedder.dim
         new = [*dict.fromkeys(text for text in texts if text not in known or len(known[text]) != dim)]
-        computed = dict(zip(new, await self.embedder.embed(new), strict=True)) if new else {}
+        computed = dict(zip(new, await self.embedder.embed(new, tenant=tenant), strict=True)) if new else {}
         vectors = [computed[text] if text in computed else known[text] for text in texts]
         return np.stack(vectors) if vectors else np.zeros((0, dim), np.float32)
 
@@ -280,6 +287,7 @@ class HybridSearch:
         count: int,
         model: ModelIdentity,
         where: Mapping[str, str] = NO_FILTER,
+        tenant: str = "",
     ) -> list[tuple[Chunk, float]]:
         """The `count` best chunks with their scores, best first; the reranker's scores if there is one.
 
@@ -288,17 +296,46 @@ class HybridSearch:
         vector = None
         if self.embedder is not None:
             with step("gateway.embed", "embeddings", {"gen_ai.request.model": self.embedder.name}):
-                vector = (await self.embedder.embed([question], question=True))[0]
-        depth = max(_DEPTH * count, _MIN_DEPTH)
-        candidates = await retrieval.candidates(corpus, question, vector, depth, self.identity(model), where)
-        trace.get_current_span().set_attribute("fusionkv.candidates", len(candidates))
-        weight = self._weight if vector is not None else 0.0
+                vector = (await self.embedder.embed([question], question=True, tenant=tenant))[0]
+        needed = max(self._reranked, count) if self._reranker is not None else count
+        ranked = await self._distinct(retrieval, corpus, question, vector, needed, self.identity(model), where)
         if self._reranker is None:
-            return rank(candidates, weight, count)
-        ranked = [chunk for chunk, _ in rank(candidates, weight, max(self._reranked, count))]
+            return ranked
+        chunks = [chunk for chunk, _ in ranked]
         with step("gateway.rerank"):
-            scores = await self._reranker.score(question, [chunk.text for chunk in ranked])
-        return best(zip(ranked, scores, strict=True), count)
+            scores = await self._reranker.score(question, [chunk.text for chunk in chunks])
+        return best(zip(chunks, scores, strict=True), count)
+
+    async def _distinct(
+        self,
+        retrieval: Retrieval,
+        corpus: str,
+        question: str,
+        vector: np.ndarray | None,
+        count: int,
+        model: ModelIdentity,
+        where: Mapping[str, str],
+    ) -> list[tuple[Chunk, float]]:
+        """The `count` best chunks of different texts; searches deeper while copies displace other candidates."""
+        weight = self._weight if vector is not None else 0.0
+        depth, seen = max(_DEPTH * count, _MIN_DEPTH), set[bytes]()
+        candidates, dropped = list[Candidate](), 0
+        for _ in range(_MAX_SEARCHES):
+            found = await retrieval.candidates(corpus, question, vector, depth, model, where, seen)
+            candidates += found
+            ranked = rank(candidates, weight, len(candidates))
+            places = await asyncio.to_thread(distinct, (chunk.text for chunk, _ in ranked), question, count)
+            new = {candidate.chunk.digest for candidate in found}
+            passed = places[-1] + 1 if len(places) == count else len(ranked)
+            copies = max(len(found) - len(new), passed - len(places) - dropped)
+            dropped = passed - len(places)
+            # Fewer than the depth: there are no others.
+            if len(found) < depth or (len(places) == count and copies <= _MAX_COPIES * len(found)):
+                break
+            seen |= new
+            depth = min(2 * depth, _MAX_DEPTH)
+        trace.get_current_span().set_attribute("fusionkv.candidates", len(candidates))
+        return [ranked[place] for place in places]
 
     async def close(self) -> None:
         for model in (self.embedder, self._reranker):

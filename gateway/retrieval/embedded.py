@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO, TypeVar
 
@@ -32,6 +32,7 @@ from fusionkv.gateway.retrieval.table import (
     CorpusGone,
     CorpusTable,
     chunks_of,
+    condition_of,
     create_indexes,
     disk_error,
     disk_errors,
@@ -43,6 +44,7 @@ from fusionkv.gateway.retrieval.table import (
 from fusionkv.gateway.tokens import ModelIdentity
 from fusionkv.protos.runtime import cancellation
 from fusionkv.protos.runtime.errors import FailedPrecondition, NotFound, ServiceError
+from fusionkv.protos.runtime.process import data_folder
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -83,7 +85,7 @@ class EmbeddedRetrieval(Retrieval):
         lock = _lock(folder)
         corpora = await asyncio.to_thread(_clean, folder)
         retrieval = cls(folder, await connect_async(str(corpora)), lock, language)
-        for table in corpora.glob(f"{_PREFIX}*.lance"):
+        for table in _tables(corpora):
             corpus = table.stem.removeprefix(_PREFIX)
             try:
                 retrieval._tables[corpus] = await retrieval._open(corpus)
@@ -132,12 +134,15 @@ class EmbeddedRetrieval(Retrieval):
         depth: int,
         model: ModelIdentity,
         where: Mapping[str, str] = NO_FILTER,
+        without: Collection[bytes] = (),
     ) -> list[Candidate]:
+        condition = condition_of(where, without)
+
         async def search(table: CorpusTable) -> tuple[pa.Table, pa.Table | None]:
             if vector is None:
-                return await table.by_words(question, depth, where), None
+                return await table.by_words(question, depth, condition), None
             _check_width(corpus, table, len(vector))
-            return await table.by_both(question, vector, depth, where)
+            return await table.by_both(question, vector, depth, condition)
 
         async with self._searching:
             by_words, by_meaning = await self._with(corpus, search, model)
@@ -151,11 +156,11 @@ class EmbeddedRetrieval(Retrieval):
         self, corpus: str, text: str, vector: np.ndarray | None, count: int, model: ModelIdentity
     ) -> list[Chunk]:
         if vector is None:
-            found = await self._with(corpus, lambda table: table.by_words(text, _WORD_CANDIDATES, NO_FILTER), model)
+            found = await self._with(corpus, lambda table: table.by_words(text, _WORD_CANDIDATES), model)
             return await asyncio.to_thread(lambda: by_shared_words(text, chunks_of(found))[:count])
         # Twice as many, so that ties at the cut are broken by name and not by the order of rows.
         limit = 2 * count
-        found = await self._with(corpus, lambda table: table.by_meaning(vector, limit, NO_FILTER), model)
+        found = await self._with(corpus, lambda table: table.by_meaning(vector, limit), model)
         scored = await asyncio.to_thread(lambda: zip(chunks_of(found), vectors_of(found) @ vector, strict=True))
         return [chunk for chunk, _ in best(scored, count)]
 
@@ -307,7 +312,7 @@ class EmbeddedRetrieval(Retrieval):
 
 def _lock(folder: Path) -> TextIO:
     """Locks the folder until the file is closed."""
-    folder.mkdir(parents=True, exist_ok=True)
+    data_folder(folder, "lock")
     file = (folder / "lock").open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -323,7 +328,7 @@ def _clean(folder: Path) -> Path:
     _remove(folder / _DELETED, folder / _MOVING)
     # Absolute, because LanceDB takes some relative paths for names in its cloud.
     corpora = folder.absolute() / "corpora"
-    for table in corpora.glob(f"{_PREFIX}*.lance"):
+    for table in _tables(corpora):
         # Its first commit, which has no rows, did not finish.
         if not any(table.glob("_versions/*")) and not any(table.glob("data/*")):
             shutil.rmtree(table)
@@ -343,7 +348,7 @@ def _place(folder: Path, staged: Path, name: str) -> None:
 
 def _finish_moves(folder: Path) -> None:
     """Finishes moves that a gateway left when it ended before their last step."""
-    for moved in (folder / _MOVED).glob(f"{_PREFIX}*.lance"):
+    for moved in _tables(folder / _MOVED):
         place = folder / "corpora" / moved.name
         if place.exists():
             (folder / _DELETED).mkdir(exist_ok=True)
@@ -351,6 +356,11 @@ def _finish_moves(folder: Path) -> None:
         os.rename(moved, place)
     with contextlib.suppress(OSError):  # the folder does not exist
         (folder / _MOVED).rmdir()
+
+
+def _tables(folder: Path) -> list[Path]:
+    """The tables in a folder. Other files are not touched."""
+    return [table for table in folder.glob(f"{_PREFIX}*.lance") if table.is_dir()]
 
 
 def _remove(*folders: Path) -> None:

@@ -9,7 +9,17 @@ import contextlib
 import hashlib
 import time
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any, TypeVar
 
 import numpy as np
@@ -135,12 +145,13 @@ class MilvusRetrieval(Retrieval):
         depth: int,
         model: ModelIdentity,
         where: Mapping[str, str] = NO_FILTER,
+        without: Collection[bytes] = (),
     ) -> list[Candidate]:
         queries: dict[str, Any] = {"words": rows.without_function_words(question)}
         if vector is not None:
             queries["vector"] = vector.astype(np.float32)
         with _corpus_errors(corpus):
-            by_words, *rest = await self._search(corpus, model, queries, depth, where)
+            by_words, *rest = await self._search(corpus, model, queries, depth, rows.condition(where, without))
         return await asyncio.to_thread(_merged, by_words, rest[0] if rest else [], vector)
 
     async def chunks(self, corpus: str, document: str, model: ModelIdentity) -> list[tuple[Chunk, np.ndarray]]:
@@ -269,9 +280,9 @@ class MilvusRetrieval(Retrieval):
         model: ModelIdentity,
         queries: dict[str, Any],
         depth: int,
-        where: Mapping[str, str] = NO_FILTER,
+        selected: str = rows.IS_CHUNK,
     ) -> list[Hits]:
-        """The `depth` best chunks of documents' current revisions for each vector field.
+        """The `depth` best of the selected chunks of documents' current revisions for each vector field.
 
         A document may change between the search and the reading of its row, so that its new chunks were not searched.
         The search is repeated until the rows are the same before and after.
@@ -283,8 +294,7 @@ class MilvusRetrieval(Retrieval):
         limit = min(MAX_ROWS, depth + 16)
         for _ in range(_TRIES):
             began = time.time()
-            condition = f"{rows.IS_CHUNK} and revision not in {listed(dead)}" if dead else rows.IS_CHUNK
-            condition += rows.has_all(where)
+            condition = f"{selected} and revision not in {listed(dead)}" if dead else selected
             searches = (self._milvus.search(name, field, x, limit, condition) for field, x in queries.items())
             found = await asyncio.gather(*searches)
             owners |= {row["owner"] for hits in found for row, _ in hits}
@@ -317,9 +327,12 @@ class MilvusRetrieval(Retrieval):
         return found
 
     async def _documents(self, name: str) -> list[Item]:
-        fields = ["document", "chunks", "tokens", "bytes"]
+        fields = ["document", "chunks", "tokens", "bytes", "source"]
         found = await self._milvus.walk(name, rows.IS_DOCUMENT, fields)
-        return [Item(row["document"], 1, row["chunks"], row["tokens"], row["bytes"]) for row in found]
+        return [
+            Item(row["document"], 1, row["chunks"], row["tokens"], row["bytes"], source=row["source"])
+            for row in found
+        ]
 
     async def _corpus(self, name: str) -> Item | None:
         """The corpus of a collection; None while it is being created or deleted."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import grpc
 from pymilvus import MilvusClient
@@ -15,6 +16,7 @@ from pymilvus.exceptions import MilvusException
 from fusionkv.gateway.retrieval import milvus_rows as rows
 from fusionkv.gateway.retrieval.base import remaining
 from fusionkv.gateway.retrieval.milvus_rows import Row
+from fusionkv.protos.runtime import process
 from fusionkv.protos.runtime.errors import NotFound, Unavailable
 
 log = logging.getLogger(__name__)
@@ -66,11 +68,11 @@ class Connection:
         logging.getLogger("pymilvus").setLevel(logging.CRITICAL)
         threads = ThreadPoolExecutor(_CALLS, "milvus")
         more = {"server_pem_path": ca} if ca else {}
+        direct = {"grpc.enable_http_proxy": 0} if process.is_near(urlsplit(url).hostname or "") else {}
 
         def connect() -> MilvusClient:
-            return MilvusClient(
-                url, token=token, db_name=database, timeout=_SECONDS, grpc_options=_NO_IDLE_PINGS, **more
-            )
+            options = _NO_IDLE_PINGS | direct
+            return MilvusClient(url, token=token, db_name=database, timeout=_SECONDS, grpc_options=options, **more)
 
         try:
             client = await asyncio.get_running_loop().run_in_executor(threads, connect)

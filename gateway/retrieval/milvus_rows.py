@@ -4,7 +4,7 @@ import base64
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,7 +104,8 @@ def of_corpus(corpus: str, model: ModelIdentity, dim: int) -> Row:
 def of_document(document: str, revision: str, chunks: Sequence[Chunk], dim: int) -> Row:
     sizes = {"chunks": len(chunks), "tokens": sum(len(c.ids) for c in chunks), "since": int(time.time())}
     sizes["bytes"] = sum(len(c.text.encode()) for c in chunks)
-    return _row(dim, owner(document), _DOCUMENT) | {"document": document, "revision": revision} | sizes
+    names = {"document": document, "revision": revision, "source": chunks[0].source if chunks else ""}
+    return _row(dim, owner(document), _DOCUMENT) | names | sizes
 
 
 def of_chunk(chunk: Chunk, revision: str, vector: np.ndarray) -> Row:
@@ -149,9 +150,14 @@ def vector(row: Row) -> np.ndarray:
     return np.asarray(row["vector"], np.float32)
 
 
-def has_all(where: Mapping[str, str]) -> str:
-    """A condition on metadata with a leading `and`, or an empty string."""
-    return "".join(f" and metadata[{json.dumps(key)}] == {json.dumps(value)}" for key, value in where.items())
+def condition(where: Mapping[str, str], without: Collection[bytes]) -> str:
+    """The condition for chunks with all metadata of `where` and no digest of `without`."""
+    # Milvus does not read \uXXXX.
+    pairs = ((json.dumps(text, ensure_ascii=False) for text in pair) for pair in where.items())
+    conditions = [IS_CHUNK, *(f"metadata[{key}] == {value}" for key, value in pairs)]
+    if without:
+        conditions.append(f"digest not in {json.dumps(sorted(digest.hex() for digest in without))}")
+    return " and ".join(conditions)
 
 
 def identity(row: Row) -> ModelIdentity:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -16,10 +16,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from lancedb.index import FTS, BTree
+from lancedb.query import MatchQuery
 from lancedb.table import AsyncTable
 
 from fusionkv.gateway.client.results import Item
-from fusionkv.gateway.retrieval.base import NO_FILTER, Chunk, no_document
+from fusionkv.gateway.retrieval.base import Chunk, no_document
 from fusionkv.gateway.tokens import ModelIdentity
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime.cancellation import background
@@ -114,6 +115,7 @@ class CorpusTable:
         self._writing = asyncio.Lock()  # inside _lock; held by a commit of documents
         self._replaced: list[set[str]] = []  # for each search in flight, the documents replaced since it began
         self._sizes: dict[str, Size] = {}
+        self._sources: dict[str, str] = {}  # where documents came from, if that is known
         self._names: list[str] = []  # the documents, sorted
         self._total: Size = (0, 0, 0)
         self._commits = 0
@@ -132,14 +134,16 @@ class CorpusTable:
         schema = await table.schema()
         _check_format(schema)
         await create_indexes(table, language)
-        columns = {"document": "document", "tokens": "tokens", "bytes": "octet_length(text)"}
+        columns = {"document": "document", "source": "source", "tokens": "tokens", "bytes": "octet_length(text)"}
         sizes = await table.query().select(columns).to_arrow()
         # After the last await: it starts a task, which a caller that leaves before could not end.
         opened = cls(table, schema, reopen)
-        sums = sizes.group_by("document").aggregate([("tokens", "count"), ("tokens", "sum"), ("bytes", "sum")])
+        sums = sizes.group_by("document").aggregate(
+            [("source", "min"), ("tokens", "count"), ("tokens", "sum"), ("bytes", "sum")]
+        )
         # Sorted, so that each name is appended to `_names`: 300,000 names in any order take 3 s to insert.
-        for name, *size in sorted(zip(*(c.to_pylist() for c in sums.columns), strict=True)):
-            opened._resize(name, tuple(size))
+        for name, source, *size in sorted(zip(*(c.to_pylist() for c in sums.columns), strict=True)):
+            opened._resize(name, tuple(size), source)
         if len(sizes):
             opened._touch()
         return opened
@@ -150,7 +154,7 @@ class CorpusTable:
     def documents(self, after: str, limit: int) -> list[Item]:
         start = bisect.bisect_right(self._names, after)
         names = self._names[start : start + limit] if limit else self._names[start:]
-        return [Item(name, 1, *self._sizes[name]) for name in names]
+        return [Item(name, 1, *self._sizes[name], source=self._sources.get(name, "")) for name in names]
 
     async def replace(self, document: str, data: pa.Table) -> bool:
         """Stores the rows of a document, replacing earlier ones; returns whether it existed before."""
@@ -192,22 +196,27 @@ class CorpusTable:
 
         await self._change(change)
 
-    async def by_words(self, question: str, limit: int, where: Mapping[str, str]) -> pa.Table:
-        query = self._table.query().nearest_to_text(question, columns=["text"]).limit(limit)
-        return await self._rows(query, where, "_score")
+    async def by_words(self, question: str, limit: int, condition: str = "") -> pa.Table:
+        # A plain string would be parsed: one in quotes is a phrase query, which the index refuses.
+        query = self._table.query().nearest_to_text(MatchQuery(question, "text")).limit(limit)  # type: ignore[call-arg]
+        return await self._rows(query, condition, "_score")
 
-    async def by_meaning(self, vector: np.ndarray, limit: int, where: Mapping[str, str]) -> pa.Table:
+    async def by_meaning(self, vector: np.ndarray, limit: int, condition: str = "") -> pa.Table:
         # Exact search without an index takes 2 to 8 ms for up to 100k chunks.
         query = self._table.query().nearest_to(vector).distance_type("dot").limit(limit)
-        return await self._rows(query, where, "_distance")
+        return await self._rows(query, condition, "_distance")
 
     async def by_both(
-        self, question: str, vector: np.ndarray, limit: int, where: Mapping[str, str]
+        self, question: str, vector: np.ndarray, limit: int, condition: str
     ) -> tuple[pa.Table, pa.Table]:
         """The rows of both searches, which see the same version of every document that both find."""
 
         async def search() -> tuple[pa.Table, pa.Table]:
-            return await asyncio.gather(self.by_words(question, limit, where), self.by_meaning(vector, limit, where))
+            by_words, by_meaning = (
+                self.by_words(question, limit, condition),
+                self.by_meaning(vector, limit, condition),
+            )
+            return await asyncio.gather(by_words, by_meaning)
 
         replaced = {write.document for write in self._queue}
         self._replaced.append(replaced)
@@ -221,7 +230,7 @@ class CorpusTable:
             return await search()
 
     async def of_document(self, document: str) -> pa.Table:
-        return await self._rows(self._table.query().where(f"document = {_quoted(document)}"))
+        return await self._rows(self._table.query(), f"document = {_quoted(document)}")
 
     @contextlib.asynccontextmanager
     async def frozen(self) -> AsyncIterator[None]:
@@ -247,10 +256,9 @@ class CorpusTable:
         self._optimizing.cancel()
         await asyncio.gather(self._optimizing, *self._changes, return_exceptions=True)
 
-    async def _rows(self, query: Any, where: Mapping[str, str] = NO_FILTER, *more: str) -> pa.Table:
-        if where:
-            pairs = ", ".join(_quoted(f"{key}={value}") for key, value in where.items())
-            query = query.where(f"array_has_all(metadata, make_array({pairs}))")
+    async def _rows(self, query: Any, condition: str, *more: str) -> pa.Table:
+        if condition:
+            query = query.where(condition)
         try:
             with disk_errors():
                 return await query.select([*self._columns, *more]).to_arrow()
@@ -285,11 +293,14 @@ class CorpusTable:
         del self._queue[: len(batch)]
         for name, write in batch.items():
             write.existed = name in self._sizes
-            self._resize(name, _size(write.data))
+            self._resize(name, _size(write.data), write.data["source"][0].as_py() if len(write.data) else "")
         self._touch()
 
-    def _resize(self, document: str, size: Size) -> None:
+    def _resize(self, document: str, size: Size, source: str = "") -> None:
         before = self._sizes.pop(document, _NOTHING)
+        self._sources.pop(document, None)
+        if source:
+            self._sources[document] = source
         chunks, tokens, text = (t + new - old for t, new, old in zip(self._total, size, before, strict=True))
         self._total = chunks, tokens, text
         if size[0]:
@@ -361,6 +372,18 @@ def _identity(schema: pa.Schema) -> ModelIdentity:
 
 def _quoted(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
+
+
+def condition_of(where: Mapping[str, str], without: Collection[bytes]) -> str:
+    """The condition for chunks with all metadata of `where` and no digest of `without`; empty if all are meant."""
+    conditions = []
+    if where:
+        pairs = ", ".join(_quoted(f"{key}={value}") for key, value in where.items())
+        conditions.append(f"array_has_all(metadata, make_array({pairs}))")
+    if without:
+        digests = ", ".join(f"X'{digest.hex()}'" for digest in sorted(without))
+        conditions.append(f"digest NOT IN ({digests})")
+    return " AND ".join(conditions)
 
 
 def rows_of(chunks: Sequence[Chunk], vectors: np.ndarray) -> pa.Table:

@@ -9,7 +9,7 @@ import ssl
 import struct
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,7 +108,8 @@ class VLLMEngine:
     def __init__(self, workers: WorkerPool, config: GatewayConfig) -> None:
         """Needs a running event loop. Raises OSError if the token or the CA can't be read."""
         self._workers = workers
-        self._url = f"{config.vllm_url.rstrip('/').removesuffix('/v1')}/v1/completions"
+        base = config.vllm_url.rstrip("/").removesuffix("/v1")
+        self._url, self._health = f"{base}/v1/completions", f"{base}/health"
         self._model = {"model": config.vllm_model} if config.vllm_model else {}
         self._prefill_seconds = config.vllm_prefill_seconds
         headers = {"Authorization": f"Bearer {secret(config.vllm_token)}"} if config.vllm_token else {}
@@ -132,6 +133,21 @@ class VLLMEngine:
                 raise
             return known
         return self._vocabulary
+
+    async def rendered(self, vocabulary: Vocabulary, values: Mapping[str, str], timeout: float) -> Vocabulary:
+        """As the workers'."""
+        return await self._workers.rendered(vocabulary, values, timeout)
+
+    async def ready(self, timeout: float) -> bool:
+        """Whether vLLM is up, and a worker has described the model or can."""
+        if self._vocabulary is None and not await self._workers.ready(timeout / 2):
+            return False
+        limits = aiohttp.ClientTimeout(total=timeout / 2)
+        try:
+            async with self._session.get(self._health, timeout=limits) as response:
+                return response.status < 500
+        except (TimeoutError, aiohttp.ClientError, OSError):
+            return False
 
     async def generate(self, request: pb.GenerateRequest, timeout: float) -> AsyncGenerator[pb.GenerateResponse]:
         """Streams one answer: the worker's first token, then vLLM's. Closing the iterator cancels both.

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import hashlib
+import json
 import logging
 import math
 import socket
@@ -29,7 +30,7 @@ from fusionkv.protos.runtime.tls import ClientTLS
 log = logging.getLogger(__name__)
 _faults = logs.RateLimitedLog(log)
 T = TypeVar("T")
-R = TypeVar("R", pb.GenerateResponse, pb.PrefillResponse, pb.EncodeResponse)
+R = TypeVar("R", pb.GenerateResponse, pb.PrefillResponse, pb.EncodeResponse, pb.PromptTemplate)
 # Affinity, in requests in flight: a worker that holds all chunks of a prompt may have this many more than another;
 # one that holds half of them, half as many.
 _AFFINITY = 2.0
@@ -45,6 +46,8 @@ _FRESH_SECONDS, _CHECK_SECONDS = 1.0, 2.0
 _MIN_BACKOFF, _MAX_BACKOFF = 2.0, 30.0
 # Tokens of a pool whose size is not known yet, and the most chunks to remember.
 _FIRST_TOKENS, _MAX_CHUNKS = 1 << 16, 1 << 16
+# Templates that requests asked for, of a few KB each.
+_MAX_RENDERED = 256
 # What a reply says of a worker rather than of its model.
 _OF_WORKER = ("device", "dtype", "kv_bytes_per_token", "verdicts")
 
@@ -197,6 +200,50 @@ class WorkerPool:
                     continue
                 return await self._vocabulary(member, model)
         raise _reported(failures)
+
+    async def rendered(self, vocabulary: Vocabulary, values: Mapping[str, str], timeout: float) -> Vocabulary:
+        """A vocabulary with values for variables of the chat template, each as JSON. A worker renders the template.
+
+        Raises:
+            InvalidArgument: the chat template can't be rendered with the values.
+            Unavailable: no worker replies.
+        """
+        key, known = json.dumps(values, sort_keys=True), vocabulary.rendered
+        if key not in known:
+            request = pb.RenderTemplateRequest(
+                model_fingerprint=vocabulary.model.fingerprint, chat_template_kwargs=values
+            )
+
+            async def call(client: WorkerClient) -> AsyncGenerator[pb.PromptTemplate]:
+                yield await client.render(request, timeout)
+
+            async with contextlib.aclosing(self._stream({}, call)) as responses:
+                _, template = await anext(responses)
+            known[key] = vocabulary.with_template(template)
+            if len(known) > _MAX_RENDERED:
+                known.popitem(last=False)
+        known.move_to_end(key)
+        return known[key]
+
+    async def corrections(self, tenant: str, corpora: Sequence[str], timeout: float) -> Sequence[str]:
+        """What the first worker in order knows about the corrections of corpora. Raises Unavailable without one."""
+        with _used(await self._order({})) as order:
+            if not order:
+                raise _reported([])
+            return await order[0].client.corrections(tenant, corpora, timeout)
+
+    async def ready(self, timeout: float) -> bool:
+        """Whether a worker takes requests, by health checks in `timeout` seconds."""
+        try:
+            async with asyncio.timeout(timeout):
+                with _used(await self._order({})) as order:
+                    if order and await order[0].client.serves(timeout / 2):
+                        return True
+                    # A single worker may only have been slow: it is asked again.
+                    others = order[1:] or order
+                    return any(await asyncio.gather(*(m.client.serves(timeout / 2) for m in others)))
+        except TimeoutError:
+            return False
 
     async def encode(self, request: pb.EncodeRequest, lesson: Lesson | None = None) -> pb.EncodeResponse:
         """Encodes one chunk on any worker, which learns `lesson` first. Watches workers as `generate` does."""

@@ -61,11 +61,17 @@ def byte_level() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen2 model directory: two layers, random weights, one token for each byte."""
+    """A Qwen2 model directory: two layers, random weights, one token for each byte. Its default has corrections."""
     import torch
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level(), bos_token="<bos>", eos_token="<eos>")
+    from fusionkv.fusion_worker.library.cache import fingerprint
+    from fusionkv.fusion_worker.quality.defaults import MIDLAYER, PROPHETKV, Default
+    from fusionkv.fusion_worker.quality.fallback import FILE, Verdict
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=byte_level(), bos_token="<bos>", eos_token="<eos>", add_bos_token=True
+    )
     # The end is never drawn, so that an answer has as many tokens as were asked for.
     config = Qwen2Config(
         vocab_size=260, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -78,6 +84,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     for made in (network, tokenizer):
         made.save_pretrained(folder)
+    Verdict(fingerprint(folder).hex(), {}, default=Default(MIDLAYER, PROPHETKV, "for tests")).write(folder / FILE)
     return folder
 
 

@@ -1,6 +1,7 @@
 """Bearer tokens at a real gateway: who may call what, refusals that tell nothing, tokens that rotate."""
 
 import asyncio
+import contextvars
 import hashlib
 import re
 import secrets
@@ -20,7 +21,7 @@ from fusionkv.gateway.auth.verifiers import StaticTokens
 from fusionkv.gateway.client.client import AsyncClient, Client
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime import rpc
-from fusionkv.protos.runtime.errors import NotFound, PermissionDenied, Unauthenticated
+from fusionkv.protos.runtime.errors import NotFound, PermissionDenied, Unauthenticated, Unavailable
 from fusionkv.protos.runtime.watched import BadFile
 from tests.gateway.conftest import Serve, succeeds
 from tests.gateway.strangers import call
@@ -115,6 +116,18 @@ def test_nothing_of_a_refused_call_is_read(channel: grpc.Channel) -> None:
         multi(b"\xff" * (60 << 20), timeout=20)
 
 
+def test_stats_say_how_many_tenants_they_count(launch: Launch, tmp_path: Path) -> None:
+    tenants = ("acme", "other")
+    tokens = token_flags(tmp_path, *(token_entry(name, tenant=name) for name in tenants))
+    address = start_gateway(launch, tmp_path, None, *tokens).address
+    counted = []
+    for name in tenants:
+        with Client(address, token=name) as client:
+            client.list()
+            counted.append(client.stats().tenants)
+    assert counted[1] == counted[0] + 1
+
+
 async def test_both_clients_carry_a_token(gateway: Any, tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(TOKENS[Role.OPERATOR] + "\n")
@@ -184,3 +197,31 @@ async def test_the_caller_of_one_call_is_not_that_of_another() -> None:
 
     assert await asyncio.gather(one("a"), one("b")) == [True, True]
     assert access.CALLER.get() is None
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("fusion worker 10.0.0.7:7071: busy", "fusion worker [address]: busy"),
+        ("fusion worker [::1]:7071: busy", "fusion worker [address]: busy"),
+        ("fusion worker w-0.svc.local:7071: last error: ipv4:10.0.0.7:1: refused",
+         "fusion worker [address]: last error: [address]: refused"),
+        ("UNKNOWN: ipv6:%5B::1%5D:7071: refused", "UNKNOWN: [address]: refused"),
+        ("the cache service at unix:/run/kv.sock: gone", "the cache service at [address]: gone"),
+        ("documents of 12 bytes are being ingested; try again in 5.5 s", None),
+    ],
+)  # fmt: skip
+def test_only_operators_see_addresses_of_other_services(said: str, shown: str | None) -> None:
+    seen = {}
+    for role in (None, *access.Role):
+        caller = role and access.Caller("one", role, "acme")
+        seen[role] = contextvars.copy_context().run(lambda c=caller: (access.CALLER.set(c), access.withheld(said))[1])
+    assert seen == {None: said, access.Role.OPERATOR: said, **dict.fromkeys(("app", "worker"), shown or said)}
+
+
+def test_an_app_is_not_told_where_workers_are(gateway: Any) -> None:
+    for role, told in ((Role.APP, False), (Role.OPERATOR, True)):
+        with Client(gateway.address, token=TOKENS[role], timeout=60) as client:
+            with pytest.raises(Unavailable) as raised:
+                client.ingest("c", "a.txt", "A page.", timeout=30)
+            assert ("127.0.0.1:1" in str(raised.value)) is told

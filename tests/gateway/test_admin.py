@@ -36,7 +36,8 @@ def gateway(launch_module: Launch, tiny_model: Path, tmp_path_factory: pytest.Te
     flags = ("--admin-listen", "127.0.0.1:0", "--chunk-tokens", "64", "--admin-answers", "3")
     made = start_gateway(launch_module, folder, worker, *tokens, *flags, services=2)
     with Client(made.address, token=TOKENS["app-acme"], timeout=60) as client:
-        client.ingest("notes", "lake.txt", "The lake is blue and deep. " * 8)
+        text = "".join(f"The lake is blue and deep at shore {number}. " for number in range(8))
+        client.ingest("notes", "lake.txt", text)
         for question in ("one?", "two?", "three?", QUESTION):
             events = list(client.stream("notes", question, recipe="prophetkv", ratio=0.3, max_tokens=8, top_k=3))
             assert not [e for e in events if isinstance(e, Explanation)], "nobody asked for it"

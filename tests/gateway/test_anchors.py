@@ -46,11 +46,11 @@ def client(stack: Stack) -> Client:
 
 def test_an_answer_from_anchors_alone(client: Client, tiny_model: Path) -> None:
     words = PreTrainedTokenizerFast.from_pretrained(tiny_model)
-    system = [words.bos_token_id, *words.encode("Answer the question using the passages.\n")]
-    chunks = [words.encode(page + "\n") for page in PAGES]
+    system = words.encode("Answer the question using the passages.\n")
+    chunks = [words.encode(page + "\n", add_special_tokens=False) for page in PAGES]
     anchors = words.convert_tokens_to_ids([f"<|anchor_50_{i}|>" for i in range(1, SEGMENT // 2 + 1)])
     network = Qwen2ForCausalLM.from_pretrained(tiny_model, attn_implementation="eager").eval()
-    oracle, question = Oracle(network), words.encode(f"Question: {QUESTION}\nAnswer:")
+    oracle, question = Oracle(network), words.encode(f"Question: {QUESTION}\nAnswer:", add_special_tokens=False)
     context, expected = anchored(oracle, system, [cut(chunk, anchors) for chunk in chunks]), list[int]()
     for _ in range(ANSWER):
         expected.append(int(oracle.after(context, [*question, *expected]).argmax()))

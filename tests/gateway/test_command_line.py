@@ -17,12 +17,13 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import grpc
 import pytest
 
-from fusionkv.gateway.cli import check_corpus
+from fusionkv.gateway.cli import check_corpus, console
 from fusionkv.gateway.cli import main as cli
 from fusionkv.gateway.cli.connect import UsageError
-from fusionkv.gateway.cli.files import find, parts, skipped, source
+from fusionkv.gateway.cli.files import File, find, parts, skipped
 from fusionkv.gateway.cli.launch import launched, missing_package
 from fusionkv.gateway.client.results import Item, Passage
 from fusionkv.gateway.config import GatewayConfig
@@ -54,11 +55,11 @@ def folder(tmp_path: Path) -> Path:
 def test_a_directory_is_searched_by_ending_and_files_go_by_their_own_names(folder: Path) -> None:
     assert list(find([str(folder)], "")) == ["a.txt", "b.md", "sub/c.PDF"]
     assert list(find([str(folder)], "text/plain")) == ["a.txt", "b.md", "f.png", "sub/c.PDF"]
-    assert find([str(folder / "f.png")], "") == {"f.png": folder / "f.png"}
+    assert find([str(folder / "f.png")], "") == {"f.png": File(folder / "f.png", f"{folder.name}/f.png")}
     assert list(find([str(folder / "**/*.[tP]*")], "")) == ["a.txt", "c.PDF"]
     assert list(find([str(folder / "a.txt"), str(folder / "a.*")], "")) == ["a.txt"]
-    assert find([str(folder / "a.txt")], "", "notes.md") == {"notes.md": folder / "a.txt"}
-    assert find(["-"], "", "notes.md") == {"notes.md": Path("-")}
+    assert find([str(folder / "a.txt")], "", "notes.md")["notes.md"].path == folder / "a.txt"
+    assert find(["-"], "", "notes.md") == {"notes.md": File(Path("-"), "")}
 
 
 def test_what_a_directory_holds_beside_documents_is_skipped_and_told(folder: Path) -> None:
@@ -93,31 +94,33 @@ def test_json_lines_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.Monkey
     content = lines(*({"id": i, "text": "x" * 300_000} for i in range(8)))
     (tmp_path / "all.jsonl").write_bytes(content)
     found = [*parts("all.jsonl", tmp_path / "all.jsonl", "")]
-    assert [line for line, _ in found] == [1, 4, 7]
-    assert b"".join(part for _, part in found) == content
+    assert [part.first_line for part in found] == [1, 4, 7]
+    assert b"".join(part.content for part in found) == content
     (tmp_path / "all.jsonl").write_bytes(content + lines("no id", {"id": "2", "text": "again"}))
     with pytest.raises(InvalidArgument, match="lines 3 and 10 have the same id '2'"):
         _ = [*parts("all.jsonl", tmp_path / "all.jsonl", "")]
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"some text")))
-    assert [*parts("notes.md", Path("-"), "")] == [(1, b"some text")]
-    assert (source(Path("-")), source(tmp_path / "x")) == ("", str(tmp_path / "x"))
+    assert [part.content for part in parts("notes.md", Path("-"), "")] == [b"some text"]
 
 
 def test_parts_of_json_lines_without_text_are_left_out(tmp_path: Path) -> None:
     file = tmp_path / "all.jsonl"
     blank = b"\n" * (1 << 20)
     file.write_bytes(b"\n" + blank + b'{"text": "one"}\n' + blank + b'""\n')
-    ((first, part),) = parts("all.jsonl", file, "")
-    assert part.strip() == b'{"text": "one"}'
-    assert first + part[: part.index(b"{")].count(b"\n") == (1 << 20) + 2
+    found = [*parts("all.jsonl", file, "")]
+    (part,) = [part for part in found if part.content]
+    assert part.content.strip() == b'{"text": "one"}'
+    line = part.first_line + part.content[: part.content.index(b"{")].count(b"\n")
+    assert part.documents == (f"all.jsonl#{line}",) == (f"all.jsonl#{(1 << 20) + 2}",)
+    assert [name for part in found for name in part.without_text] == [f"all.jsonl#{(2 << 20) + 3}"]
     file.write_bytes(b"\n \n")
-    assert [*parts("all.jsonl", file, "")] == [(1, b"")]
+    assert [part.content for part in parts("all.jsonl", file, "")] == [b"\n \n"]
 
 
 def test_json_lines_may_start_with_a_byte_order_mark(tmp_path: Path) -> None:
     (tmp_path / "all.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one"}')
-    ((_, part),) = parts("all.jsonl", tmp_path / "all.jsonl", "")
-    assert [document.text for document in parse(part, JSONL)] == ["one"]
+    (part,) = parts("all.jsonl", tmp_path / "all.jsonl", "")
+    assert [document.text for document in parse(part.content, JSONL)] == ["one"]
 
 
 @pytest.mark.parametrize(
@@ -185,6 +188,99 @@ async def test_an_answer_without_its_explanation_is_told(capsys: Capsys, tmp_pat
     said = capsys.readouterr()
     assert (said.out, page.exists()) == ("42", False)
     assert "page.html was not written" in said.err.splitlines()[-1]
+
+
+# What would colour, move, hide or reorder text in a terminal, and rich's own markup.
+NASTY = "\x1b[31mred\x1b]0;title\x07\x9b2J\r\x08\x00\x7f\u202eback\u2066\u2028[bold red]:skull:markup[/]"
+ACTS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+class Nasty(GatewayServiceServicer):
+    """Answers everything with text of the worst kind."""
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        where = pb.Passage(document=f"d\n{NASTY}", text=f"t\n{NASTY}", title=NASTY, metadata={NASTY: NASTY})
+        yield pb.GenerateResponse(sources=pb.Sources(passages=[where]))
+        for char in f"line\n\t{NASTY}":  # an escape sequence may come in several tokens
+            yield pb.GenerateResponse(token=Token(id=1, text=char))
+        notes = {"degraded": True, "degraded_reason": NASTY, "ratio_raised": NASTY, "recipe_replaced": NASTY}
+        yield pb.GenerateResponse(summary=Summary(finish_reason=NASTY, recipe=NASTY, **notes))
+
+    async def List(self, request: pb.ListRequest, context: Any) -> pb.ListResponse:
+        return pb.ListResponse(
+            items=[pb.Item(name=f"d\n{NASTY}", model=NASTY, embedder=NASTY, source=NASTY, correction=NASTY)]
+        )
+
+    async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsResponse:
+        return pb.StatsResponse(version=NASTY, model=NASTY, worker="")
+
+    async def Ingest(self, request: pb.IngestRequest, context: Any) -> pb.IngestResponse:
+        return pb.IngestResponse(documents=1, without_text=[f"d\n{NASTY}"])
+
+    async def Move(self, request: pb.MoveRequest, context: Any) -> AsyncIterator[pb.MoveResponse]:
+        yield pb.MoveResponse(done=1, total=2)
+        await context.abort(grpc.StatusCode.NOT_FOUND, f"no corpus\n{NASTY}".encode(errors="replace").decode())
+
+    async def Delete(self, request: pb.DeleteRequest, context: Any) -> pb.DeleteResponse:
+        return pb.DeleteResponse(documents=1)
+
+
+COMMANDS = ["ask c q", "list", "list c", "stats", "move c", "delete c", "ingest c FILE --sync", "ask c q --explain X"]
+
+
+@pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
+@pytest.mark.parametrize("command", COMMANDS)
+async def test_text_of_others_moves_and_colours_nothing(
+    command: str, as_json: bool, capsys: Capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if command.startswith("ask"):  # in a terminal; another program gets the answer as it is
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    (tmp_path / "lines.jsonl").write_text(json.dumps({"id": f"e{NASTY}", "text": ""}) + '\n"text"')
+    async with listening(rpc.handlers(SERVICE, Nasty()), f"unix:{tmp_path}/g.sock") as address:
+        words = {"FILE": f"{tmp_path}/lines.jsonl", "X": f"{tmp_path}/x.html"}
+        argv = [words.get(word, word) for word in command.split()]
+        await asyncio.to_thread(cli.main, [*argv, "--gateway", address, *["--json"] * as_json])
+    said = capsys.readouterr()
+    assert said.out or said.err
+    assert not (found := ACTS.search(said.out + said.err)), found
+    if as_json:
+        _ = [json.loads(line) for line in said.out.splitlines()]
+    elif command == "ask c q":
+        assert said.out.startswith(r"line" + "\n\t" + r"\x1b[31mred\x1b]0;title\x07\x9b2J\r")
+        assert "[bold red]:skull:markup[/]" in said.out
+        assert said.err.count(":markup[/]") >= 4
+
+
+async def test_progress_without_a_terminal_is_plain_lines(
+    capsys: Capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(console, "_LINE_SECONDS", 0.0)
+    for i in range(3):
+        (tmp_path / f"{i}.txt").write_text("x")
+    async with listening(rpc.handlers(SERVICE, Nasty()), f"unix:{tmp_path}/g.sock") as address:
+        argv = ["ingest", "c", str(tmp_path), "--gateway", address]
+        assert await asyncio.to_thread(cli.main, argv) == 0
+        lines = [f"fusionkv: ingest: {i} of 3" for i in (1, 2, 3)]
+        assert capsys.readouterr().err.splitlines() == lines
+        assert await asyncio.to_thread(cli.main, [*argv, "--json"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+class Encoding(GatewayServiceServicer):
+    async def Precompute(self, request: pb.PrecomputeRequest, context: Any) -> AsyncIterator[pb.PrecomputeResponse]:
+        yield pb.PrecomputeResponse(total=6, learning=True)
+        for done in (2, 6):
+            yield pb.PrecomputeResponse(done=done, total=6)
+
+
+async def test_encode_tells_that_it_learns_and_then_its_chunks(
+    capsys: Capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(console, "_LINE_SECONDS", 0.0)
+    async with listening(rpc.handlers(SERVICE, Encoding()), f"unix:{tmp_path}/g.sock") as address:
+        assert await asyncio.to_thread(cli.main, ["encode", "c", "--gateway", address]) == 0
+    steps = ["learning its correction: 0", "encoding: 2", "encoding: 6"]
+    assert capsys.readouterr().err.splitlines() == [f"fusionkv: c: {step} of 6" for step in steps]
 
 
 @pytest.mark.parametrize(("output", "status", "said"), [("full", 1, "No space left on device"), ("closed", 141, "")])

@@ -140,6 +140,22 @@ async def test_a_process_takes_questions_first(directory: Path, monkeypatch: pyt
 
 
 @pytest.mark.system
+async def test_tenants_take_turns(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much one of them sends, in however many calls."""
+    monkeypatch.setattr(local, "_BATCH", 2)
+    embedder = await LocalEmbedder.start(directory, 1)
+    calls = [asyncio.create_task(embedder.embed(["a horse " * 20] * 40, tenant="a")) for _ in range(10)]
+    await asyncio.sleep(0.01)
+    sent = next(embedder._numbers)
+    for tenant in ("b", "c", "b"):
+        await embedder.embed(["x"] * 6, tenant=tenant)
+        assert not any(call.done() for call in calls)
+    assert embedder._turn[True] < sent / 4
+    await asyncio.gather(*calls)
+    await embedder.close()
+
+
+@pytest.mark.system
 async def test_a_process_that_cannot_load_its_model_says_why_in_a_line(directory: Path, tmp_path: Path) -> None:
     other = sentence_models.write(tmp_path / "tiny")
     (other / "model.safetensors").unlink()
@@ -157,11 +173,14 @@ class Endpoint:
     def __init__(self) -> None:
         self.said: list[tuple[str, dict[str, Any], str]] = []
         self.status, self.width, self.url = 200, 4, ""
+        self.texts, self.letters, self.refusal = 1000, 1 << 20, 400
 
     async def answer(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.said.append((request.path, body, request.headers.get("Authorization", "")))
         texts, none = body.get("input") or body.get("documents"), [0.0] * (self.width - 2)
+        if len(texts) > self.texts or sum(map(len, texts)) > self.letters:
+            return web.json_response({"error": "too many texts or tokens"}, status=self.refusal)
         rows = [
             {"index": i, "embedding": [float(len(text)), 1.0, *none], "relevance_score": -len(text)}
             for i, text in enumerate(texts)
@@ -197,6 +216,34 @@ async def test_an_embedder_behind_a_url(endpoint: Endpoint) -> None:
         await URLEmbedder.open("http://127.0.0.1:1/v1", "", "")
 
 
+@pytest.mark.parametrize("refusal", [400, 413, 422])
+async def test_a_server_that_takes_few_texts_a_call_gets_few(endpoint: Endpoint, refusal: int) -> None:
+    embedder, reranker = await URLEmbedder.open(endpoint.url, "", ""), URLReranker(endpoint.url, "", "")
+    texts = ["x" * (i + 1) for i in range(100)]
+    endpoint.texts, endpoint.refusal = 10, refusal
+    found = await embedder.embed(texts)
+    np.testing.assert_allclose(found[:, 0], [n / np.hypot(n, 1) for n in range(1, 101)], atol=1e-6)
+    assert [len(body["input"]) for _, body, _ in endpoint.said][:5] == [1, 64, 32, 16, 8]
+    endpoint.said.clear()
+    await embedder.embed(texts)
+    assert [len(body["input"]) for _, body, _ in endpoint.said] == [8] * 12 + [4], "the size that works is kept"
+    assert await reranker.score("q", texts) == [-float(n) for n in range(1, 101)]
+    endpoint.letters = 200  # in all texts of a call
+    assert len(await embedder.embed(texts)) == 100
+    endpoint.said.clear()
+    with pytest.raises(FailedPrecondition, match=f"status {refusal}: .*too many"):
+        await embedder.embed(["x", "x" * 201])
+    await embedder.embed(["x"] * 4)
+    assert [len(body["input"]) for _, body, _ in endpoint.said][-2:] == [2, 2], "one text makes no later call smaller"
+    await embedder.close()
+    await reranker.close()
+
+
+async def embed(servicer: GatewayServicer, texts: list[str], dimensions: int) -> tuple[Any, str, int]:
+    async with servicer.admitted("Embed"):
+        return await servicer.embed(texts, "", dimensions, None)
+
+
 async def test_texts_that_were_not_embedded_cost_no_quota(endpoint: Endpoint, tmp_path: Path) -> None:
     (tmp_path / "quotas").write_text("[default]\ntokens_per_minute = 20\n")
     config, workers = GatewayConfig(), WorkerPool(["127.0.0.1:1"])
@@ -205,15 +252,15 @@ async def test_texts_that_were_not_embedded_cost_no_quota(endpoint: Endpoint, tm
     servicer = GatewayServicer(config, tenants, workers, None, search, workers)
     for endpoint.status, error in ((500, Unavailable), (429, ResourceExhausted)):
         with pytest.raises(error, match=f"status {endpoint.status}"):
-            await servicer.embed(["x" * 80], "", 0, None)
+            await embed(servicer, ["x" * 80], 0)
     endpoint.status = 200
     asked = len(endpoint.said)
     with pytest.raises(InvalidArgument, match="supports only 4 dimensions"):
-        await servicer.embed(["x" * 80], "", 5, None)
+        await embed(servicer, ["x" * 80], 5)
     assert len(endpoint.said) == asked
-    assert (await servicer.embed(["x" * 80], "", 4, None))[2] == 20
+    assert (await embed(servicer, ["x" * 80], 4))[2] == 20
     with pytest.raises(ResourceExhausted, match="quota of 20 tokens"):
-        await servicer.embed(["x"], "", 0, None)
+        await embed(servicer, ["x"], 0)
     await servicer.close()
 
 

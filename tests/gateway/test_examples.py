@@ -102,7 +102,7 @@ async def test_langchain(notes: str) -> None:
     assert document.metadata["document"] == "a.md"
     assert "535" in document.page_content
 
-    chat = ChatFusionKV(corpus="notes", address=notes, options={"recipe": "full_attention", "max_tokens": 16})
+    chat = ChatFusionKV(corpus="notes", address=notes, recipe="full_attention", max_tokens=16)
     answer = chat.invoke(QUESTION)
     assert answer.text.strip() == "535"
     assert [s["document"] for s in answer.response_metadata["sources"]] == ["a.md", "b.md"]
@@ -118,7 +118,7 @@ async def test_langchain(notes: str) -> None:
 
 
 def test_langchain_turns_and_errors(notes: str) -> None:
-    chat = ChatFusionKV(corpus="notes", address=notes, options={"max_tokens": 4, "top_k": 1})
+    chat = ChatFusionKV(corpus="notes", address=notes, max_tokens=4, top_k=1)
     turns = [SystemMessage("Be brief."), HumanMessage("Hill?"), AIMessage("Green."), HumanMessage("age of Dorlin?")]
     answer = chat.invoke(turns)
     # Chunks are searched for by the last message alone, while the prompt holds all of them.
@@ -146,7 +146,7 @@ def test_documents_of_langchain_are_passages_with_their_titles(notes: str, title
     documents = FusionKVRetriever(corpus=titled, address=notes).invoke(QUESTION)
     assert [document.metadata["title"] for document in documents] == ["Report Velkorda"]
     found = [document.model_copy(update={"id": "a-1"}) for document in documents]
-    answer = ChatFusionKV(address=notes, options={"max_tokens": 1}).invoke(QUESTION, passages=found)
+    answer = ChatFusionKV(address=notes, max_tokens=1).invoke(QUESTION, passages=found)
     assert [source["id"] for source in answer.response_metadata["sources"]] == ["a-1"]
     assert answer.response_metadata["summary"]["chunks_missed"] == 0, "it is the corpus's chunk"
 
@@ -162,7 +162,7 @@ def test_messages_with_images_are_refused() -> None:
 
 def test_nodes_of_llama_index_are_passages_with_their_titles(notes: str, titled: str) -> None:
     nodes = llama_index.FusionKVRetriever(titled, address=notes).retrieve(QUESTION)
-    llm = llama_index.FusionKV(address=notes, options={"max_tokens": 1})
+    llm = llama_index.FusionKV(address=notes, max_tokens=1)
     for passages in (nodes, [node.node for node in nodes]):
         answer = llm.complete(QUESTION, passages=passages).additional_kwargs
         assert [source.id for source in answer["sources"]] == [node.node_id for node in nodes]
@@ -183,7 +183,7 @@ async def test_llama_index(notes: str) -> None:
     assert node.metadata["document"] == "a.md"
     assert "535" in node.text
 
-    llm = llama_index.FusionKV(corpus="notes", address=notes, options={"recipe": "full_attention", "max_tokens": 16})
+    llm = llama_index.FusionKV(corpus="notes", address=notes, recipe="full_attention", max_tokens=16)
     answer = llm.complete(QUESTION)
     assert (answer.text.strip(), answer.additional_kwargs["summary"]["recipe"]) == ("535", "full_attention")
     assert [s.document for s in answer.additional_kwargs["sources"]] == ["a.md", "b.md"]
@@ -206,7 +206,7 @@ async def test_llama_index(notes: str) -> None:
 @pytest.mark.parametrize("streaming", [False, True])
 async def test_llama_index_retrieves_and_the_nodes_are_passages(notes: str, streaming: bool) -> None:
     corpus = llama_index.FusionKVRetriever("notes", address=notes)
-    llm = llama_index.FusionKV(address=notes, options={"recipe": "prophetkv", "max_tokens": 16})
+    llm = llama_index.FusionKV(address=notes, recipe="prophetkv", max_tokens=16)
     engine = RetrieverQueryEngine(corpus, llama_index.FusionKVSynthesizer(llm, streaming=streaming))
     said = engine.query(QUESTION)
     assert len(said.source_nodes) == 2

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.http.listener import Listener
+from fusionkv.protos.observe import logs, rejected
 from fusionkv.protos.runtime.errors import ServiceError
 from tests.gateway.strangers import malformed
 from tests.waiting import until
@@ -234,6 +235,19 @@ async def test_tls_handshakes_that_never_end(serve: Serve, authority: Callable[[
     assert not any(b"HTTP" in one for one in said)
     async with httpx2.AsyncClient(verify=ssl.create_default_context(cafile=str(ours.ca))) as client:
         assert (await client.get(f"https://{address}/")).text == "here"
+
+
+async def test_failed_tls_handshakes_are_one_line_with_the_first_reason(
+    serve: Serve, authority: Callable[[str], Any], caplog: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setitem(rejected._lines, "tls_handshake", logs.RateLimitedLog(rejected.log))
+    ours = authority("ours")
+    cert, key = ours.issue("gateway")
+    _, address = await serve(tls_cert=cert, tls_key=key)
+    for _ in range(100):
+        reader, _ = await sent(address, WHOLE)
+        await ended(reader)
+    assert [record.getMessage() for record in caplog.records] == ["a TLS handshake failed: HTTP_REQUEST"]
 
 
 async def test_heads_that_are_too_large(serve: Serve) -> None:

@@ -5,8 +5,10 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,7 +19,9 @@ from fusionkv.gateway.client import requests
 from fusionkv.gateway.client.results import Passage, passages
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.embed.base import Embedder, Reranker
-from fusionkv.gateway.ingest.ingest import Ingest
+from fusionkv.gateway.ingest import precompute
+from fusionkv.gateway.ingest.ingest import Ingest, _documents_of
+from fusionkv.gateway.ingest.parsers import ParsedDocument
 from fusionkv.gateway.ingest.precompute import Precompute
 from fusionkv.gateway.pipeline import Pipeline
 from fusionkv.gateway.plan import given
@@ -27,6 +31,7 @@ from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.gateway.workers.workers import Lesson
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
+from fusionkv.protos.runtime import rpc
 from fusionkv.protos.runtime.errors import (
     AlreadyExists,
     DeadlineExceeded,
@@ -52,7 +57,7 @@ class Topics(Embedder):
         self.texts: list[str] = []
         self.away = False
 
-    async def embed(self, texts: Sequence[str], *, question: bool = False) -> np.ndarray:
+    async def embed(self, texts: Sequence[str], *, question: bool = False, tenant: str = "") -> np.ndarray:
         if self.away:
             raise Unavailable("the embedder is away")
         self.texts += texts
@@ -176,6 +181,96 @@ async def test_a_prompt_that_a_worker_refuses_costs_no_tokens(
         meter.admit()
 
 
+async def test_a_prompt_that_is_too_long_costs_what_it_took_to_find_out(rig: Rig) -> None:
+    vocabulary, made = rig.workers.vocabulary, 0
+
+    def chunk(text: str) -> list[int]:
+        nonlocal made
+        made += 1
+        return [1] * 1000
+
+    vocabulary.model.recipes.add(name="r")
+    vocabulary.model.max_tokens = 2500
+    given = requests.generate(question="Which?", passages=["A lake."] * 100, recipe="r")
+    meter = Meter(lambda: Quota(tokens_per_minute=3000), clock=lambda: 0.0)
+    meter.admit()
+    tenant = dataclasses.replace(rig.tenant, meter=meter)
+    with mock.patch.object(vocabulary, "chunk", chunk), pytest.raises(InvalidArgument, match="first 3 of 100"):
+        await anext(rig.pipeline.answer(tenant, given, 60))
+    assert made == 3
+    with pytest.raises(ResourceExhausted, match="tokens per minute"):
+        meter.admit()
+    long = requests.generate(question="Which? " * 3000, passages=["A lake."], recipe="r")
+    tenant = dataclasses.replace(rig.tenant, meter=Meter(lambda: Quota(tokens_per_minute=3000), clock=lambda: 0.0))
+    tenant.meter.admit()
+    with pytest.raises(InvalidArgument, match="the prompt has"):
+        await anext(rig.pipeline.answer(tenant, long, 60))
+    with pytest.raises(ResourceExhausted, match="tokens per minute"):
+        tenant.meter.admit()
+
+
+async def test_an_answer_that_is_read_too_slowly_ends(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def generate(request: fusion_pb2.GenerateRequest, timeout: float) -> AsyncGenerator[Any]:
+        while True:  # what had arrived before the worker's deadline
+            yield fusion_pb2.GenerateResponse(token={"id": 1, "text": "x"})
+
+    monkeypatch.setattr(rig.workers, "generate", generate, raising=False)
+    rig.workers.vocabulary.model.recipes.add(name="r")
+    asked = requests.generate(question="Which?", passages=["A lake."], recipe="r")
+
+    async def read() -> None:
+        async for _ in rig.pipeline.answer(rig.tenant, asked, 0.3):
+            await asyncio.sleep(0.05)
+
+    with pytest.raises(DeadlineExceeded, match=r"was not read within 0\.3 s"):
+        await asyncio.wait_for(read(), 60)
+
+
+async def test_a_document_in_pieces_is_that_of_one_piece(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def uploaded(*pieces: bytes, size: int, patience: float = 30.0) -> pb.IngestResponse:
+        async def sent() -> AsyncIterator[pb.UploadRequest]:
+            yield pb.UploadRequest(document=pb.IngestRequest(corpus="c", name="d.txt"), size_bytes=size)
+            for piece in pieces:
+                if not piece:
+                    await asyncio.sleep(60)
+                yield pb.UploadRequest(content=piece)
+
+        monkeypatch.setattr("fusionkv.gateway.ingest.ingest._STALL_SECONDS", patience)
+        return await rig.ingesting.upload(rig.tenant, sent(), 60)
+
+    text = "\n\n".join(PARAGRAPHS).encode()
+    whole = await rig.ingest("d.txt", text.decode())
+    again = await uploaded(text[:50], text[50:], size=len(text))
+    assert (again.chunks, again.tokens, again.replaced) == (whole.chunks, whole.tokens, 1)
+    for pieces, size, said in (
+        ((text,), len(text) - 1, "longer than"),
+        ((text, b"x"), len(text), "longer than"),
+        ((text,), len(text) + 1, "ended after"),
+        ((), 33 << 20, "the maximum is 33554432"),
+    ):
+        with pytest.raises(InvalidArgument, match=said):
+            await uploaded(*pieces, size=size)
+    with pytest.raises(DeadlineExceeded, match="of 1000 bytes arrived"):
+        await uploaded(b"x", b"", size=1000, patience=0.1)
+    assert not rig.ingesting._bytes.held
+
+
+async def test_pieces_take_room_before_they_arrive(rig: Rig) -> None:
+    more = asyncio.Event()
+
+    async def sent() -> AsyncIterator[pb.UploadRequest]:
+        yield pb.UploadRequest(document=pb.IngestRequest(corpus="c", name="d.txt"), size_bytes=1)
+        await more.wait()
+        yield pb.UploadRequest(content=b"x")
+
+    begun = [asyncio.create_task(rig.ingesting.upload(rig.tenant, sent(), 60)) for _ in range(40)]
+    done, waiting = await asyncio.wait(begun, timeout=0.2)
+    assert len(waiting) == (256 << 20) // rpc.MAX_REQUEST_BYTES, "each may send a message of that size"
+    assert {type(each.exception()) for each in done} == {ResourceExhausted}
+    more.set()
+    await asyncio.gather(*waiting)
+
+
 @pytest.mark.parametrize("documents", [3, 129, 300])
 async def test_a_correction_is_learned_from_documents_of_the_whole_corpus(rig: Rig, documents: int) -> None:
     rig.workers.vocabulary.model.modifiers.add(name="corrected")
@@ -233,7 +328,11 @@ async def test_json_lines_are_many_documents(rig: Rig, topics: Topics) -> None:
     lines = [
         {"id": "h/1", "title": "Horses", "text": "One has the code 7.", "metadata": {"year": "2020", "pages": 3}},
         "A lake is told of in a line without an id.",
-        {"text": "long text of a horse. " * 10, "title": "Long", "metadata": {"year": "2021"}},
+        {
+            "text": "".join(f"long text {n} of a horse. " for n in range(10)),
+            "title": "Long",
+            "metadata": {"year": "2021"},
+        },
     ]
     content = "\n".join(map(json.dumps, lines))
     done = await rig.ingest("all.jsonl", content, metadata={"set": "a", "year": "?"}, prefix="p/", first_line=101)
@@ -290,9 +389,9 @@ async def test_of_two_sources_at_the_same_time_one_is_refused(
 ) -> None:
     embed = topics.embed
 
-    async def late(texts: Sequence[str]) -> np.ndarray:
+    async def late(texts: Sequence[str], **options: Any) -> np.ndarray:
         await asyncio.sleep(0.2)  # the other one is parsed meanwhile
-        return await embed(texts)
+        return await embed(texts, **options)
 
     monkeypatch.setattr(topics, "embed", late)
     both = (rig.ingest("d.txt", f"of {source}", source=source) for source in ("/a/d.txt", "/b/d.txt"))
@@ -305,6 +404,19 @@ async def test_an_embedder_of_another_width_than_before_is_told(rig: Rig, topics
     topics.dim = 8
     with pytest.raises(FailedPrecondition, match="have 4 dimensions, but those of the embedder have 8"):
         await rig.ingest("d.txt", "\n\n".join([*PARAGRAPHS, "Another tells of a lake, and of nothing else at all."]))
+
+
+async def test_metadata_of_a_file_is_shared_by_its_lines_and_limited(rig: Rig) -> None:
+    """It is stored with each chunk: 4 KB of it, in a thousand pairs, would be 70 MB for 18,000 lines of 4 bytes."""
+    lines, pairs = "\n".join(['"a"'] * 1000), {f"{number:03}": "x" for number in range(1000)}
+    with pytest.raises(InvalidArgument, match="source and metadata of all chunks have more than 1048576 characters"):
+        await rig.ingest("many.jsonl", lines, metadata=pairs)
+    with pytest.raises(InvalidArgument, match="source and metadata of all chunks have more than"):
+        await rig.ingest("many.jsonl", lines, source="/" + "x" * 2000)
+    assert await rig.ingest("few.jsonl", '"a"\n"b"', metadata=pairs)
+    parsed = [ParsedDocument(name, "", (), 1, [("text", [1])]) for name in ("a", "b")]
+    made = _documents_of(pb.IngestRequest(metadata=pairs), parsed, 1 << 20)
+    assert made["a"][0].metadata is made["b"][0].metadata
 
 
 async def test_bad_metadata_is_refused(rig: Rig) -> None:
@@ -375,3 +487,32 @@ async def test_a_corpus_of_another_embedder_or_model_is_told_and_moved(engine: E
         assert corpus.model == rig.workers.vocabulary.model.name
         assert corpus.embedder == (rig.search.embedder.name if rig.search.embedder else "")
         await rig.ingesting.close()
+
+
+async def test_progress_of_a_batch_is_reported_before_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also that the work ends with its reader, and that its error is raised."""
+    monkeypatch.setattr(precompute, "_REPORT_SECONDS", 0.01)
+    done: list[bool] = []
+    go = [asyncio.Event() for _ in range(3)]
+
+    async def work(fails: bool = False) -> None:
+        for event in go:
+            await event.wait()
+            done.append(True)
+        if fails:
+            raise Unavailable("no worker")
+
+    go[0].set()
+    async with aclosing(precompute._now_and_then(work(), done)) as reports:
+        await anext(reports)
+        assert len(done) == 1
+        go[1].set()
+        await anext(reports)
+        assert len(done) == 2
+    await asyncio.sleep(0)
+    for event in go:
+        event.set()
+    await asyncio.sleep(0.05)
+    assert len(done) == 2, "the work was cancelled"
+    with pytest.raises(Unavailable):
+        _ = [each async for each in precompute._now_and_then(work(fails=True), done)]

@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -195,6 +195,16 @@ async def test_keys_are_fetched_once_and_again_when_one_is_new(issuer: Issuer, s
     await keys._fetching
     assert await verifier.caller(signer.token()) is None
     assert issuer.asked == 3
+
+
+@pytest.mark.parametrize("case", [str.lower, str.upper])
+async def test_keys_on_this_machine_are_fetched_without_a_proxy(
+    issuer: Issuer, signer: Signer, monkeypatch: pytest.MonkeyPatch, case: Callable[[str], str]
+) -> None:
+    for variable in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(case(variable), "http://127.0.0.1:9")
+    issuer.body = jwks(signer)
+    assert await tokens(KeyURL(issuer.url)).caller(signer.token()) is not None
 
 
 @pytest.mark.parametrize("failure", ["down", "error", "redirect", "garbage", "huge"])

@@ -4,7 +4,7 @@ import functools
 import json
 import secrets
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from fusionkv.gateway.client.client import Client
+from fusionkv.gateway.config import GatewayConfig
 from fusionkv.protos.runtime.tls import ClientTLS
 from tests.gateway import sentence_models
 from tests.gateway.conftest import Serve, succeeds
@@ -23,8 +24,15 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.system
 HTTP = "fusionkv-gateway-http"
 AT_ONCE = 4
+JSON = {"Content-Type": "application/json"}
 BOTH = ("--http-listen", "127.0.0.1:0")  # protocols
 ASKED = [{"role": "user", "content": "Which colour has the lake?"}]
+PAGE = "https://app.example:8443"
+# What a browser asks before a page's OpenAI client may call.
+PREFLIGHT = {
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,content-type,x-stainless-lang",
+}
 
 
 def url(gateway: Any, scheme: str = "http") -> str:
@@ -45,7 +53,7 @@ def worker(launch_module: Launch, tiny_model: Path, tmp_path_factory: pytest.Tem
 
 @pytest.fixture(scope="module")
 def gateway(worker: Any, launch_module: Launch, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    flags = (*BOTH, "--chunk-tokens", "64")
+    flags = (*BOTH, "--chunk-tokens", "64", "--http-allowed-origins", f"{PAGE},chrome-extension://abc")
     started = start_gateway(launch_module, tmp_path_factory.mktemp("gateway"), worker, *flags, services=2)
     with Client(started.address, timeout=60) as client:
         client.ingest("notes", "lake.txt", "The lake is blue and deep. " * 4)
@@ -79,6 +87,7 @@ def test_a_stream_holds_the_same(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "notes:full_reuse", "messages": ASKED, "max_completion_tokens": 8}
     whole = client.chat.completions.create(**asked)
     stream = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    assert stream.response.headers["X-Accel-Buffering"] == "no"
     first, *middle, last, usage = list(stream)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in middle) == whole.choices[0].message.content
     assert first.choices[0].delta.role == "assistant"
@@ -90,6 +99,7 @@ def test_a_stream_holds_the_same(client: openai.OpenAI) -> None:
     assert usage.usage == usage.usage.model_copy(update={"completion_tokens": 8})
     assert usage.usage.prompt_tokens_details.cached_tokens > 0
     assert usage.choices == []
+    assert all("usage" in chunk.model_fields_set and chunk.usage is None for chunk in (first, *middle, last))
     assert {chunk.id for chunk in (first, *middle, last, usage)} == {first.id}
 
 
@@ -97,7 +107,9 @@ def test_a_stream_that_was_read_to_its_end_was_not_cancelled(gateway: Any, clien
     before = len(gateway.log)
     asked: dict[str, Any] = {"model": "notes", "messages": ASKED, "max_completion_tokens": 3}
     stream = client.chat.completions.create(**asked, stream=True)
-    assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
+    chunks = list(stream)
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert not any("usage" in chunk.model_fields_set for chunk in chunks)  # as was not asked for
     wait_until(lambda: "first token after" in gateway.log[before:])
     (line,) = [line for line in gateway.log[before:].splitlines() if "first token after" in line]
     assert "Generate OK after" in line
@@ -112,7 +124,7 @@ def test_a_text_completion_is_the_answer_to_its_prompt(client: openai.OpenAI) ->
     assert whole.usage == chat.usage
     parts = list(client.completions.create(model="notes", prompt=[question], max_tokens=8, stream=True))
     assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
-    assert len(parts[0].fusionkv["sources"]) == 2
+    assert len(parts[0].fusionkv["sources"]) == 1  # two chunks of one text
     for prompt in (["a", "b"], [1, 2], " "):
         with pytest.raises(openai.BadRequestError) as refused:
             client.completions.create(model="notes", prompt=prompt)
@@ -168,19 +180,101 @@ def test_corpora_are_models(client: openai.OpenAI) -> None:
 def test_what_cannot_be_followed_is_refused(gateway: Any, body: Any, param: str | None, said: str) -> None:
     good = {"model": "notes", "messages": ASKED, "max_tokens": 1}
     content = body if isinstance(body, bytes) else json.dumps({**good, **body})
-    reply = httpx2.post(f"{url(gateway)}/chat/completions", content=content, timeout=60)
+    reply = httpx2.post(f"{url(gateway)}/chat/completions", content=content, headers=JSON, timeout=60)
     assert reply.status_code == 400
     error = reply.json()["error"]
     assert said in error.pop("message")
     assert error == {"type": "invalid_request_error", "param": param, "code": None}
 
 
+@pytest.mark.parametrize(
+    ("headers", "status", "said"),
+    [
+        ({"Content-Type": "text/plain"}, 415, "must have Content-Type: application/json"),
+        ({"Content-Type": "text/plain; x=application/json"}, 415, "must have Content-Type: application/json"),
+        ({}, 415, "must have Content-Type: application/json"),
+        ({**JSON, "Content-Encoding": "gzip"}, 415, "omit Content-Encoding"),
+        ({**JSON, "Content-Encoding": "br"}, 415, "omit Content-Encoding"),
+        ({**JSON, "Content-Encoding": "identity, deflate"}, 415, "omit Content-Encoding"),
+        ({**JSON, "Host": "rebound.example"}, 403, "localhost only"),
+        ({**JSON, "Host": "localhost.rebound.example:80"}, 403, "localhost only"),
+        ({**JSON, "Host": "10.0.0.1"}, 403, "localhost only"),
+        ({**JSON, "Origin": "https://page.example"}, 403, "localhost only"),
+        ({**JSON, "Origin": "null"}, 403, "localhost only"),
+        ({**JSON, "Host": "LOCALHOST:7", "Origin": "http://[::1]:3000"}, 400, "not valid JSON"),
+        ({**JSON, "Content-Encoding": "identity", "Host": "app.localhost"}, 400, "not valid JSON"),
+    ],
+    ids=str,
+)
+def test_what_a_page_of_another_site_may_send_is_refused(
+    gateway: Any, headers: Mapping[str, str], status: int, said: str
+) -> None:
+    """Browsers send text/plain without asking, and a name of another site may lead to this machine."""
+    for path in ("chat/completions", "completions", "embeddings"):
+        reply = httpx2.post(f"{url(gateway)}/{path}", content=b"{", headers=headers, timeout=60)
+        assert (reply.status_code, said in reply.json()["error"]["message"]) == (status, True), reply.text
+    if status == 403:
+        assert httpx2.get(f"{url(gateway)}/models", headers=headers, timeout=60).status_code == 403
+
+
 def test_other_errors_of_http_are_json_too(gateway: Any) -> None:
     for method, path, code in (("GET", "/nothing", 404), ("GET", "/chat/completions", 405)):
         reply = httpx2.request(method, url(gateway) + path)
         assert (reply.status_code, reply.json()["error"]["type"]) == (code, "invalid_request_error")
-    long = httpx2.post(f"{url(gateway)}/chat/completions", content=b" " * (5 << 20))
+    long = httpx2.post(f"{url(gateway)}/chat/completions", content=b" " * (5 << 20), headers=JSON)
     assert (long.status_code, long.json()["error"]["code"]) == (413, None)
+
+
+def allowed(reply: httpx2.Response) -> str | None:
+    return reply.headers.get("Access-Control-Allow-Origin")
+
+
+def test_pages_of_allowed_origins_may_call(gateway: Any) -> None:
+    chat = f"{url(gateway)}/chat/completions"
+    for origin in (PAGE, "chrome-extension://abc"):
+        asked = httpx2.options(chat, headers={"Origin": origin, **PREFLIGHT})
+        assert (asked.status_code, asked.content, allowed(asked)) == (204, b"", origin)
+        assert asked.headers["Access-Control-Allow-Methods"] == "POST"
+        assert asked.headers["Access-Control-Allow-Headers"] == "Authorization, Content-Type, *"
+        assert "Access-Control-Allow-Credentials" not in asked.headers
+        assert asked.headers["Vary"] == "Origin"
+    found = httpx2.get(f"{url(gateway)}/models", headers={"Origin": PAGE})
+    assert (found.status_code, allowed(found)) == (200, PAGE)
+    refused = httpx2.post(chat, content=b"{", headers={"Origin": PAGE, "Content-Type": "application/json"})
+    assert (refused.status_code, allowed(refused)) == (400, PAGE)
+    assert "Retry-After" in refused.headers["Access-Control-Expose-Headers"]
+    body = {"model": "notes", "messages": ASKED, "max_tokens": 1, "stream": True}
+    streamed = httpx2.post(chat, json=body, headers={"Origin": PAGE}, timeout=60)
+    assert (streamed.status_code, allowed(streamed)) == (200, PAGE)
+
+
+@pytest.mark.parametrize(
+    "origin", ["https://app.example", "http://app.example:8443", f"{PAGE}.evil.example", "null", "*", ""]
+)
+def test_pages_of_other_origins_may_not(gateway: Any, origin: str) -> None:
+    asked = httpx2.options(f"{url(gateway)}/chat/completions", headers={"Origin": origin, **PREFLIGHT})
+    assert (asked.status_code, allowed(asked)) == (405, None)
+    found = httpx2.get(f"{url(gateway)}/models", headers={"Origin": origin})
+    assert (allowed(found), found.headers["Vary"]) == (None, "Origin")
+
+
+def test_preflights_are_for_what_there_is(gateway: Any) -> None:
+    nothing = httpx2.options(f"{url(gateway)}/nothing", headers={"Origin": PAGE, **PREFLIGHT})
+    assert nothing.status_code == 404
+    no_preflight = httpx2.options(f"{url(gateway)}/models", headers={"Origin": PAGE})
+    assert no_preflight.status_code == 405
+
+
+def test_by_default_no_page_may_call(embedding: Any) -> None:
+    asked = httpx2.options(f"{url(embedding)}/embeddings", headers={"Origin": PAGE, **PREFLIGHT})
+    assert (asked.status_code, allowed(asked), asked.headers.get("Vary")) == (405, None, None)
+
+
+@pytest.mark.parametrize("origin", ["app.example", "https://app.example/", "https://App.example", "null", "https://"])
+def test_what_is_no_origin_is_refused_at_the_start(origin: str) -> None:
+    with pytest.raises(ValueError, match=r"http_allowed_origins: .* is not an origin"):
+        GatewayConfig(http_allowed_origins=(origin,))
+    assert GatewayConfig(http_allowed_origins=("*",)).http_allowed_origins == ("*",)
 
 
 def test_tokens_tenants_and_quotas(worker: Any, serve: Serve, tmp_path: Path) -> None:
@@ -291,7 +385,7 @@ def test_embeddings_are_those_of_retrieval(embedding: Any) -> None:
         for change, message in (
             ({"model": "ada"}, "unknown embedding model 'ada'; known: tiny@"),
             ({"input": []}, "input must be a string"),
-            ({"input": [[1, 2]]}, "token ids are not supported"),
+            ({"input": [[1, 2]]}, "check_embedding_ctx_length=False"),
             ({"dimensions": 3}, "supports only 16 dimensions"),
             ({"encoding_format": "x"}, "encoding_format must be"),
             ({"extra_body": {"more": 1}}, "unknown field 'more'"),
@@ -299,7 +393,7 @@ def test_embeddings_are_those_of_retrieval(embedding: Any) -> None:
             with pytest.raises((openai.BadRequestError, openai.NotFoundError), match=message) as refused:
                 client.embeddings.create(**{"model": "tiny", "input": "x", **change})
             assert "dimensions" not in change or refused.value.param == "dimensions"
-    half = httpx2.post(f"{url(embedding)}/embeddings", content=b'{"input": ["x", "\\ud800"]}')
+    half = httpx2.post(f"{url(embedding)}/embeddings", content=b'{"input": ["x", "\\ud800"]}', headers=JSON)
     assert (half.status_code, half.json()["error"]["param"]) == (400, "input")
     with Client(embedding.address, timeout=60) as own:
         assert [item.embedder.partition("@")[0] for item in own.list()] == ["tiny"]

@@ -5,8 +5,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from openai.types import completion_create_params as text_params
+from openai.types import embedding_create_params as embedding_params
+from openai.types.chat import chat_completion_content_part_text_param as part_params
+from openai.types.chat import chat_completion_stream_options_param as stream_params
+from openai.types.chat import completion_create_params as chat_params
 
 from fusionkv.gateway.http import replies, requests
+from fusionkv.gateway.http.server import parse
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime import errors
 from fusionkv.protos.runtime.errors import InvalidArgument
@@ -37,7 +43,7 @@ GOOD = {"model": "notes", "messages": ASKED, "max_tokens": 1}
         ({"max_tokens": 10**30}, None, "invalid option"),
         ({"temperature": 10**400}, None, "invalid option"),
         ({"top_p": 0}, "top_p", "greater than 0"),
-        ({"seed": -1}, None, "invalid option: seed: "),
+        ({"seed": -2}, None, "invalid option: seed: "),
         ({"n": 2}, "n", "not supported"),
         ({"tools": [{"type": "function"}]}, "tools", "not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
@@ -158,3 +164,193 @@ def test_every_error_has_its_status() -> None:
     assert "secret" not in str(replies.error_body(RuntimeError("secret")))
     busy = errors.ResourceExhausted("busy", retry_after=0.2)
     assert replies.headers(busy) == {"Retry-After": "1", "Retry-After-Ms": "200"}
+
+
+HONOURED = {
+    "max_completion_tokens", "max_tokens", "messages", "model", "prompt", "seed", "stop", "stream_options",
+    "temperature", "top_p",
+}  # fmt: skip
+IGNORED = {
+    "metadata": {}, "prompt_cache_key": "x", "prompt_cache_options": {}, "prompt_cache_retention": "24h",
+    "safety_identifier": "x", "service_tier": "auto", "store": True, "user": "x",
+}  # fmt: skip
+# Values without effect, and values with one.
+WITHOUT_EFFECT: dict[str, tuple[list[Any], list[Any]]] = {
+    "best_of": ([1], [2, True]),
+    "echo": ([False], [True]),
+    "frequency_penalty": ([0, 0.0], [0.5, False]),
+    "function_call": (["none"], ["auto", {"name": "f"}]),
+    "functions": ([[]], [[{"name": "f"}]]),
+    "logit_bias": ([{}], [{"5": 1}]),
+    "logprobs": ([False], [True, 0, 5]),
+    "modalities": ([["text"]], [["text", "audio"]]),
+    "n": ([1], [2, True]),
+    "parallel_tool_calls": ([True, False], [0, "yes"]),
+    "presence_penalty": ([0], [-1]),
+    "reasoning_effort": (["none"], ["high"]),
+    "response_format": ([{"type": "text"}], [{"type": "json_object"}]),
+    "suffix": ([""], ["x"]),
+    "tool_choice": (["none"], ["auto", "required"]),
+    "tools": ([[]], [[{"type": "function"}]]),
+    "top_logprobs": ([0], [3, False]),
+    "verbosity": (["medium"], ["low"]),
+}
+OF_VLLM: dict[str, tuple[list[Any], list[Any]]] = {
+    "add_generation_prompt": ([True], [False, 1]),
+    "continue_final_message": ([False], [True]),
+    "ignore_eos": ([False], [True]),
+    "include_stop_str_in_output": ([False], [True]),
+    "length_penalty": ([1, 1.0], [2, True]),
+    "min_p": ([0, 0.0], [0.1]),
+    "min_tokens": ([0], [5]),
+    "repetition_penalty": ([1, 1.0], [1.2]),
+    "skip_special_tokens": ([True], [False]),
+    "spaces_between_special_tokens": ([True, False], [1]),
+    "stop_token_ids": ([[]], [[5]]),
+    "use_beam_search": ([False], [True]),
+}
+# Of a part of a message's content: they mark where a prompt cache ends.
+MARKS = {"cache_control": {"type": "ephemeral"}, "prompt_cache_breakpoint": {"mode": "explicit"}}
+REFUSED = {"audio", "moderation", "prediction", "web_search_options"}
+
+
+def test_every_field_of_the_openai_client_is_accounted_for() -> None:
+    chat = set(chat_params.CompletionCreateParamsBase.__annotations__)
+    text = set(text_params.CompletionCreateParamsBase.__annotations__)
+    assert chat | text == HONOURED | IGNORED.keys() | WITHOUT_EFFECT.keys() | REFUSED
+    embedding = set(embedding_params.EmbeddingCreateParams.__annotations__)
+    assert embedding == OF_EMBEDDINGS.keys()
+    streamed = set(stream_params.ChatCompletionStreamOptionsParam.__annotations__)
+    assert streamed == {"include_usage", "include_obfuscation"}
+
+
+@pytest.mark.parametrize("field", sorted(IGNORED.keys() | WITHOUT_EFFECT.keys() | OF_VLLM.keys() | REFUSED))
+def test_a_field_is_accepted_where_it_has_no_effect_and_else_refused_by_name(field: str) -> None:
+    plain = requests.completion(GOOD)
+    with_values = WITHOUT_EFFECT | OF_VLLM
+    accepted, refused = with_values.get(field, ([IGNORED[field]] if field in IGNORED else [], []))
+    for value in [None, *accepted]:
+        assert requests.completion({**GOOD, field: value}) == plain
+    for value in [*refused, *([{}] if field in REFUSED else [])]:
+        with pytest.raises(requests.BadRequest, match=f"{field} is not supported") as error:
+            requests.completion({**GOOD, field: value})
+        assert error.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("stream", "options", "usage"),
+    [
+        (False, {}, False),
+        (False, {"include_usage": None}, False),
+        (True, {}, False),
+        (True, {"include_usage": False, "include_obfuscation": None}, False),
+        (True, {"include_usage": True, "include_obfuscation": False, "continuous_usage_stats": False}, True),
+    ],
+)
+def test_options_of_a_stream(stream: bool, options: dict[str, Any], usage: bool) -> None:
+    made = requests.completion({**GOOD, "stream": stream, "stream_options": options})
+    assert (made.stream, made.usage) == (stream, usage)
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "said"),
+    [
+        ({"stream_options": {"include_usage": True}}, "stream_options", "set stream to true"),
+        ({"stream": False, "stream_options": {"include_usage": False}}, "stream_options", "set stream to true"),
+        (
+            {"stream": True, "stream_options": {"include_usages": True}},
+            "stream_options.include_usages",
+            "unknown field",
+        ),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "include_usage", "true or false"),
+        ({"stream": True, "stream_options": True}, "stream_options", "an object"),
+        *(
+            ({"stream": True, "stream_options": {name: True}}, f"stream_options.{name}", "not supported")
+            for name in ("include_obfuscation", "continuous_usage_stats")
+        ),
+    ],
+    ids=str,
+)
+def test_options_of_a_stream_that_are_refused(change: dict[str, Any], param: str, said: str) -> None:
+    with pytest.raises(requests.BadRequest, match=said) as error:
+        requests.completion({**GOOD, **change})
+    assert error.value.param == param
+
+
+# Values that are accepted, and values that are refused with what is said.
+OF_EMBEDDINGS: dict[str, tuple[list[Any], list[tuple[Any, str]]]] = {
+    "input": (
+        ["x", ["x", "y"], ["x"] * 2048],
+        [
+            *((ids, "check_embedding_ctx_length=False") for ids in ([1, 2], [[1, 2]], [[1], [2]], ["x", [1]], [[]])),
+            *((none, "must be a string or a list of strings") for none in ("", " ", [], [""], {}, 5, True, None)),
+            (["x"] * 2049, "at most 2048 texts"),
+            ("x" * 32769, "at most 2048 texts of at most 32768 characters"),
+        ],
+    ),
+    "model": (["tiny", None], [(5, "wrong type")]),
+    "encoding_format": (["float", "base64", None], [("int8", "must be one of"), (5, "must be one of")]),
+    "dimensions": ([16, None], [(0, "at least 1"), (-1, "at least 1"), (1.5, "wrong type"), (True, "wrong type")]),
+    "user": (["x", None], []),
+}
+
+
+@pytest.mark.parametrize("field", sorted(OF_EMBEDDINGS))
+def test_values_of_embeddings(field: str) -> None:
+    accepted, refused = OF_EMBEDDINGS[field]
+    for value in accepted:
+        requests.embeddings({"input": "x", field: value})
+    for value, said in refused:
+        with pytest.raises(requests.BadRequest, match=said) as error:
+            requests.embeddings({"input": "x", field: value})
+        assert error.value.param == field
+
+
+def test_what_an_earlier_answer_holds_is_accepted_where_it_has_no_effect() -> None:
+    """As clients send a reply's message back."""
+    before = {"role": "assistant", "content": "Blue."}
+    empty = dict.fromkeys(("refusal", "audio", "function_call", "tool_calls", "annotations"))
+    plain = requests.completion({**GOOD, "messages": [*ASKED, before, *ASKED]})
+    for more in (
+        empty,
+        {"tool_calls": [], "annotations": []},
+        {"name": "x", "reasoning_content": "x", "reasoning": "x"},
+    ):
+        assert requests.completion({**GOOD, "messages": [*ASKED, {**before, **more}, *ASKED]}) == plain
+    for name, value, said in (
+        ("tool_calls", [{"id": "1", "type": "function"}], "not supported"),
+        ("function_call", {"name": "f"}, "not supported"),
+        ("refusal", "No.", "not supported"),
+        ("audio", {"id": "1"}, "not supported"),
+        ("tool_call_id", "1", "not supported"),
+        ("contents", "x", "unknown field"),
+    ):
+        with pytest.raises(requests.BadRequest, match=said) as error:
+            requests.completion({**GOOD, "messages": [*ASKED, {**before, name: value}, *ASKED]})
+        assert error.value.param == f"messages[1].{name}"
+
+
+def test_keys_of_a_part_are_accepted_where_they_have_no_effect_and_else_refused_by_name() -> None:
+    part = {"type": "text", "text": "Which colour?"}
+    assert part.keys() <= set(part_params.ChatCompletionContentPartTextParam.__annotations__) <= {*part, *MARKS}
+    plain = requests.completion(GOOD)
+    for more in (MARKS, {"annotations": []}, dict.fromkeys(("citations", "annotations", *MARKS))):
+        asked = [{"role": "user", "content": [{**part, **more}]}]
+        assert requests.completion({**GOOD, "messages": asked}) == plain
+    for name, value, said in (
+        ("annotations", [{"type": "url_citation"}], "not supported"),
+        ("image_url", {"url": "x"}, "unknown field"),
+        ("extra", 1, "unknown field"),
+    ):
+        asked = [{"role": "user", "content": [part, {**part, name: value}]}]
+        with pytest.raises(requests.BadRequest, match=said) as error:
+            requests.completion({**GOOD, "messages": asked})
+        assert error.value.param == f"messages[0].content[1].{name}"
+
+
+def test_a_seed_of_minus_one_is_none() -> None:
+    assert requests.completion({**GOOD, "seed": -1}) == requests.completion(GOOD)
+
+
+def test_a_byte_order_mark_before_the_body_is_no_error() -> None:
+    assert parse(b'\xef\xbb\xbf{"a": 1}') == {"a": 1}

@@ -3,12 +3,16 @@
 import io
 import json
 
+import matplotlib
 import pytest
+from matplotlib.figure import Figure
 from pypdf import PdfWriter
 
 from fusionkv.gateway.ingest import parse
 from fusionkv.gateway.ingest.document import Document
 from fusionkv.gateway.ingest.media_types import HTML, JSONL, MARKDOWN, PDF, PLAIN
+from fusionkv.gateway.ingest.parse_pdf import in_logical_order
+from fusionkv.gateway.ingest.text import nfc
 from fusionkv.protos.runtime.errors import InvalidArgument
 from tests.fuzz.pdf_shapes import CATALOGUE, FONT, file, page, stream
 
@@ -28,6 +32,16 @@ def mapped_pdf(code: str) -> bytes:
     unicode = stream(b"begincmap 1 beginbfchar <78> <%s> endbfchar endcmap" % code.encode())
     objects = [CATALOGUE, b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>", page(), FONT[:-2] + b"/ToUnicode 6 0 R >>"]
     return file([*objects, stream(b"BT /F1 12 Tf 72 720 Td (x) Tj ET"), unicode])
+
+
+def drawn_pdf(lines: list[str], font_type: int) -> bytes:
+    """A PDF file as a program draws it: shaped, and in visual order."""
+    figure, out = Figure(), io.BytesIO()
+    for number, line in enumerate(lines):
+        figure.text(0.95, 0.9 - 0.1 * number, line, ha="right")
+    with matplotlib.rc_context({"pdf.fonttype": font_type}):
+        figure.savefig(out, format="pdf")
+    return out.getvalue()
 
 
 def encrypted_pdf(password: str) -> bytes:
@@ -120,9 +134,9 @@ def test_each_json_line_is_a_document() -> None:
         (b"<p>x</p><![n[", HTML, "markup is broken"),
         (b'{"text": "a"}\n\n{"text": "b"\n', JSONL, "line 3 is not JSON"),
         (b'{"text": "a"}\n[1]', JSONL, "line 2 must be a JSON object or a string"),
-        (b'{"body": "a"}', JSONL, 'line 1 must have a non-empty string "text"'),
+        (b'{"body": "a"}', JSONL, 'line 1 must have a string "text"'),
         (b'{"text": ' + b"[" * 100_000, JSONL, "line 1 is not JSON"),
-        (b'{"text": " "}', JSONL, "line 1 must have a non-empty string .*"),
+        (b'{"text": " "}', JSONL, "no text"),
         (b'{"text": "a", "id": true}', JSONL, 'line 1 has an "id" that is neither'),
         (b'{"text": "a", "title": ["x"]}', JSONL, 'line 1 has a "title" that is not a string'),
         (b'{"text": "a", "metadata": "x"}', JSONL, 'line 1 has "metadata" that is not an object'),
@@ -134,3 +148,118 @@ def test_each_json_line_is_a_document() -> None:
 def test_content_that_is_not_of_its_type_is_refused(content: bytes, kind: str, error: str) -> None:
     with pytest.raises(InvalidArgument, match=error):
         parse.parse(content, kind)
+
+
+PNG = "iVBORw0KGgoAAAANSUhEUg" + "Az09+/" * 200 + "=="
+IMAGE = f"data:image/png;base64,{PNG}"
+SVG = "data:image/svg+xml;utf8,<svg xmlns='a'><text>secret</text></svg>"
+WRAPPED = "data:image/png;base64," + "\n".join([PNG[at : at + 76] for at in range(0, 600, 76)])
+
+
+@pytest.mark.parametrize(
+    ("page", "text"),
+    [
+        (f"<p>a<p><img alt=pump src={IMAGE}><p>b", "a\n\npump\n\nb"),
+        (f"<img alt='a pump' src='{IMAGE}'>", "a pump"),
+        (f'a <img src=" \nDA\tTA:image/png;base64,{PNG}"> b', "a  b"),
+        (f"<img src=p.png alt=p srcset='{IMAGE} 1x, {IMAGE} 2x'>", "![p](p.png)"),
+        (f'<img alt=drawing src="{SVG}">', "drawing"),
+        ("<img alt=drawing src=data:image/svg+xml,%3Csvg%20d='M0(1)'%3E>", "drawing"),
+        (f"<a href='data:application/pdf;base64,{PNG}'>paper</a> <a href='javascript:f(1)'>more</a>", "paper more"),
+        (f"<video poster='{IMAGE}' src='data:video/mp4;base64,{PNG}'>film</video>", "film"),
+        (f"<style>p {{ background: url({IMAGE}) }}</style><p style='background: url({IMAGE})'>a", "a"),
+        (f"<pre>a {IMAGE} b</pre>", "```\na  b\n```"),
+        ("<p hidden>no</p><p hidden=''>no</p><p hidden=until-found>a</p>", "a"),
+        (
+            "<p style='color: red; DISPLAY : None !important'>no</p><p style='display: none; display: block'>a</p>",
+            "a",
+        ),
+        ("<div style=visibility:hidden>no <b>no</b></div><p style='visibility: collapse'>no</p><p>a", "a"),
+        ("<nav><a href=/>no</a></nav><div role='Navigation menu'>no</div><template>no</template><p>a", "a"),
+        ("<!-- no --><noscript>no</noscript><svg><text>no</text></svg><script>no</script><p>a", "a"),
+        ("<title>T</title><h1 hidden>no</h1><nav><h1>no</h1></nav><p>a", "# T\n\na"),
+        ("<p>&lt;nav&gt;a&lt;/nav&gt; &lt;!-- b --&gt;", "<nav>a</nav> <!-- b -->"),
+    ],
+)
+def test_a_page_is_what_is_shown_of_it(page: str, text: str) -> None:
+    assert parse.parse(page.encode(), HTML) == [Document(text, markdown=True)]
+
+
+@pytest.mark.parametrize(
+    ("markdown", "text"),
+    [
+        (f"a ![pump [1]]({IMAGE}) b", "a pump [1] b"),
+        (f'a ![pump](<{IMAGE}> "a pump") b', "a pump b"),
+        (f"a [![pump]({IMAGE})](https://pumps) b", "a [pump](https://pumps) b"),
+        (f"![pump][1]\n\n[1]: {IMAGE}\n[2]: <{IMAGE}> 'a pump'\nend", "![pump][1]\n\nend"),
+        (f"a <img alt='a pump' src='{IMAGE}'/> b", "a a pump b"),
+        (f'<picture><source srcset="{IMAGE} 1x, {IMAGE} 2x"><img src={IMAGE}></picture>a', "<picture></picture>a"),
+        (f"<style>\np {{ background: url({IMAGE}) }}\n</style>a", "a"),
+        (f'![pump]({SVG}) <img alt=drawing src="{SVG}">', "pump drawing"),
+        ("![pump](data:image/svg+xml,%3Csvg%20d='M0(1)'%3E)", "pump"),
+        (f"[paper](data:application/pdf;name=a%20b.pdf;base64,{PNG})", "paper"),
+        (f"![pump]({WRAPPED}) b", "pump b"),
+        (f"a\n<!-- no\n\n{IMAGE} --> <nav>no <b>no</b></nav>\nb", "a\n \nb"),
+        ("a <div hidden>no <div>no</div>\n\n```\nno\n```\n</div>b", "a b"),
+        (
+            "```html\n<nav>a</nav> <!-- b -->\n```\n`<nav>c</nav>`",
+            "```html\n<nav>a</nav> <!-- b -->\n```\n`<nav>c</nav>`",
+        ),
+        ("a\n\n    <nav>b</nav>\n\n1 < 2 <!-- c <p hidden>d", "a\n\n    <nav>b</nav>\n\n1 < 2 <!-- c <p hidden>d"),
+        ('"data: the new oil" and `data:text/plain;base64,SGVsbG8=`', None),
+        ("[data]: the new oil\n![empty]() [x](data.csv) data:none", None),
+    ],
+)
+def test_markdown_is_what_is_shown_of_it(markdown: str, text: str | None) -> None:
+    assert parse.parse(markdown.encode(), MARKDOWN) == [Document(text or markdown, markdown=True)]
+
+
+def test_inline_images_are_no_text_of_other_documents() -> None:
+    assert parse.parse(f"a {IMAGE} b".encode(), PLAIN) == [Document("a  b")]
+    line = json.dumps({"text": f"a ![pump]({IMAGE}) b"}).encode()
+    assert parse.parse(line, JSONL) == [Document("a pump b", line=1)]
+
+
+def test_texts_are_composed() -> None:
+    apart, one = "Cafe\u0301 \u1112\u1161\u11ab \u304b\u3099", "Café 한 が"
+    assert nfc(apart) == nfc(one) == one
+    assert nfc("か" * 500 + "\u304b\u3099" * 500) == "か" * 500 + "が" * 500
+    for kind in (PLAIN, MARKDOWN, HTML):
+        assert parse.parse(apart.encode(), kind)[0].text == one
+    line = json.dumps({"title": apart, "text": apart}).encode()
+    assert parse.parse(line, JSONL) == [Document(one, title=one, line=1)]
+
+
+RIGHT_TO_LEFT = [
+    "שלום עולם, זה מסמך בדיקה.",
+    'המחיר הוא 1,250 שקלים (כולל מע"מ) לשנת 2024.',
+    "הספרייה NumPy 2.0 פועלת במהירות גבוהה.",
+    "مرحبا بالعالم، هذه وثيقة اختبار.",
+    "السعر هو 1250 دولار في سنة 2024 مع NumPy.",
+    "English with שלום עולם inside 12 words.",
+]
+
+
+@pytest.mark.parametrize("font_type", [3, 42])
+def test_pdfs_from_right_to_left_are_in_logical_order(font_type: int) -> None:
+    (document,) = parse.parse(drawn_pdf(RIGHT_TO_LEFT, font_type), PDF)
+    assert document.text.split("\n") == RIGHT_TO_LEFT
+
+
+@pytest.mark.parametrize(
+    ("seen", "text"),
+    [
+        ("םולש 2024", "2024 שלום"),
+        ('(מ"עמ ללוכ) םילקש 1,250 ריחמה', 'המחיר 1,250 שקלים (כולל מע"מ)'),  # mirrored already
+        ("50% - 10 :םירפסמ", "מספרים: 10 - 50%"),
+        ("ﺭﻻﻭﺩ 1250 ﺮﻌﺴﻟﺍ", "السعر 1250 دولار"),  # shapes of letters
+        ("١٢٣\u066b٤ ةنس", "سنة ١٢٣\u066b٤"),
+        ("نم %45.6 ةبسنلا", "النسبة 45.6% من"),
+        ('(ח"ש ןוילימ 3-כ) $12.5 לש 2023/24 ח"וד', 'דו"ח 2023/24 של $12.5 (כ-3 מיליון ש"ח)'),
+        ("וישומישו Machine Learning-ל אובמ - 3.2 קרפ", "פרק 3.2 - מבוא ל-Machine Learning ושימושיו"),
+        ("שלום עולם 12", "שלום עולם 12"),  # in logical order already
+        ("A  page\nof English.", "A page\nof English."),
+    ],
+)
+def test_lines_from_right_to_left(seen: str, text: str) -> None:
+    assert in_logical_order(seen) == text

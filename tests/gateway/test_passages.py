@@ -27,7 +27,7 @@ def hits(answer: Answer) -> int:
 def test_retrieved_passages_given_back_are_answered_as_their_corpus_is(client: Client) -> None:
     asked: dict[str, Any] = {"question": WHO, "recipe": "full_reuse", "max_tokens": 8}
     over = client.ask("base", **asked)
-    given = client.ask(passages=over.sources, **asked)
+    given = client.ask(passages=over.sources, order="rank", **asked)
     assert (given.text, given.sources) == (over.text, over.sources)
     s = given.summary
     assert (s.prompt_tokens, s.chunks_retrieved) == (over.summary.prompt_tokens, 6)
@@ -49,12 +49,28 @@ def test_sources_say_what_is_cited(client: Client) -> None:
         Passage(text="The hill is green."),
         Passage(document="hills.txt", position=7, text="The hill is high.", score=0.5),
     ]
-    sources = client.ask(question="Which colour?", passages=given, max_tokens=1).sources
+    sources = client.ask(question="Which colour?", passages=given, order="rank", max_tokens=1).sources
     assert all(source.tokens > len(source.text) for source in sources), "a byte is a token of this model"
     assert [replace(s, tokens=0) for s in sources] == [given[0], replace(given[1], position=1), given[2]]
     assert [s.name for s in sources] == ["Lakes", "passage 2", "hills.txt#7"]
-    turned = client.ask(question="Which colour?", passages=given, order="rank_reversed", max_tokens=1)
-    assert [s.position for s in turned.sources] == [7, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "positions"),
+    [
+        ({}, [0, 3, 2, 1]),
+        ({"order": "ends"}, [0, 3, 2, 1]),
+        ({"order": "rank"}, [0, 1, 2, 3]),
+        ({"order": "rank_reversed"}, [3, 2, 1, 0]),
+        ({"order": "document"}, [0, 1, 2, 3]),
+    ],
+)
+def test_given_passages_have_the_order_of_retrieved_ones(
+    client: Client, asked: dict[str, str], positions: list[int]
+) -> None:
+    given = [f"The lake {number} is blue." for number in range(4)]
+    answer = client.ask(question="Which?", passages=given, max_tokens=1, **asked)  # type: ignore[arg-type]
+    assert [s.position for s in answer.sources] == positions
 
 
 def laid_out(client: Client, **asked: Any) -> tuple[str, str]:

@@ -53,7 +53,7 @@ class Servicer:
         yield pb.GenerateResponse(summary=Summary(finish_reason="end"))
 
     # Called by no test.
-    Precompute = Retrieve = Stats = Move = List
+    Upload = Precompute = Retrieve = GetModel = Stats = Move = List
 
 
 Served = tuple[Servicer, str]

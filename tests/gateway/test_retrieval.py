@@ -16,8 +16,11 @@ import pyarrow as pa
 import pytest
 
 from fusionkv.gateway.auth.tenants import Quotas, Tenants
+from fusionkv.gateway.config import NONE, GatewayConfig
+from fusionkv.gateway.embed.base import Embedder, Reranker
 from fusionkv.gateway.retrieval import embedded, milvus, milvus_rows, table
-from fusionkv.gateway.retrieval.base import Chunk, Retrieval, rank
+from fusionkv.gateway.retrieval.base import Chunk, HybridSearch, Retrieval, rank
+from fusionkv.gateway.retrieval.duplicates import distinct
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 from fusionkv.gateway.retrieval.milvus import MilvusRetrieval
 from fusionkv.gateway.tokens import ModelIdentity
@@ -124,7 +127,9 @@ async def test_words_are_found_as_they_are(engine: Retrieval, word: str) -> None
     assert await texts(engine, "c", f"{word}?", count=1) == [f"there {word} stands"]
 
 
-@pytest.mark.parametrize("question", ["?!...", "''\";--", "a AND (b OR", "+x -y ~z^2 *", "\u200b"])
+@pytest.mark.parametrize(
+    "question", ["?!...", '"red fox"', '"fox"', '"', "''\";--", "a AND (b OR", "+x -y ~z^2 *", "\u200b"]
+)
 async def test_no_question_is_a_syntax_error(engine: Retrieval, question: str) -> None:
     await put(engine, "c", "d", "some text")
     assert len(await engine.candidates("c", question, vector("q"), 10, MODEL)) == 1
@@ -156,11 +161,17 @@ async def test_without_an_embedder_words_alone_are_searched(engine: Retrieval) -
 
 
 async def test_only_documents_with_all_of_the_metadata_are_found(engine: Retrieval) -> None:
-    known = {"a": {"year": "2020", "by": 'O\'Neil "x"'}, "b": {"year": "2020"}, "c": {"year": "2021"}, "d": {}}
+    known = {
+        "a": {"year": "2020", "by": 'O\'Neil "x"'},
+        "b": {"year": "2020"},
+        "c": {"year": "2021"},
+        "d": {"город": "Köln"},
+    }
     for name, metadata in known.items():
         chunk = Chunk(name, 0, f"text {name}", (1,), title="T", source="/x", metadata=tuple(sorted(metadata.items())))
         await engine.replace("c", name, [chunk], vector(name)[None], MODEL)
         assert [c for c, _ in await engine.chunks("c", name, MODEL)] == [chunk]
+    assert [i.source for i in await engine.documents("c")] == ["/x"] * 4
 
     async def found(**where: str) -> list[str]:
         candidates = await engine.candidates("c", "text", vector("q"), 50, MODEL, where)
@@ -170,6 +181,81 @@ async def test_only_documents_with_all_of_the_metadata_are_found(engine: Retriev
     assert await found(year="2020") == ["a", "b"]
     assert await found(year="2020", by='O\'Neil "x"') == ["a"]
     assert await found(year="202") == await found(by="2020") == []
+    assert await found(город="Köln") == ["d"]
+    assert await found(город="Koln") == []
+
+
+class Meanings(Embedder, Reranker):
+    """Embeds as `vector`, and takes the longest text for the best."""
+
+    name, dim = "an embedder", DIM
+
+    async def embed(self, texts: Sequence[str], *, question: bool = False, tenant: str = "") -> np.ndarray:
+        return np.stack([vector(text) for text in texts])
+
+    async def score(self, question: str, passages: Sequence[str]) -> list[float]:
+        assert len(set(passages)) == len(passages)
+        return [float(len(passage)) for passage in passages]
+
+    async def close(self) -> None:
+        pass
+
+
+PAGES = [f"the pump {text}" for text in ("is blue", "is old and loud", "delivers 42 litres", "stands in the cellar")]
+
+
+@pytest.mark.parametrize("weight", [None, 0.0, 0.6, 1.0])
+@pytest.mark.parametrize("reranked", [False, True])
+async def test_each_text_is_found_once(engine: Retrieval, weight: float | None, reranked: bool) -> None:
+    """However many copies of it there are: more than an engine returns."""
+    model, meanings = MODEL if weight is not None else WORDS_ALONE, Meanings()
+    config = GatewayConfig(embedder=NONE, dense_weight=weight or 0.0)
+    search = HybridSearch(config, None if weight is None else meanings, meanings if reranked else None)
+    copies = [*PAGES[:1] * 150, *(f"{PAGES[1]}{' ' * n}" for n in range(150)), *PAGES[2:]]
+    vectors = await search.vectors(copies, {})
+    await engine.replace("c", "d", chunks("d", *copies), vectors, model)
+    await engine.replace("c", "e", chunks("e", " The PUMP\nis blue "), await search.vectors(PAGES[:1], {}), model)
+    found = await search.search(engine, "c", "the pump is blue", 4, model)
+    assert sorted(" ".join(chunk.text.lower().split()) for chunk, _ in found) == sorted(PAGES)
+    assert len(await search.search(engine, "c", "the pump is blue", 2, model)) == 2
+
+
+VALLEY = "The Corran Valley Line runs from Corran to Pell along the river and " + " ".join(
+    f"by stop {n}" for n in range(60)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "question", "same"),
+    [
+        (VALLEY, "Where?", True),
+        (f" {VALLEY.upper()}\n", "Where?", True),
+        (VALLEY.replace(" and ", ", and then "), "Where?", True),
+        (f"{VALLEY} Printed on 3 May.", "Where?", True),
+        (VALLEY.replace("stop 7", "stop Alder"), "Where?", True),
+        (VALLEY.replace("stop 7", "stop Alder"), "Where is Alder?", False),
+        (VALLEY[: len(VALLEY) // 2], "Where?", False),
+        (VALLEY.replace("by", "near"), "Where?", False),
+        ("The Corran Valley Line runs from Corran to Pell along the river", "Where?", False),
+    ],
+)
+def test_texts_that_differ_in_few_words_are_the_same(text: str, question: str, same: bool) -> None:
+    assert distinct([VALLEY, text], question, 2) == ([0] if same else [0, 1])
+    assert distinct([text, VALLEY], question, 2) == ([0] if same else [0, 1])
+
+
+def test_short_texts_are_the_same_only_if_they_are_equal() -> None:
+    texts = [
+        "The code of Ada is 17.",
+        "The code of Ada is 18.",
+        "the code of Ada  is 17.",
+        "",
+        " ",
+        "love me",
+        "love me love me",
+    ]
+    assert distinct(texts, "code?", 9) == [0, 1, 3, 5, 6]
+    assert distinct(["日本語の文章", "日本語の文書"], "文", 9) == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -215,6 +301,9 @@ async def test_a_corpus_is_moved_to_another_model_and_embedder(tmp_path: Path, r
         assert sorted(os.listdir(tmp_path)) == ["corpora", "lock"]
         found = await engine.candidates("c", "one", np.ones(3, np.float32), 50, OTHER)
         assert sorted(c.chunk.text for c in found if c.words) == ["A ONE", "B ONE"]
+        # A move indexes all rows. LanceDB refuses phrase queries of indexed rows.
+        quoted = await engine.candidates("c", '"one"', np.ones(3, np.float32), 50, OTHER)
+        assert sorted(c.chunk.text for c in quoted if c.words) == ["A ONE", "B ONE"]
         engine = await reopen(tmp_path)
     await engine.replace("c", "e", [Chunk("e", 0, "x", (1,))], np.ones((1, 3), np.float32), OTHER)
     await engine.delete("c", "e")
@@ -612,3 +701,26 @@ async def test_the_embedded_engine_survives_a_restart_and_locks_its_folder(tmp_p
         engine = await reopen(tmp_path)
     with pytest.raises(FailedPrecondition):
         await put(engine, "c", "x", "t", model=ModelIdentity(b"g" * 32, b"", "an embedder"))
+
+
+async def test_stray_files_do_not_stop_a_start_and_data_is_private(tmp_path: Path, reopen: Reopen) -> None:
+    folder = tmp_path / "data"
+    engine = await reopen(folder)
+    await put(engine, "c", "d", "text")
+    await engine.close()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    (folder / "corpora/corpus-x.lance").write_text("x")
+    (folder / "moved").mkdir()
+    for fifo in ("corpora/corpus-y.lance", "moved/corpus-c.lance", "corpora/z", "fifo"):
+        os.mkfifo(folder / fifo)
+    for mode, private in ((0o755, 0o700), (0o775, 0o770), (0o2770, 0o2770)):
+        folder.chmod(mode)
+        engine = await reopen(folder)
+        assert [item.name for item in await engine.corpora()] == ["c"]
+        assert await texts(engine, "c", "text") == ["text"]
+        await engine.close()
+        assert folder.stat().st_mode & 0o7777 == private
+    (folder / "lock").unlink()
+    os.mkfifo(folder / "lock")
+    with pytest.raises(OSError, match="lock is not a file: remove it"):
+        await reopen(folder)

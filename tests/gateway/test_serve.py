@@ -1,12 +1,21 @@
 """`fusionkv serve` and the commands against it, each a process of its own."""
 
+import argparse
+import asyncio
+import contextlib
 import json
+import os
 import re
+import shutil
 import socket
 import subprocess
+import sys
+import tempfile
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from signal import SIGKILL, SIGTERM
 from typing import Any
 
 import httpx2
@@ -14,14 +23,20 @@ import psutil
 import pytest
 from bs4 import BeautifulSoup
 
+from fusionkv.fusion_worker import config as worker_config
 from fusionkv.fusion_worker.config import configured
-from fusionkv.gateway.cli.supervisor import Child
+from fusionkv.fusion_worker.library.catalog import KNOWN
+from fusionkv.gateway.cli import supervisor
+from fusionkv.gateway.cli.supervisor import Child, ChildEnded, _children
 from fusionkv.gateway.client.client import Client
+from fusionkv.gateway.config import GatewayConfig
+from fusionkv.protos.runtime.errors import Unavailable
 from fusionkv.protos.runtime.tls import ClientTLS
 from tests.commands import fusionkv
 from tests.gateway.conftest import Start
 from tests.processes import ended
 from tests.services import Launch, start_cache, token_entry, token_flags
+from tests.stopwatch import SLOWER
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system
@@ -32,10 +47,12 @@ def events(service: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in service.log.splitlines() if line.startswith("{")]
 
 
-def serve(launch: Launch, model: Path, folder: Path, *more: str) -> tuple[Any, str]:
+def serve(launch: Launch, model: Path, folder: Path, *more: str, before: Sequence[str] = ()) -> tuple[Any, str]:
     """All three services; returns the process and the address of the gateway."""
     flags = ("serve", "--model", str(model), "--data-dir", str(folder), "--listen", "127.0.0.1:0", "--json", *more)
-    service = launch("fusionkv.gateway.cli.main", *flags, services=0, env={"FUSIONKV_WORKER_THREADS": "1"})
+    service = launch(
+        "fusionkv.gateway.cli.main", *flags, services=0, env={"FUSIONKV_WORKER_THREADS": "1"}, before=before
+    )
     service.wait_for_line('"event": "ready"', timeout=120)
     up = {e["service"]: e["addresses"][0] for e in events(service) if e["event"] == "up"}
     assert list(up) == ["kvcache", "worker", "gateway"]
@@ -71,7 +88,7 @@ def pages(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_ready_says_what_can_be_asked_where(all_services: tuple[Any, str], tiny_model: Path) -> None:
     (ready,) = [e for e in events(all_services[0]) if e["event"] == "ready"]
-    assert (ready["model"], ready["recipe"]) == (tiny_model.name, "midlayer+corrected")
+    assert (ready["model"], ready["recipe"]) == (tiny_model.name, "default")
     assert [*ready["endpoints"]] == ["grpc", "http", "pages"]
     assert ready["endpoints"]["grpc"] == [all_services[1]]
     assert ready["next"][0] == f"fusionkv ingest --gateway {all_services[1]} CORPUS FOLDER", "as it has to be typed"
@@ -161,7 +178,7 @@ def test_two_files_of_one_name_never_replace_each_other_silently(run: Run, tmp_p
     for _ in range(2):
         run("ingest", "names", first)
     wrong = run("ingest", "names", second, status=1)
-    assert f"came from {first}/readme.md, but this one is from {second}/readme.md" in wrong.stderr
+    assert "came from a/readme.md, but this one is from b/readme.md" in wrong.stderr
     assert "--prefix" in wrong.stderr
     run("ingest", "names", second, "--prefix", "b/")
     replaced = run("ingest", "names", second / "readme.md", "--name", "readme.md", "--replace")
@@ -174,8 +191,10 @@ def test_a_corpus_is_listed_with_what_it_was_made_with_and_moved(run: Run, pages
     assert {"documents": 6, "chunks": 6, "model": tiny_model.name, "embedder": ""}.items() <= book.items()
     assert book["bytes"] > 6
     header, *shown = run("list").stdout.splitlines()
-    assert header.split() == ["corpus", "documents", "chunks", "tokens", "bytes", "model", "embedder"]
-    assert [row.split()[-2:] for row in shown if row.startswith("book")] == [[tiny_model.name, "none"]]
+    assert header.split() == ["corpus", "documents", "chunks", "tokens", "bytes", "model", "embedder", "correction"]
+    assert [row.split()[5:] for row in shown if row.startswith("book")] == [
+        [tiny_model.name, "none", "not", "validated", "yet"]
+    ]
     assert run("move", "book").stdout == "book: 6 chunks moved\n"
     (answer,) = rows(run("ask", "book", "code of Name3?", "--max-tokens", "1", "--json"))
     assert len(answer["sources"]) == 6
@@ -209,6 +228,16 @@ def test_stats_find_the_cache_wherever_its_data_is(run: Run, all_services: tuple
     cache = next(e["addresses"][0] for e in events(all_services[0]) if e.get("service") == "kvcache")
     found = json.loads(run("stats", "--json").stdout)["cache"]
     assert (found["address"], "error" in found) == (cache, False)
+
+
+def test_list_and_stats_show_what_corrections_corpora_have(run: Run, pages: Path) -> None:
+    run("ingest", "told", pages / "page-1.md")
+    (told,) = [item for item in rows(run("list", "--json")) if item["name"] == "told"]
+    assert told["correction"].startswith("not validated yet: 0 of about ")
+    found = json.loads(run("stats", "--json").stdout)["gateway"]["corrections"]
+    assert found.keys() <= {"validated", "refused", "not validated yet"}
+    assert sum(found.values()) == len(rows(run("list", "--json")))
+    assert re.search(r"corrections +\d+ (validated|refused|not validated yet)", run("stats").stdout)
 
 
 @pytest.mark.slow
@@ -264,7 +293,7 @@ async def test_whatever_a_service_prints_is_json_beside_logs_in_json(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["stopped", "a service dies", "killed"])
+@pytest.mark.parametrize("how", ["stopped", "killed"])
 def test_serve_leaves_no_orphans(launch: Launch, tiny_model: Path, tmp_path: Path, how: str) -> None:
     # Too deep for a unix socket, which then goes elsewhere.
     service, _ = serve(launch, tiny_model, tmp_path / ("d" * 90))
@@ -274,13 +303,110 @@ def test_serve_leaves_no_orphans(launch: Launch, tiny_model: Path, tmp_path: Pat
         assert service.stop() == 0
         stopped = [line.split("|")[0].strip() for line in service.log.splitlines() if line.endswith(" stopped")]
         assert stopped == ["gateway", "worker", "kvcache"], "in reverse order"
-    elif how == "a service dies":
-        services[1].kill()
-        assert service.process.wait(200) == 1
-        service.wait_for_line("fusionkv: worker was killed by SIGKILL")
     else:
         service.kill9()
     wait_until(lambda: all(map(ended, services)), 60 if how == "killed" else 0.1)
+
+
+@pytest.mark.slow
+def test_a_service_that_ends_starts_again_at_its_address(launch: Launch, tiny_model: Path, tmp_path: Path) -> None:
+    service, address = serve(launch, tiny_model, tmp_path, "--http-listen", "127.0.0.1:0")
+    (ready,) = [event for event in events(service) if event["event"] == "ready"]
+    names = ("kvcache", "worker", "gateway")
+    processes = dict(zip(names, psutil.Process(service.process.pid).children(), strict=True))
+    with Client(address) as client:
+        client.ingest("c", "a.txt", "A page.")
+        for name, number in (("gateway", SIGKILL), ("kvcache", SIGTERM), ("worker", SIGKILL)):
+            processes[name].send_signal(number)
+            wait_until(
+                lambda name=name: [e["service"] for e in events(service)[3:] if e["event"] == "up"][-1:] == [name],
+                120,
+            )
+            (ended,) = [e for e in events(service) if e["event"] == "ended" and e["service"] == name]
+            assert (ended["exit_code"], ended["restart_seconds"]) == (0 if name == "kvcache" else -SIGKILL, 0.5)
+            wait_until(lambda: answered(client), 60)
+    # A machine at its limit may take over the 2 s of a readiness check.
+    wait_until(lambda: httpx2.get(f"http://{ready['endpoints']['http'][0]}/health").status_code == 200, 60)
+    assert service.stop() == 0
+
+
+def answered(client: Client) -> bool:
+    """Whether a question is answered, with what the cache service has."""
+    with contextlib.suppress(Unavailable):
+        return not client.ask("c", "What?", max_tokens=1).summary.degraded
+    return False
+
+
+STEPS = """
+import os, subprocess, sys
+from pathlib import Path
+step, *rest = Path(sys.argv[2]).read_text().split()
+Path(sys.argv[2]).write_text(" ".join(rest) or step)
+print("step", step, flush=True)
+if step == "serves":
+    print("fusionkv-any serving on 127.0.0.1:7", flush=True)
+if step == "leaves":  # a child that has the output open
+    subprocess.Popen(["sleep", "5"])
+os._exit(3) if step.isalpha() else os.kill(os.getpid(), int(step))
+"""
+
+
+@pytest.mark.parametrize(
+    ("steps", "last", "started"),
+    [
+        ("fails serves", "any ended with exit code 3; its last line: step fails", 1),
+        ("9 9 fails", "exit code 3; its last line: step fails; none of 3 tries to start it led to a service", 3),
+        ("9", "none of 5 tries to start it led to a service", 5),
+        ("9 serves fails serves leaves 9 9 9 9", "none of 5 tries to start it led to a service", 9),
+    ],
+)
+async def test_a_service_starts_again_unless_it_cannot(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    steps: str,
+    last: str,
+    started: int,
+) -> None:
+    monkeypatch.setattr(supervisor, "_WAIT_SECONDS", 0.004)
+    monkeypatch.setattr(supervisor, "_LAST_LINES_SECONDS", 0.2)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "steps.py").write_text(STEPS)
+    (tmp_path / "todo").write_text(steps)
+    child = Child("any", "steps", ["--todo", str(tmp_path / "todo")], as_json=True)
+    with pytest.raises(ChildEnded, match=last):
+        await asyncio.wait_for(child.keep(), 60)
+    out, err = capfd.readouterr()
+    assert err.count("step") == started
+    ended = [event for event in map(json.loads, out.splitlines()) if event["event"] == "ended"]
+    assert [event["restart_seconds"] for event in ended] == [0.004 * 2**n for n in range(started - 1)]
+
+
+@pytest.mark.slow
+def test_serve_in_a_folder_of_any_name_behind_a_proxy(
+    launch: Launch, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    monkeypatch.delenv("HOME", raising=False)
+    folder, temporary = tmp_path / "a b, c%2F é", tmp_path / "t m, p"
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    for made in (folder, temporary):
+        made.mkdir()
+        os.chown(made, uid := 12345 if os.getuid() == 0 else os.getuid(), -1)
+    # It may read all that root may, as the Python of these tests is in root's home here and there, and write nothing.
+    reads = ("--inh-caps", "+dac_read_search", "--ambient-caps", "+dac_read_search")
+    before = ("setpriv", "--reuid", "12345", *reads) if os.getuid() == 0 else ()
+    service, address = serve(launch, tiny_model, folder, before=before)
+    assert psutil.Process(service.process.pid).uids().real == uid
+    with Client(address) as client:
+        client.ingest("c", "a.txt", "A page.")
+        assert client.ask("c", "What?", max_tokens=1).summary.tokens_generated == 1
+    began = time.monotonic()
+    assert service.stop() == 0
+    assert time.monotonic() - began < 5 * SLOWER
+    assert {file.name for file in folder.iterdir()} == {"gateway", "kvcache"}
+    assert not [*temporary.iterdir()]
 
 
 @pytest.mark.slow
@@ -298,6 +424,43 @@ def test_a_taken_port_is_told_before_anything_is_loaded(command: tuple[str, ...]
         flags = ["--model", tmp_path] if command != ("serve", "gateway") else []
         done = fusionkv(*command, "--listen", address, *flags, cwd=tmp_path, status=1)
     assert f"{address} is in use by another program: stop it, or set another address with --listen" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["data", "a b, c%2F é", "d" * 90])
+def test_sockets_of_a_folder_of_any_name_are_this_users_alone(tmp_path: Path, name: str) -> None:
+    args = argparse.Namespace(data_dir=tmp_path / name, config=None, model=None, json=False)
+    with contextlib.ExitStack() as stack:
+        children = asyncio.run(_made(args, stack))
+        flags = [child._argv[child._argv.index("--listen") + 1] for child in children[:2]]
+        for flag in flags:
+            assert re.fullmatch(r"unix:[\w./-]+", flag, re.ASCII)
+            assert Path(flag.removeprefix("unix:")).parent.stat().st_mode & 0o077 == 0
+
+
+async def _made(args: argparse.Namespace, stack: contextlib.ExitStack) -> list[Child]:
+    return _children(args, GatewayConfig(), stack)
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o000, 0o770), (0o002, 0o770), (0o022, 0o750)])
+def test_sockets_of_a_single_service_are_closed_to_others(
+    launch: Launch, tmp_path: Path, umask: int, mode: int
+) -> None:
+    folder = Path(tempfile.mkdtemp())  # short enough for sockets
+    before = ("sh", "-c", f'umask {umask:03o}; exec "$@"', "sh")
+    kvcache, gateway = (f"unix:{folder}/{name}" for name in ("kvcache", "gateway"))
+    try:
+        launch(
+            "fusionkv.kvcache_service", "--listen", kvcache, "--data-dir", str(tmp_path / "kvcache"), before=before
+        )
+        http = ("--http-listen", f"{gateway}.http", "--workers", "127.0.0.1:9")
+        data = ("--data-dir", str(tmp_path / "gateway"))
+        launch("fusionkv.gateway", "--listen", gateway, *http, *data, before=before)
+        sockets = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
+        assert sockets == dict.fromkeys(
+            ("kvcache", "kvcache.arena", "kvcache.segments", "gateway", "gateway.http"), mode
+        )
+    finally:
+        shutil.rmtree(folder)
 
 
 def test_a_data_directory_that_cannot_be_is_named(tmp_path: Path, tiny_model: Path) -> None:
@@ -318,7 +481,8 @@ def test_the_default_model_is_sought_in_this_folder_alone(tmp_path: Path) -> Non
 def test_without_a_clone_the_fetched_model_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FUSIONKV_MODELS", str(tmp_path / "fetched"))
-    fetched = tmp_path / "fetched/smollm2"
+    fetched = KNOWN["smollm2"].directory
+    assert fetched.is_relative_to(tmp_path / "fetched")
     fetched.mkdir(parents=True)
     assert configured(None, {}).model == fetched
     other = tmp_path / "models/eased-3"
@@ -350,6 +514,44 @@ def test_a_worker_finds_the_cache_of_its_machine(
     folder.mkdir(parents=True)
     start_cache(launch, tmp_path, "--listen", f"unix:{folder}/kvcache.sock")
     assert "using the cache service on this machine" in start().log
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process as another user")
+def test_a_worker_trusts_no_cache_of_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    reads = ("--inh-caps", "+dac_read_search", "--ambient-caps", "+dac_read_search")
+    code = "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1], flush=True); "
+    for uid, trusted in (("12345", False), ("0", True)):
+        command = ("setpriv", "--reuid", uid, *reads, sys.executable, "-c", f"{code} time.sleep(600)")
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+            assert other.stdout is not None
+            address = f"127.0.0.1:{int(other.stdout.readline())}"
+            monkeypatch.setattr(worker_config, "_CACHE", address)
+            try:
+                assert worker_config.cache_address("") == (address if trusted else "")
+                assert worker_config.cache_address(address) == address, "as it was set"
+            finally:
+                other.kill()
+    assert "belongs to another user" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["kvcache_service", "fusion_worker", "gateway"])
+def test_process_1_of_a_container_ends_while_it_starts(tmp_path: Path, name: str) -> None:
+    alone = ["unshare", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    if subprocess.run([*alone, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no process namespaces: needs root or user namespaces, and unshare")
+    os.mkfifo(tmp_path / "config")
+    command = [*alone, sys.executable, "-P", "-m", f"fusionkv.{name}", "--config", str(tmp_path / "config")]
+    # The file opens once the service reads it, which then waits.
+    with subprocess.Popen(command) as outer, (tmp_path / "config").open("w"):
+        (service,) = psutil.Process(outer.pid).children()
+        service.terminate()
+        try:
+            assert outer.wait(2 * SLOWER) == 128 + SIGTERM
+        finally:
+            outer.kill()
 
 
 @pytest.mark.parametrize("name", ["kvcache", "worker", "gateway"])

@@ -25,13 +25,11 @@ def byte_tokenizer() -> Tokenizer:
     return made
 
 
-def vocabulary(chunk: str = "{text}\n", question: str = "Q: {question}\nA:", system: str = "S\n") -> Vocabulary:
-    own = {"own_system": "<|user|>{system}<eos>", "turn": "<eos>{answer}<|user|>"}
+def vocabulary(chunk: str = "{text}\n", question: str = "Q: {question}\nA:", system: str = "<bos>S\n") -> Vocabulary:
+    own = {"own_system": "<bos><|user|>{system}<eos>", "turn": "<eos>{answer}<|user|>"}
     template = fusion_pb2.PromptTemplate(system=system, chunk=chunk, question=question, **own)
     tokenizer = byte_tokenizer().to_str().encode()
-    return Vocabulary(
-        fusion_pb2.GetModelResponse(fingerprint=b"f" * 32, tokenizer_json=tokenizer, template=template, bos_token=256)
-    )
+    return Vocabulary(fusion_pb2.GetModelResponse(fingerprint=b"f" * 32, tokenizer_json=tokenizer, template=template))
 
 
 def test_ids_are_those_of_the_whole_text() -> None:

@@ -1,0 +1,102 @@
+"""How a prompt begins, and what follows its control tokens: the token ids are those of transformers."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from fusionkv.fusion_worker.library.catalog import KNOWN
+from fusionkv.fusion_worker.template import INSTRUCTION, PromptTemplate
+from fusionkv.gateway.tokens import Vocabulary
+from fusionkv.protos.fusion.v1 import fusion_pb2
+from fusionkv.protos.runtime.errors import FailedPrecondition
+from tests.fusion_worker.oracle import byte_tokenizer
+from tests.fusion_worker.test_models import GEMMA_LIKE, LLAMA_LIKE, QWEN_LIKE
+
+CONTROL = ("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>")
+CHATS = {"plain": None, "qwen": QWEN_LIKE, "llama": LLAMA_LIKE, "gemma": GEMMA_LIKE}
+
+
+def pieces(kind: str) -> Tokenizer:
+    """A token for each character, with spaces as word marks."""
+    characters = ["\u2581", *map(chr, range(33, 127)), "\n"]
+    made = Tokenizer(models.BPE({c: i for i, c in enumerate(characters)}, []))
+    if kind == "gemma":
+        made.normalizer = normalizers.Replace(" ", "\u2581")
+    else:
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    made.decoder = decoders.Metaspace()
+    return made
+
+
+def tokenizer(kind: str, folder: Path, **more: Any) -> Any:
+    """Saved, and read back as a worker does."""
+    if kind == "bytes":
+        made = byte_tokenizer(**more)
+    else:
+        made = PreTrainedTokenizerFast(tokenizer_object=pieces(kind), bos_token="<s>", eos_token="</s>", **more)
+    made.add_tokens([*CONTROL], special_tokens=True)
+    made.save_pretrained(folder)
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def vocabulary(made: Any) -> Vocabulary:
+    template = fusion_pb2.PromptTemplate(**asdict(PromptTemplate.of(made)))
+    as_json = made.backend_tokenizer.to_str().encode()
+    return Vocabulary(fusion_pb2.GetModelResponse(tokenizer_json=as_json, template=template))
+
+
+def transformers_ids(made: Any, content: str, system: str = "") -> list[int]:
+    messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": content}]
+    return list(made.apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+
+
+@pytest.mark.parametrize("begins", [False, True], ids=["", "bos"])
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("kind", ["bytes", "metaspace", "gemma"])
+def test_a_prompt_begins_as_transformers_does(kind: str, chat: str, begins: bool, tmp_path: Path) -> None:
+    more = {"chat_template": CHATS[chat]} if CHATS[chat] else {}
+    made = tokenizer(kind, tmp_path, add_bos_token=begins, **more)
+    ours = vocabulary(made)
+    plain = f"{INSTRUCTION}\n", "Question: Who?\nAnswer:"
+    if chat == "plain":
+        expected = made("".join(plain)).input_ids, made("Be brief.\n" + plain[1]).input_ids
+    else:
+        asked = "Question: Who?"
+        expected = transformers_ids(made, f"{INSTRUCTION}\n\n{asked}"), transformers_ids(made, asked, "Be brief.")
+    assert [*ours.system(), *ours.question("Who?")] == expected[0]
+    assert [*ours.system("Be brief."), *ours.question("Who?")] == expected[1]
+    assert expected[0].count(made.bos_token_id) == (begins if chat == "plain" else chat != "qwen")
+
+
+@pytest.mark.parametrize("begins", [False, True], ids=["", "bos"])
+def test_a_layout_begins_as_transformers_does(begins: bool, tmp_path: Path) -> None:
+    made = tokenizer("metaspace", tmp_path, add_bos_token=begins)
+    ours, layout = vocabulary(made), "Read {passages}Say {question} now."
+    for own in ("", "Be brief."):
+        text = (f"{own}\n" if own else "") + "Read Say who now."
+        assert [*ours.system(own, layout), *ours.question("who", layout=layout)] == made(text).input_ids
+
+
+def test_a_beginning_that_is_no_control_token(tmp_path: Path) -> None:
+    made = tokenizer("bytes", tmp_path, add_bos_token=True)
+    made.backend_tokenizer.post_processor = processors.TemplateProcessing("a $A", None, [("a", 64)])
+    with pytest.raises(FailedPrecondition, match=r"is not among its added_tokens"):
+        PromptTemplate.of(made)
+
+
+@pytest.mark.weights
+@pytest.mark.parametrize("name", ["smollm2", "qwen2.5-0.5b", "gemma3-270m"])
+def test_real_tokenizers(name: str) -> None:
+    if not KNOWN[name].directory.is_dir():
+        pytest.skip(f"fusionkv model get {name}")
+    made = PreTrainedTokenizerFast.from_pretrained(KNOWN[name].directory)
+    ours = vocabulary(made)
+    whole = transformers_ids(made, f"{INSTRUCTION}\n\nQuestion: Who?")
+    system, question = ours.system(), ours.question("Who?")
+    # Tokens at the border may differ.
+    assert system[:-1] == whole[: len(system) - 1]
+    assert question[1:] == whole[1 - len(question) :]
