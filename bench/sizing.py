@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -118,24 +119,23 @@ def measure(model: str, dtype: str = "auto") -> tuple["KVShape", int]:
     if kind is None:
         raise FailedPrecondition(f"unknown dtype {dtype!r}: use auto, {', '.join(DTYPES)}")
     with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(config)
+        network = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     return KVShape.of(config, kind), sum(parameter.numel() for parameter in network.parameters())
 
 
 def _configuration(model: str) -> Any:
-    from transformers import AutoConfig
-
     from fusionkv.fusion_worker.library.resolve import is_hub_id, resolve
-    from fusionkv.fusion_worker.models import check_supported, configuration
+    from fusionkv.fusion_worker.models import configuration
 
     if not is_hub_id(model):
         return configuration(resolve(model))
+    from huggingface_hub import hf_hub_download
+
     try:
-        config = AutoConfig.from_pretrained(model)
-    except (ValueError, OSError, KeyError) as error:
+        file = Path(hf_hub_download(model, "config.json"))
+    except Exception as error:  # huggingface_hub passes on errors of the network, the hub and the disk
         raise FailedPrecondition(f"can't read the configuration of {model}: {first_line(error)}") from error
-    check_supported(config)
-    return config
+    return configuration(file.parent)
 
 
 def of(shape: "KVShape", parameters: int, load: Load, store: str = "plain") -> Size:

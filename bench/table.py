@@ -24,15 +24,15 @@ from fusionkv.bench import command
 from fusionkv.bench.worker import bench, throughput
 from fusionkv.bench.worker.passages import Passages
 from fusionkv.fusion_worker import models
-from fusionkv.fusion_worker.client import DEFAULT_RECIPE
 from fusionkv.fusion_worker.library.resolve import resolve
+from fusionkv.fusion_worker.quality.defaults import MIDLAYER
 from fusionkv.fusion_worker.recipes import find_recipe
 from fusionkv.protos.runtime.process import cores
 
 _ROOT = Path(__file__).parents[1]
-_DEFAULT = find_recipe(DEFAULT_RECIPE)
+_DEFAULT = find_recipe(MIDLAYER.recipe)
 # The columns: recipes and their ratios.
-RECIPES = (("full_attention", 1.0), ("full_reuse", 0.0), (DEFAULT_RECIPE, _DEFAULT.ratio))
+RECIPES = (("full_attention", 1.0), ("full_reuse", 0.0), (MIDLAYER.recipe, _DEFAULT.ratio))
 # Shares of full reuse's loss that `fusionkv eval` reports, with their titles.
 _RECOVERED = {
     "answer_kl_back": "quality recovered, by KL divergence",
@@ -123,7 +123,7 @@ def _quality(args: argparse.Namespace, commit: str) -> _Rows:
     # Cells of another commit are not reused.
     out = args.json.parent / args.json.stem / commit
     argv = [sys.executable, "-P", "-m", "fusionkv.bench.quality", args.model, "--data", *args.data]
-    argv += ["--recipes", DEFAULT_RECIPE, "--ratios", _DEFAULT.ratio, "--n", args.n, "--out", out]
+    argv += ["--recipes", MIDLAYER.recipe, "--ratios", _DEFAULT.ratio, "--n", args.n, "--out", out]
     subprocess.run([*map(str, argv)], check=True)
     wanted = {*_RECOVERED, "f1"}
     rows = json.loads((out / "report.json").read_text(encoding="utf-8"))
@@ -172,7 +172,7 @@ def _questions(parts: Mapping[str, _Rows]) -> tuple[str, ...]:
 
 def _qualities(rows: _Rows) -> Iterator[tuple[str, ...]]:
     for metric, title in _RECOVERED.items():
-        found = [row["score"] for row in rows if row["metric"] == metric and row["recipe"] == DEFAULT_RECIPE]
+        found = [row["score"] for row in rows if row["metric"] == metric and row["recipe"] == MIDLAYER.recipe]
         known = [score for score in found if score is not None]
         yield title, "100%", "0%", _shares(statistics.mean(known), known) if known else "undefined"
     scores = [

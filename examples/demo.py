@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -98,7 +99,9 @@ def choose(console: Console, model: str | None) -> Setting:
     )
     if model is not None and Path(model).resolve() in references:
         return replace(small, model=model)
-    if model is None and not fetched(console, REAL_MODEL, "93 MB"):
+    if model is not None and "/" not in model and not Path(model).exists() and not fetched(console, model):
+        raise Failed(f"{model} is no directory, and could not be fetched: `fusionkv model list` names the models")
+    if model is None and not fetched(console, REAL_MODEL):
         if not references:
             raise Failed(f"{REAL_MODEL} could not be fetched, and there is no model in models/")
         console.print(
@@ -106,14 +109,14 @@ def choose(console: Console, model: str | None) -> Setting:
             "this project, which only answers questions about generated reports."
         )
         return small
-    if not fetched(console, EMBEDDER, "84 MB"):
+    if not fetched(console, EMBEDDER):
         console.print(f"[yellow]{EMBEDDER} could not be fetched:[/] documents are searched by words only.")
         return replace(world, gateway=world.gateway | WORDS_ALONE)
     return world
 
 
-def fetched(console: Console, name: str, size: str) -> bool:
-    console.print(f"fetching the model {name} ({size}, once)")
+def fetched(console: Console, name: str) -> bool:
+    console.print(f"fetching the model {name}, once")
     return subprocess.run([PROGRAM, "model", "get", name], stdin=subprocess.DEVNULL).returncode == 0
 
 
@@ -227,7 +230,11 @@ def summarize(model: str, rows: list[Row]) -> dict[str, Any]:
             "ttft_median_s": statistics.median(row.summary["seconds"]["ttft"] for row in chosen),
             "context_tokens": sum(row.summary["context_tokens"] for row in chosen),
             "tokens_recomputed": sum(row.summary["tokens_recomputed"] for row in chosen),
+            "recipes": dict(Counter(row.summary["recipe"] for row in chosen)),
         }
+    right = zip(*([row.right for row in rows if row.recipe == recipe] for recipe in RECIPES), strict=True)
+    both = Counter(right)
+    made["kept"], made["gained"] = both[True, True], both[False, True]
     return made
 
 
@@ -241,7 +248,12 @@ def conclude(console: Console, made: dict[str, Any]) -> None:
             f"  {recipe:16}{one['right']:3} of {made['questions']} right, {one['ttft_median_s']:.2f} s to the first "
             f"token (median), {share:.0%} of the context computed"
         )
-    console.print(f"  the default is [bold]{full['ttft_median_s'] / default['ttft_median_s']:.1f} times faster[/]")
+    named = ", ".join(f"{recipe} ({count})" for recipe, count in default["recipes"].items())
+    console.print(
+        f"  the default keeps [bold]{made['kept']} of {full['right']}[/] right answers of full attention, has "
+        f"{made['gained']} others right, and is [bold]{full['ttft_median_s'] / default['ttft_median_s']:.1f} times "
+        f"faster[/]: {named}"
+    )
 
 
 async def run(

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from fusionkv.fusion_worker.client import DEFAULT_RECIPE
+from fusionkv.fusion_worker.quality.defaults import MIDLAYER, PROPHETKV
 from fusionkv.fusion_worker.recipes import MODIFIERS, RECIPES, Modifier, Recipe, SimilarityGuided
 
 PAGE = Path(__file__).parent.parent / "docs/recipes.md"
@@ -32,8 +32,8 @@ def replaced(page: str, before: str, old: str, new: Iterable[str]) -> str:
 
 
 def page() -> str:
-    text = replaced(PAGE.read_text(), "setting `recipe`: `", r"[^`]+", DEFAULT_RECIPE)
-    text = replaced(text, "the reply names `", r"[^`]+(?=\+)", DEFAULT_RECIPE)
+    text = replaced(PAGE.read_text(), "otherwise `", r"[^,]+", f"{PROPHETKV.recipe}` at {PROPHETKV.ratio:g}")
+    text = replaced(text, "come\nwith `", r"[^,]+", f"{MIDLAYER.recipe}` at {MIDLAYER.ratio:g}")
     head = "| recipe | chunks encoded | ratio | what it does |\n|---|---|---|---|\n"
     text = replaced(text, head, r"(?:\|.*\n)+", map(recipe_row, RECIPES.values()))
     head = "| modifier | numbers | what it changes |\n|---|---|---|\n"

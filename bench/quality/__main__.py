@@ -7,6 +7,7 @@ the corrections beside the models (docs/correction.md) when their training has.
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections import Counter
@@ -23,12 +24,13 @@ from fusionkv.bench.quality.data import datasets, tasks
 from fusionkv.bench.quality.data.samples import Task
 from fusionkv.bench.quality.report import report
 from fusionkv.bench.quality.report.cells import Cell, Store, Subject, locked, table
-from fusionkv.bench.quality.report.rows import judged, rows
-from fusionkv.fusion_worker.client import DEFAULT, DEFAULT_RECIPE, full_name
+from fusionkv.bench.quality.report.rows import judged, rows, untested
+from fusionkv.fusion_worker.client import DEFAULT, full_name
 from fusionkv.fusion_worker.config import STORES, WorkerConfig
 from fusionkv.fusion_worker.library.cache import fingerprint, name_of
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.fusion_worker.models import on_cpu
+from fusionkv.fusion_worker.quality.fallback import Verdict
 from fusionkv.fusion_worker.recipes import RECIPES, Versions, find_recipe
 from fusionkv.fusion_worker.select.base import SecondModel
 from fusionkv.models.shipped import shipped
@@ -44,6 +46,8 @@ _DATA_RATIOS = (0.05, 0.15, 0.3)
 _POOL, _DATA_POOL = 256 << 20, 2 << 30
 # Where full reuse loses nothing, one ratio is enough: that of most papers' tables.
 _CONTROL_RATIO = 0.15
+# Where the output is no terminal, a line is printed whenever this share more is measured.
+_STEP = 0.02
 # Recipes that need no specially trained model; among them, those that need no second model.
 _UNTRAINED = [name for name, recipe in RECIPES.items() if not (recipe.in_place or recipe.links)]
 _BY_ITSELF = [name for name in _UNTRAINED if RECIPES[name].needs != SecondModel()]
@@ -76,12 +80,13 @@ def _parser() -> argparse.ArgumentParser:
         help="RULER, LongBench or CacheBlend files or folders",
     )
     add("--prompts", type=Path, metavar="FILE", help="LongBench's dataset2prompt.json, to use its prompts")
+    add("--long", action="store_true", help="ask the questions of --data for two or three sentences")
     add("--tasks", nargs="+", choices=TASKS, help="reference tasks (default: all, or none with --data)")
     add(
         "--recipes",
         nargs="+",
         metavar="RECIPE",
-        help="recipes, with or without modifiers; `default` is the gateway's (default: that one, and every recipe "
+        help="recipes, with or without modifiers; `default` is the model's (default: that one, and every recipe "
         "without modifiers that needs no specially trained model)",
     )
     add(
@@ -131,7 +136,7 @@ def _evaluate(args: argparse.Namespace, console: Console) -> int:
     todo = [job for subject, config in configs.items() for job in jobs.missing(subject, config, plan, known)]
     _measure(todo, args.processes or (cores() if on_cpu(args.device) else 1), known, console)
     found = [
-        (subject.model, task, dict(table(subject, [*task.blocks(jobs.BLOCK)], cells, known)))
+        (subject.model, task, dict(table(subject, jobs.blocks(task), cells, known)))
         for subject in configs
         for task, cells in plan
     ]
@@ -142,9 +147,11 @@ def _evaluate(args: argparse.Namespace, console: Console) -> int:
     (args.out / "report.html").write_text(report.page(figures, by, found), encoding="utf-8")
     if args.json:
         written = {kind: str(args.out / f"report.{kind}") for kind in ("json", "html")}
-        print(json.dumps({"reports": written, "worst": report.worst(figures, by)}))
+        no_test = [{"model": row.model, "task": row.task} for row in untested(figures)]
+        print(json.dumps({"reports": written, "worst": report.worst(figures, by), "no_test": no_test}))
     else:
-        console.print(report.summary(figures, by))
+        for shown in report.tables(figures, by):
+            console.print(shown)
     minutes = (time.monotonic() - started) / 60
     console.print(f"{len(figures)} figures in {args.out}/report.json, drawn in report.html; {minutes:.1f} minutes")
     return 0
@@ -153,12 +160,15 @@ def _evaluate(args: argparse.Namespace, console: Console) -> int:
 def _plan(args: argparse.Namespace) -> list[tuple[Task, list[Cell]]]:
     """All tasks, each with its cells."""
     wanted = args.recipes or [*(_UNTRAINED if args.auxiliary else _BY_ITSELF), DEFAULT]
-    named = (full_name(name, DEFAULT_RECIPE) for name in wanted)
+    defaults = dict.fromkeys(_default(directory) for directory in args.models or shipped())
+    named = (full_name(name, default) for name in wanted for default in defaults)
     recipes = [find_recipe(name) for name in dict.fromkeys(["full_attention", "full_reuse", *named])]
     if history := [recipe.name for recipe in recipes if isinstance(recipe.encode, Versions)]:
         raise InvalidArgument(f"{history[0]} reuses KV of earlier questions, and each sample is measured by itself")
+    if args.long and (args.prompts or not args.data):
+        raise InvalidArgument("--long says how the questions of --data are asked: give --data, and no --prompts")
     prompts = datasets.read_prompts(args.prompts) if args.prompts else None
-    asked = [task.first(args.n) for path in args.data for task in datasets.load(path, prompts)]
+    asked = [task.first(args.n) for path in args.data for task in datasets.load(path, prompts, args.long)]
     asked += [tasks.reference(name, args.n) for name in dict.fromkeys(args.tasks or (() if args.data else TASKS))]
     _each_once("task", [task.name for task in asked])
     controls = set(TASKS) - set(CROSS_CHUNK)
@@ -168,6 +178,11 @@ def _plan(args: argparse.Namespace) -> list[tuple[Task, list[Cell]]]:
         return [min(wanted, key=lambda r: abs(r - _CONTROL_RATIO))] if task.name in controls else wanted
 
     return [(task, jobs.cells_of(task, recipes, ratios(task))) for task in asked]
+
+
+def _default(directory: Path) -> str:
+    """The recipe that `default` means on a model, with a validated correction if it has one."""
+    return Verdict.read(directory, _digest(directory)).default.choice.recipe
 
 
 def _each_once(what: str, names: Sequence[str]) -> None:
@@ -183,8 +198,13 @@ def _measure(todo: Sequence[jobs.Job], processes: int, store: Store, console: Co
     """Runs the jobs, and stores each block as soon as it is measured."""
     left = Counter((job.subject.model, part.block.task.name) for job in todo for part in job.parts)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("samples x cells", total=sum(_size(job) for job in todo))
+    live, total, began, said = console.is_terminal, sum(map(_size, todo)), time.monotonic(), 0.0
+    # Jobs can take minutes, and the time left is estimated from all of them.
+    bars = Progress(
+        *columns, TimeRemainingColumn(), console=console, disable=not live, speed_estimate_period=math.inf
+    )
+    with bars as progress:
+        bar = progress.add_task("samples x cells", total=total)
         for job, measured in jobs.run(todo, processes, max(1, cores() // processes)):
             for part, found in zip(job.parts, measured, strict=True):
                 store.append(job.subject, part.block, zip(part.cells, found, strict=True))
@@ -193,6 +213,11 @@ def _measure(todo: Sequence[jobs.Job], processes: int, store: Store, console: Co
                 if not left[name]:
                     console.print(f"{name[0]} {name[1]}: done")
             progress.advance(bar, _size(job))
+            done, minutes = progress.tasks[0].completed, (time.monotonic() - began) / 60
+            if not live and done >= said + _STEP * total:
+                more = minutes * (total - done) / done
+                console.print(f"{done:.0f} of {total} samples x cells in {minutes:.1f} minutes; {more:.1f} left")
+                said = done
 
 
 def _size(job: jobs.Job) -> int:
@@ -210,9 +235,13 @@ def _subject(directory: Path, store: str, args: argparse.Namespace) -> Subject:
 
 
 def _fingerprint(directory: Path) -> str:
+    return _digest(directory).hex()[:16]
+
+
+def _digest(directory: Path) -> bytes:
     if not (directory / "config.json").is_file():
         raise FailedPrecondition(f"{directory} holds no config.json: give the directory of a Hugging Face model")
-    return fingerprint(directory).hex()[:16]
+    return fingerprint(directory)
 
 
 def _config(directory: Path, store: str, args: argparse.Namespace) -> WorkerConfig:

@@ -2,15 +2,18 @@
 
 Full attention answers questions about passages, and its answers are fed to every recipe. A recipe is safe if the KL
 divergence of its next-token distributions from full attention is at most 0.1 nats, by a 95% interval; it is unsafe if
-the divergence is larger; otherwise there is not enough evidence. The questions are built in, or given by --data or
---corpus. The verdicts are written to fusionkv-check.json in the model's directory. A worker that serves the model
-answers with full attention instead of an unsafe recipe. The exit code is 0, whatever the verdicts, unless the engine
-differs from the model's own code.
+the divergence is larger; otherwise there is not enough evidence. Recommended is the cheapest safe one that keeps as
+many answers as prophetkv at 0.2. The questions are built in, or given by --data or --corpus.
+
+All this is written to fusionkv-check.json in the model's directory. A worker that serves the model takes the
+recommended recipe for `default`, and answers with full attention instead of an unsafe one. The exit code is 0,
+whatever the verdicts, unless the engine differs from the model's own code.
 """
 
 import argparse
 import asyncio
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -23,16 +26,17 @@ from rich.table import Table
 from fusionkv.bench import command
 from fusionkv.bench.quality.data import datasets
 from fusionkv.bench.quality.data.samples import Task
-from fusionkv.bench.quality.judge import judge
+from fusionkv.bench.quality.judge import CANDIDATES, Tally, judge, recommend
 from fusionkv.bench.quality.oracles import Oracles, compare
+from fusionkv.bench.quality.report.cells import Cell
 from fusionkv.bench.quality.runner import Runner
 from fusionkv.fusion_worker import models
-from fusionkv.fusion_worker.client import DEFAULT_RECIPE
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.fusion_worker.models import Model
+from fusionkv.fusion_worker.quality.defaults import UNMEASURED
 from fusionkv.fusion_worker.quality.fallback import FILE, SAFE, UNSAFE, Judged, Verdict
-from fusionkv.fusion_worker.recipes import RECIPES, Recipe, find_recipe
+from fusionkv.fusion_worker.recipes import RECIPES, find_recipe
 from fusionkv.fusion_worker.select.base import SecondModel
 from fusionkv.protos.runtime.settings import parse_bytes, positive
 
@@ -61,7 +65,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="files of questions with passages, in a format of `fusionkv eval` (default: built-in questions)",
     )
-    add("--n", type=positive, default=24, help="maximum questions of a file (default: %(default)s)")
+    add("--n", type=positive, default=36, help="maximum questions of a file (default: %(default)s)")
+    add("--minutes", type=positive, help="ask no more questions after this time, except for the first 12")
     command.add_engine(parser)
     add("--pool-bytes", type=parse_bytes, default=2 << 30, metavar="SIZE", help="size of the KV pool (default: 2GiB)")
     add(
@@ -83,21 +88,27 @@ async def _check(args: argparse.Namespace, console: Console) -> int:
     model = models.load(args.model, args.device, args.dtype)
     auxiliary = models.load(args.auxiliary, "cpu") if args.auxiliary else None
     oracles = await compare(args.model, model, config)
-    recipes = _recipes(model, auxiliary)
+    cells, default = _cells(model, auxiliary), UNMEASURED
+    judged: dict[str, tuple[Judged, ...]] = {}
     if oracles.held:
-        judged = {r.name: Judged(SAFE, r.ratio, "full attention by construction") for r in recipes if r.lossless}
-        reusing = [recipe for recipe in recipes if not recipe.lossless]
-        judged |= await _judge(Runner(model, config, _CHUNK_TOKENS, auxiliary, train=False), tasks, reusing, console)
+        why = "full attention by construction"
+        judged = {c.recipe.name: (Judged(SAFE, c.ratio, why),) for c in cells if c.recipe.lossless}
+        reusing = [cell for cell in cells if not cell.recipe.lossless]
+        runner = Runner(model, config, _CHUNK_TOKENS, auxiliary, train=False)
+        tallies = await _judge(runner, tasks, reusing, console, 60.0 * args.minutes if args.minutes else math.inf)
+        default = recommend(tallies)
+        for tally in tallies:
+            judged[tally.choice.recipe] = (*judged.get(tally.choice.recipe, ()), tally.judge())
     else:
         error = max(oracles.full_attention, oracles.full_reuse)
         why = f"the engine's logits differ by {error:.1e} from those of the model's own code"
-        judged = {recipe.name: Judged(UNSAFE, recipe.ratio, why) for recipe in recipes}
-    verdict = Verdict(model.fingerprint.hex(), judged, auxiliary.fingerprint.hex() if auxiliary else "")
+        judged = {cell.recipe.name: (Judged(UNSAFE, cell.recipe.ratio, why),) for cell in cells}
+    verdict = Verdict(model.fingerprint.hex(), judged, auxiliary.fingerprint.hex() if auxiliary else "", default)
     # Printed before it is written, which fails if the model is on a read-only file system.
     if args.json:
         print(json.dumps({"oracles": asdict(oracles), **asdict(verdict)}), flush=True)
     else:
-        Console().print(_table(model, oracles, judged))
+        Console().print(_table(model, oracles, verdict))
     path = args.out or args.model / FILE
     try:
         verdict.write(path)
@@ -110,46 +121,47 @@ async def _check(args: argparse.Namespace, console: Console) -> int:
     return 0 if oracles.held else 1
 
 
-def _recipes(model: Model, auxiliary: Model | None) -> list[Recipe]:
-    """The recipes that the model can follow, and the gateway's default."""
-    named = dict.fromkeys([*RECIPES, DEFAULT_RECIPE])
-    found = [recipe for recipe in map(find_recipe, named) if recipe.links <= max(map(len, model.links), default=0)]
-    return [recipe for recipe in found if auxiliary is not None or recipe.needs != SecondModel()]
+def _cells(model: Model, auxiliary: Model | None) -> list[Cell]:
+    """The recipes that the model can follow, at their default ratios, and what may be recommended; by ratio."""
+    links = max(map(len, model.links), default=0)
+    usable = [r for r in RECIPES.values() if r.links <= links and (auxiliary or r.needs != SecondModel())]
+    cells = dict.fromkeys(Cell(recipe, recipe.ratio) for recipe in usable)
+    cells |= dict.fromkeys(Cell(find_recipe(choice.recipe), choice.ratio) for choice in CANDIDATES)
+    return sorted(cells, key=lambda cell: cell.ratio)
 
 
 async def _judge(
-    runner: Runner, tasks: Sequence[Task], recipes: Sequence[Recipe], console: Console
-) -> dict[str, Judged]:
+    runner: Runner, tasks: Sequence[Task], cells: Sequence[Cell], console: Console, seconds: float
+) -> list[Tally]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
             bar = progress.add_task("questions", total=sum(len(task.samples) for task in tasks))
 
             def on_round(asked: int, doubtful: int) -> None:
-                progress.update(bar, completed=asked, description=f"questions, {doubtful} recipes undecided")
+                progress.update(bar, completed=asked, description=f"questions, {doubtful} recipes and ratios go on")
 
-            return await judge(runner, tasks, recipes, on_round)
+            return await judge(runner, tasks, cells, on_round, seconds)
     finally:
         await runner.close()
 
 
-def _table(model: Model, oracles: Oracles, judged: dict[str, Judged]) -> Table:
+def _table(model: Model, oracles: Oracles, verdict: Verdict) -> Table:
     table = Table(
         box=None,
         pad_edge=False,
         title=f"{model.name}: difference from its own code {oracles.full_attention:.1e} with full recomputation, "
         f"{oracles.full_reuse:.1e} with full reuse",
     )
-    for column in ("recipe", "ratio", "verdict", "KL", "95%", "top-1", "n"):
+    for column in ("recipe", "ratio", "verdict", "KL", "95%", "top-1", "n", "off", "kept"):
         table.add_column(column, justify="left" if column in ("recipe", "verdict") else "right")
-    for name, found in judged.items():
-        figures = []
+    for name, found in verdict.judged:
+        figures = list[str]()
         if found.agreement is not None:
             figures = [f"{found.kl:.3f}", f"{found.low:.3f}-{found.high:.3f}", f"{found.agreement:.0%}"]
-            figures.append(str(found.answers))
+            figures += map(str, (found.answers, found.off, found.kept))
         table.add_row(name, f"{found.ratio:g}", found.verdict, *figures)
-    if not oracles.held:
-        table.caption = next(iter(judged.values())).why
+    table.caption = f"default: {verdict.default}" if oracles.held else next(verdict.judged)[1].why
     return table
 
 

@@ -144,6 +144,8 @@ class Examiner:
         tokens = await self._follow(task, fused, given.tokens, likely)
         text, known = self._text(task, tokens), (asked.sample.answers, task.classes)
         answer.values |= {name: metrics.text_score(name, text, *known) for name in task.metrics}
+        full = self._text(task, given.tokens)
+        answer.values |= {f"{name}_full": metrics.text_score(name, text, [full], ()) for name in task.compared}
 
     async def _prefill(self, asked: Asked, fused: PrefillPlan, answer: Answer, keep: SnapKV | None) -> torch.Tensor:
         """Returns the logits of the first answer token, float32 [1, vocabulary]."""

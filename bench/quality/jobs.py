@@ -15,10 +15,11 @@ from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.recipes import Recipe
 from fusionkv.protos.runtime import process
 
-# Samples of a job, which an interrupted run loses at most for each process.
-BLOCK = 25
-# One sample of every second block runs alone and is timed: 10 of 500.
-_TIMED = 2 * BLOCK
+# Samples of a job, which an interrupted run loses at most for each process: of a reference task, and of a file, whose
+# samples can take minutes.
+BLOCK, _DATA_BLOCK = 25, 2
+# One sample of so many runs alone and is timed: 10 of 500. A multiple of both sizes.
+_TIMED = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,11 @@ class Job:
     parts: tuple[Part, ...]
 
 
+def blocks(task: Task) -> list[Block]:
+    """A task's samples, as they are measured and stored."""
+    return [*task.blocks(_DATA_BLOCK if task.library else BLOCK)]
+
+
 def cells_of(task: Task, recipes: Sequence[Recipe], ratios: Sequence[float]) -> list[Cell]:
     """A task's cells: every recipe at every ratio, or at its fixed ratio.
 
@@ -69,7 +75,7 @@ def missing(
     """
     parts: dict[tuple[str, int], list[Part]] = {}
     for task, cells in plan:
-        for block in task.blocks(BLOCK):
+        for block in blocks(task):
             lacking = tuple(cell for cell in cells if key(subject, block, cell) not in store)
             if lacking:
                 parts.setdefault((task.contexts or task.name, block.start), []).append(Part(block, lacking))

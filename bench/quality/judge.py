@@ -1,38 +1,77 @@
-"""Judges which recipes match full attention's answers, by confidence intervals over as few questions as needed."""
+"""Judges which recipes match full attention's answers, and recommends one, over as few questions as needed."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
-from math import fsum
+from math import fsum, inf
 
 from fusionkv.bench.quality.data.samples import Block, Task
 from fusionkv.bench.quality.report.cells import Cell
 from fusionkv.bench.quality.report.statistics import Estimate, average
 from fusionkv.bench.quality.runner import Runner
+from fusionkv.fusion_worker.quality.defaults import PROPHETKV, UNMEASURED, Choice, Default
 from fusionkv.fusion_worker.quality.fallback import SAFE, UNDECIDED, UNSAFE, Judged
-from fusionkv.fusion_worker.recipes import RECIPES, Recipe
+from fusionkv.fusion_worker.recipes import RECIPES
 
 # Maximum KL divergence from full attention, in nats: full attention's tokens keep exp(-0.1), 90%, of their
 # probability.
 BOUND = 0.1
+# An answer whose mean divergence is above this many nats a token is another answer.
+OFF = 1.0
 # Questions between two decisions; and questions before the first one, since fewer make intervals too narrow.
 ROUND, LEAST = 6, 12
 # Confidence level of early decisions: repeated decisions at 95% would err more often than once in 20.
 _EARLY = 0.99
+# What may be recommended: recipes that choose by the question's attention, which cost no pass over all tokens.
+CANDIDATES = tuple(
+    Choice(name, ratio)
+    for name, ratios in {
+        "full_reuse": (0.0,),
+        "full_reuse+corrected": (0.0,),
+        "midlayer": (0.05, 0.12, 0.2, 0.3),
+        "midlayer+corrected": (0.05, 0.12, 0.2),
+        "prophetkv": (0.05, 0.1, 0.15, 0.2, 0.3),
+        "prophetkv+corrected": (0.05, 0.1, 0.15),
+    }.items()
+    for ratio in ratios
+)
 
 
 @dataclass(slots=True)
 class Tally:
-    """A recipe's results so far, over full attention's answers."""
+    """A cell's results so far, over full attention's answers."""
 
-    recipe: Recipe
+    cell: Cell
     kl: list[float] = field(default_factory=list)
     agreement: list[float] = field(default_factory=list)
 
     @property
+    def choice(self) -> Choice:
+        return Choice(self.cell.recipe.name, self.cell.ratio)
+
+    @property
     def decided(self) -> bool:
-        """Whether more questions are unlikely to change the verdict."""
-        return len(self.kl) >= LEAST and _verdict(average(self.kl, _EARLY)) != UNDECIDED
+        """Whether more questions are unlikely to change the verdict. Safe candidates go on, to be compared."""
+        early = _verdict(average(self.kl, _EARLY)) if len(self.kl) >= LEAST else UNDECIDED
+        if self.choice == PROPHETKV:
+            return False
+        return early == UNSAFE or (early == SAFE and self.choice not in CANDIDATES)
+
+    @property
+    def off(self) -> int:
+        """Number of answers that are not full attention's any more. NaN counts."""
+        return sum(not kl <= OFF for kl in self.kl)
+
+    @property
+    def kept(self) -> int:
+        """Number of answers all of whose tokens stay the most likely: greedily, they are full attention's."""
+        return sum(share == 1.0 for share in self.agreement)
+
+    @property
+    def order(self) -> tuple[float, int, float]:
+        """Cheaper ones first, by the share of a prefill that is computed; then those that keep more answers."""
+        return self.cell.ratio * self.cell.recipe.depth, -self.kept, fsum(self.kl)
 
     def judge(self) -> Judged:
         """The verdict."""
@@ -42,31 +81,71 @@ class Tally:
             f"KL {kl.score:.3f} ({kl.low:.3f} to {kl.high:.3f}) from full attention over {kl.n} of its answers, "
             f"bound {BOUND:g}; {agreement:.0%} of their tokens stay the most likely"
         )
-        return Judged(verdict, self.recipe.ratio, why, kl.score, kl.low, kl.high, agreement, kl.n)
+        figures = kl.score, kl.low, kl.high, agreement, kl.n, self.off, self.kept
+        return Judged(verdict, self.cell.ratio, why, *figures)
 
 
 async def judge(
-    runner: Runner, tasks: Sequence[Task], recipes: Sequence[Recipe], on_round: Callable[[int, int], None]
-) -> dict[str, Judged]:
-    """Judges recipes, each at its default ratio, over the tasks' samples in turn; returns the verdicts by name.
+    runner: Runner,
+    tasks: Sequence[Task],
+    cells: Sequence[Cell],
+    on_round: Callable[[int, int], None],
+    seconds: float = inf,
+) -> list[Tally]:
+    """Measures cells over the tasks' samples in turn, each until it is decided.
 
-    on_round: called with the number of samples so far, and the number of undecided recipes. Raises as
-    `Runner.measure`.
+    on_round: called with the number of samples so far, and the number of undecided cells. seconds: no round begins
+    later, except for the first ones up to `LEAST` samples. Raises as `Runner.measure`.
     """
-    tallies = [Tally(recipe) for recipe in recipes]
-    full, asked = Cell(RECIPES["full_attention"], 1.0), 0
+    tallies = [Tally(cell) for cell in cells]
+    full, asked, began = Cell(RECIPES["full_attention"], 1.0), 0, time.monotonic()
     for block in _in_turn(tasks):
         doubtful = [tally for tally in tallies if not tally.decided]
         on_round(asked, len(doubtful))
-        if not doubtful:
+        if not doubtful or (asked >= LEAST and time.monotonic() - began > seconds):
             break
-        cells = [full, *(Cell(tally.recipe, tally.recipe.ratio) for tally in doubtful)]
-        measured = await runner.measure(block, cells, timed=False, picture=False)
+        wanted = [full, *(tally.cell for tally in doubtful)]
+        measured = await runner.measure(block, wanted, timed=False, picture=False)
         for tally, found in zip(doubtful, measured[1:], strict=True):
             tally.kl += found.values["answer_kl"]
             tally.agreement += found.values["answer_agreement"]
         asked += len(block.samples)
-    return {tally.recipe.name: tally.judge() for tally in tallies}
+    return tallies
+
+
+def recommend(tallies: Sequence[Tally]) -> Default:
+    """The cheapest candidate that is safe, keeps no fewer answers than prophetkv at 0.2, and has no more of them off.
+
+    A corrected one is recommended where it is cheaper than all others, or as cheap and better.
+    """
+    (base,) = (tally for tally in tallies if tally.choice == PROPHETKV)
+    answers = len(base.kl)
+    if answers < LEAST:
+        return UNMEASURED
+    good = sorted(
+        (
+            tally
+            for tally in tallies
+            if tally.choice in CANDIDATES and len(tally.kl) == answers and tally.judge().verdict == SAFE
+            if tally.kept >= base.kept and tally.off <= base.off
+        ),
+        key=lambda tally: tally.order,
+    )
+    plain = next((tally for tally in good if not _corrects(tally)), base)
+    best = good[0] if good and good[0].order < plain.order else plain
+    if not good:
+        why = f"of {answers} answers no recipe up to a ratio of 0.3 is safe and keeps as many as {PROPHETKV}"
+        return Default(PROPHETKV, PROPHETKV, f"by `fusionkv check`, {why}")
+    why = (
+        f"by `fusionkv check`, the cheapest safe recipe of those that keep at least as many of {answers} answers as "
+        f"{PROPHETKV}: {best.kept} and {base.kept}, with {best.off} and {base.off} off by more than {OFF:g} nat"
+    )
+    return Default(best.choice, plain.choice, why)
+
+
+def _corrects(tally: Tally) -> bool:
+    encode = tally.cell.recipe.encode
+    return encode is not None and encode.corrected
 
 
 def _in_turn(tasks: Sequence[Task]) -> Iterator[Block]:

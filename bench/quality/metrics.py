@@ -14,6 +14,12 @@ import numpy as np
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _UNPRINTABLE = re.compile(r"[\x00-\x1f]")
 _NO_SIGNS = str.maketrans("", "", string.punctuation)
+# Words that begin sentences with a capital letter, and name nothing.
+_FUNCTION_WORDS = (
+    "all also although and as at based because both but by for from he her his however i if in is it its no not of "
+    "on or our she since so some that their there these they this those to was we were what when where which while "
+    "who with yes you your"
+)
 # Chinese punctuation.
 _WIDE_SIGNS = re.compile(r"[\u3000-\u303f\uff01-\uff0f\uff1a-\uff20\uff3b-\uff40\uff5b-\uff65]")
 # A word, or a Chinese, Japanese or Korean character, since these are written without spaces.
@@ -31,6 +37,15 @@ def normalize(text: str) -> str:
 def exact_match(answer: str, expected: Sequence[str]) -> float:
     """1 when the normalised answer is one of the expected ones (SQuAD)."""
     return float(normalize(answer) in {normalize(e) for e in expected})
+
+
+def contains(answer: str, expected: Sequence[str]) -> float:
+    """1 when the normalised answer has all words of an expected one, next to each other and in order.
+
+    An expected answer of which nothing is left, as "the", must be equal.
+    """
+    text = f" {' '.join(_words(answer))} "
+    return float(any(f" {' '.join(_words(e))} " in text for e in expected))
 
 
 def f1(answer: str, expected: Sequence[str]) -> float:
@@ -60,6 +75,22 @@ def rouge_l(answer: str, expected: Sequence[str]) -> float:
     """
     words = _ROUGE_WORD.findall(answer.lower())
     return max((_rouge_l(words, _ROUGE_WORD.findall(e.lower())) for e in expected), default=0.0)
+
+
+def entities(answer: str, expected: Sequence[str]) -> float:
+    """Share of an expected answer's entities whose words are in the answer, the best over the expected answers.
+
+    Entities are words of names, and numbers: words that begin with a capital letter or a digit, without the function
+    words with which sentences begin. Of an expected answer without any, all words count as one entity.
+    """
+    said = {normalize(word) for word in _bare_words(answer)}
+
+    def share(text: str) -> float:
+        capital = (normalize(word) for word in _bare_words(text) if word[:1].isupper() or word[:1].isdigit())
+        wanted = {word for word in capital if word and word not in _FUNCTION_WORDS.split()}
+        return len(wanted & said) / len(wanted) if wanted else contains(answer, [text])
+
+    return max(map(share, expected), default=0.0)
 
 
 def number_match(answer: str, expected: Sequence[str]) -> float:
@@ -94,10 +125,9 @@ def class_match(answer: str, expected: Sequence[str], classes: Sequence[str]) ->
     return max(map(share, expected), default=0.0)
 
 
-TEXT_METRICS: dict[str, Score] = {
-    score.__name__: score
-    for score in (exact_match, f1, string_match_all, string_match_part, rouge_l, number_match, code_similarity)
-}
+_MATCHES = (exact_match, contains, f1, string_match_all, string_match_part)
+_TEXTS = (*_MATCHES, rouge_l, entities, number_match, code_similarity)
+TEXT_METRICS: dict[str, Score] = {score.__name__: score for score in _TEXTS}
 SCORES = (*TEXT_METRICS, class_match.__name__)
 
 
@@ -126,6 +156,12 @@ def _log_softmax(logits: np.ndarray) -> np.ndarray:
 
 def _words(text: str) -> list[str]:
     return _WORD.findall(_WIDE_SIGNS.sub("", normalize(text)))
+
+
+def _bare_words(text: str) -> list[str]:
+    """Words without signs around them and without a possessive s."""
+    words = (word.strip(f"{string.punctuation}\u2018\u2019\u201c\u201d") for word in text.split())
+    return [word.removesuffix("'s").removesuffix("\u2019s") for word in words]
 
 
 def _f1(answer: list[str], expected: list[str]) -> float:

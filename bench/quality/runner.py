@@ -134,8 +134,9 @@ class Runner:
         digest = blake2b(b"".join(chunk.digest for chunk in chunks), digest_size=8).hexdigest()
         corpus = f"{task.name} {digest}"
         async with _turn(self._model.fingerprint, corpus):
-            await self._corrector.study(replace(like, chunks=chunks), corpus, self._train)
-        return await self._corrector.find(like.tenant, corpus)
+            # Measured whether or not answers would use it.
+            await self._corrector.study(replace(like, chunks=chunks), corpus, self._train, validate=False)
+        return await self._corrector.candidate(like.tenant, corpus)
 
     def _ask(self, task: Task, sample: Sample) -> Asked:
         expected = self._prompter.expected(sample, task.chat)
@@ -217,10 +218,10 @@ class Runner:
             answer.values["agreement"] = float(answer.first.argmax() == full.first.argmax())
             answer.values["kl"] = float(metrics.kl(full.first, answer.first))
             answer.values |= self._encoded(asked, cell) | away.get(cell, {})
+        if NO_CONTEXT in cells:
+            answers[NO_CONTEXT] = await self._without_context(asked, full.given)
         for answer in answers.values():
             answer.first = answer.given = None  # logits
-        if NO_CONTEXT in cells:
-            answers[NO_CONTEXT] = await self._without_context(asked)
         return [answers[cell] for cell in cells]
 
     async def _plain(self, asked: Asked, cells: Sequence[Cell], contexts: Contexts) -> _Answered:
@@ -270,12 +271,13 @@ class Runner:
         tokens = 0 if recipe.lossless else encoded_tokens(self._laid(asked, recipe), encoding(recipe))
         return {"encoded_tokens": tokens, "encoded_tokens_per_chunk": tokens / len(asked.prompt.chunks)}
 
-    async def _without_context(self, asked: Asked) -> Answer:
-        """Answers the question without its context; returns only its scores, without comparisons."""
+    async def _without_context(self, asked: Asked, given: Given | None) -> Answer:
+        """Answers the question without its context; returns only the scores of its text."""
         bare, answer = replace(asked, prompt=replace(asked.prompt, chunks=())), Answer()
         async with self._loader.plain(bare.prompt.tokens + bare.answer_tokens) as placement:
-            await self._examiner.answer(bare, self._fuser.plain(placement, bare.prompt), answer, timed=False)
-        return Answer({name: answer.values[name] for name in ("gold_nll", *asked.task.metrics)})
+            await self._examiner.answer(bare, self._fuser.plain(placement, bare.prompt), answer, given, timed=False)
+        names = ("gold_nll", *asked.task.metrics, *(f"{name}_full" for name in asked.task.compared))
+        return Answer({name: answer.values[name] for name in names})
 
     async def _alone(
         self, asked: Asked, cell: Cell, contexts: Contexts, given: Given | None, picture: bool

@@ -30,7 +30,7 @@ def running(
             line = next((line for line in process.stdout if " serving on " in line), "")
             if not line:
                 raise OSError(f"{module} did not start; to see why, run {shlex.join(command)}")
-            yield line.partition(" serving on ")[2].split(), process.pid
+            yield shlex.split(line.partition(" serving on ")[2]), process.pid
         finally:
             process.terminate()
 

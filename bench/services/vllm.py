@@ -127,7 +127,9 @@ async def over_gateway(address: str, recipe: str) -> AsyncIterator[Ask]:
     async def ask(prompt: Prompt) -> Asked:
         found, first, began = list[int](), 0.0, time.perf_counter()
         passages = [Passage(text=text) for text in prompt.passages]
-        asking = client.stream("", prompt.question, passages=passages, recipe=recipe, max_tokens=_ANSWER)
+        asking = client.stream(
+            "", prompt.question, passages=passages, order="rank", recipe=recipe, max_tokens=_ANSWER
+        )
         async with aclosing(asking) as events:
             async for event in events:
                 if isinstance(event, Token):

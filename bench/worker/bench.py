@@ -27,12 +27,12 @@ from fusionkv.bench.services.process import running
 from fusionkv.bench.worker.passages import Passages
 from fusionkv.bench.worker.shapes import SHAPES, build
 from fusionkv.fusion_worker import models
-from fusionkv.fusion_worker.client import DEFAULT_RECIPE
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.decode.sampling import SamplingParams
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.fusion_worker.meters import Summary
 from fusionkv.fusion_worker.prompt import Prompt
+from fusionkv.fusion_worker.quality.defaults import MIDLAYER
 from fusionkv.fusion_worker.recipes import find_recipe
 from fusionkv.fusion_worker.request import Request
 from fusionkv.fusion_worker.servicer import FusionServicer
@@ -45,7 +45,7 @@ _LESSONS = 4
 # On a busy machine, a slow cache must not count as a failed one.
 PATIENT: dict[str, Any] = {"lookup_timeout": 60.0, "fetch_timeout": 60.0, "cache_seconds": 120.0}
 # Recipe and ratio of each row; full_attention is the baseline of the same run.
-_DEFAULT = (DEFAULT_RECIPE, find_recipe(DEFAULT_RECIPE).ratio)
+_DEFAULT = (MIDLAYER.recipe, MIDLAYER.ratio)
 ROWS = (("full_reuse", 0.0), ("epic", 0.15), ("cacheblend", 0.15), ("prophetkv", 0.15), _DEFAULT)
 
 

@@ -33,12 +33,12 @@ from fusionkv.bench.services import vllm
 from fusionkv.bench.worker.bench import PATIENT, cache_service, show
 from fusionkv.bench.worker.passages import Passages
 from fusionkv.fusion_worker import models
-from fusionkv.fusion_worker.client import DEFAULT_RECIPE
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.decode.sampling import SamplingParams
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.fusion_worker.meters import Summary
 from fusionkv.fusion_worker.prompt import Prompt
+from fusionkv.fusion_worker.quality.defaults import MIDLAYER
 from fusionkv.fusion_worker.recipes import find_recipe
 from fusionkv.fusion_worker.request import Request
 from fusionkv.fusion_worker.servicer import FusionServicer
@@ -53,7 +53,7 @@ SYSTEMS = (
     ("prefix_cache", 0.0),
     (VLLM, 0.0),
     ("full_reuse", 0.0),
-    (DEFAULT_RECIPE, find_recipe(DEFAULT_RECIPE).ratio),
+    (MIDLAYER.recipe, MIDLAYER.ratio),
 )
 _BOUND = 4.0
 # With few requests, a queue stays short at any rate: at each rate, requests arrive for five times the bound.

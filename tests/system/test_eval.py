@@ -1,11 +1,12 @@
 """`fusionkv eval` as a person starts it: figures, a second run that measures nothing, own files, plain errors."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from fusionkv.fusion_worker.client import DEFAULT_RECIPE
+from fusionkv.fusion_worker.quality.defaults import MIDLAYER
 from tests.commands import fusionkv
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]
@@ -20,21 +21,20 @@ def rows(out: Path) -> dict[tuple[str, str, float, str], dict[str, object]]:
 
 def test_measured_once_and_reported_again(reference_model: Path, tmp_path: Path) -> None:
     asked = ("eval", reference_model, "--out", tmp_path, "--n", 27, "--tasks", "twohop", "single")
-    fusionkv(*asked, "--recipes", DEFAULT_RECIPE, "--ratios", 0.1, 0.2, "--processes", 2, timeout=300)
+    fusionkv(*asked, "--recipes", MIDLAYER.recipe, "--ratios", 0.1, 0.2, "--processes", 2, timeout=300)
     found = rows(tmp_path)
     full = found["twohop", "full_attention", 1.0, "exact_match"]
     reuse = found["twohop", "full_reuse", 0.0, "exact_match"]
-    some = found["twohop", DEFAULT_RECIPE, 0.2, "exact_match"]
+    some = found["twohop", MIDLAYER.recipe, 0.2, "exact_match"]
     assert (full["model"], full["n"]) == (reference_model.name, 27)
     assert reuse["score"] < some["score"] <= full["score"]  # type: ignore[operator]
-    assert found["twohop", DEFAULT_RECIPE, 0.1, "recomputed_tokens"]["n"] == 27
-    assert found["twohop", DEFAULT_RECIPE, 0.1, "prefill_seconds"]["n"] == 1  # of every second block
+    assert found["twohop", MIDLAYER.recipe, 0.1, "recomputed_tokens"]["n"] == 27
+    assert found["twohop", MIDLAYER.recipe, 0.1, "prefill_seconds"]["n"] == 1  # of every second block
     # Where full reuse loses nothing, one ratio is enough.
-    assert {r for task, recipe, r, _ in found if (task, recipe) == ("single", DEFAULT_RECIPE)} == {0.1}
+    assert {r for task, recipe, r, _ in found if (task, recipe) == ("single", MIDLAYER.recipe)} == {0.1}
     kept = (tmp_path / "cells.jsonl").read_bytes()
     assert len(kept.splitlines()) == 2 * (2 + 2) + 2 * (2 + 1)
-    # The gateway's own recipe is the one that was measured already.
-    again = fusionkv(*asked, "--recipes", "default", "epic", "--ratios", 0.1, 0.2, "--json", timeout=300)
+    again = fusionkv(*asked, "--recipes", MIDLAYER.recipe, "epic", "--ratios", 0.1, 0.2, "--json", timeout=300)
     said = json.loads(again.stdout)
     assert Path(said["reports"]["json"]) == tmp_path / "report.json"
     assert Path(said["reports"]["html"]).is_file()
@@ -43,7 +43,7 @@ def test_measured_once_and_reported_again(reference_model: Path, tmp_path: Path)
     assert {json.loads(line)["recipe"] for line in more[len(kept) :].splitlines()} == {"epic"}
     after = rows(tmp_path)
     assert [(line["recipe"], line["r"]) for line in said["worst"]] == [
-        *(("full_attention", 1.0), ("full_reuse", 0.0), (DEFAULT_RECIPE, 0.1), ("epic", 0.1))
+        *(("full_attention", 1.0), ("full_reuse", 0.0), (MIDLAYER.recipe, 0.1), ("epic", 0.1))
     ]
     assert said["worst"][1]["scores"]["twohop"] == reuse["score"]
     assert {name: after[name] for name in found} == found
@@ -56,6 +56,7 @@ def test_files_of_the_papers_formats(reference_model: Path, tmp_path: Path) -> N
     data.mkdir()
     blend = [{"ctxs": [{"title": "", "text": p} for p in pages], "question": asked, "answers": ["123"]}] * 2
     (data / "pages.json").write_text(json.dumps(blend))
+    (data / "hard.json").write_text(json.dumps([{**blend[0], "answers": ["an answer that no model gives"]}]))
     context = "\n".join(pages * 4)
     ruler = {"input": f"Answer.\n{context}\nQuestion: {asked}", "outputs": ["1", "2"], "answer_prefix": "\nAnswer:"}
     (data / "niah_x.jsonl").write_text(json.dumps(ruler) + "\n")
@@ -81,6 +82,19 @@ def test_files_of_the_papers_formats(reference_model: Path, tmp_path: Path) -> N
     assert found["cacheblend/pages", "fusionrag", 0.2, "gold_nll"]["n"] == 2
     assert found["cacheblend/pages", "no_context", 0.0, "f1"]["n"] == 2
     assert ("cacheblend/pages", "no_context", 0.0, "answer_kl") not in found
+    # Right answers are those that contain an expected one.
+    for task, n in (("cacheblend/pages", 2), ("longbench/hotpotqa", 3)):
+        full, some = ((task, *cell) for cell in (("full_attention", 1.0), ("fusionrag", 0.2)))
+        assert found[*full, "right"]["score"] == found[*full, "contains"]["score"] == 1.0
+        assert found[*some, "kept"]["score"] == found[*some, "contains"]["score"]
+        assert (found[*some, "kept"]["n"], found[*some, "gained"]["score"]) == (n, 0.0)
+        assert found[*some, "answer_kl_median"]["n"] == n
+        assert re.search(rf"{reference_model.name} on {task}, {n} questions", done.stderr)
+    assert not {task for task, *_, metric in found if metric == "right"} & {"ruler/niah_x", "longbench/trec"}
+    # Where no answer is right with the passages, nothing shows that they help.
+    no_test = f"{reference_model.name} on cacheblend/hard: this set is no test for this model"
+    for text in (done.stderr, (tmp_path / "report.html").read_text()):
+        assert no_test in " ".join(text.split())
 
 
 @pytest.mark.parametrize(

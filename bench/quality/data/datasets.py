@@ -24,7 +24,7 @@ _LONGEST_INSTRUCTION = 400
 # Answer tokens of RULER's tasks, by prefix of their names.
 _RULER_TOKENS = {"niah": 128, "vt": 30, "variable_tracking": 30, "cwe": 120, "fwe": 50, "qa": 32}
 # Metrics and answer tokens of LongBench's datasets.
-_QA, _SUMMARY, _NUMBER = ("f1", "exact_match"), ("rouge_l",), ("number_match",)
+_QA, _SUMMARY, _NUMBER = ("f1", "exact_match", "contains"), ("rouge_l",), ("number_match",)
 _CLASS, _CODE = ("class_match",), ("code_similarity",)
 _LONGBENCH: dict[str, tuple[tuple[str, ...], int]] = {
     **dict.fromkeys(("hotpotqa", "2wikimqa", "musique", "triviaqa", "nq"), (_QA, 32)),
@@ -36,9 +36,20 @@ _LONGBENCH: dict[str, tuple[tuple[str, ...], int]] = {
     **dict.fromkeys(("trec", "lsht"), (_CLASS, 64)),
     **dict.fromkeys(("lcc", "repobench-p"), (_CODE, 64)),
 }
+# When a short answer is right, by data set; in others, and if it is a file of one's own, when it contains an expected
+# one, since models answer with more words than were expected: "Columbus, Ohio, USA", or a sentence.
+_RIGHT = {
+    # Two of seven questions name the right answer beside a wrong one: an answer that repeats both contains it.
+    "wikimqa": "exact_match",
+    # Expected answers include "it", "no" and "us", which stand in sentences that say something else.
+    "musique": "exact_match",
+}
 # Few-shot tasks: without a chat template, and the end of a line ends the answer.
 _FEW_SHOT = ("triviaqa", "samsum", "trec", "lsht")
 _ANSWER = "Answer the question using the passages. Give only the answer, in as few words as possible."
+# The same for --long, its answer tokens, and the metrics: against the expected answer, and against full attention's.
+_LONG_ANSWER = "Answer the question using the passages, in two or three sentences."
+_LONG_TOKENS, _LONG, _LONG_COMPARED = 96, ("contains", "entities"), ("rouge_l", "entities")
 _INSTRUCTIONS = {
     _QA: _ANSWER,
     _SUMMARY: "Summarize the text.",
@@ -56,7 +67,7 @@ class UnknownDataset(DatasetError):
     """A file of an unknown format, or of a dataset that can't be scored."""
 
 
-def load(path: Path, prompts: Mapping[str, str] | None = None) -> list[Task]:
+def load(path: Path, prompts: Mapping[str, str] | None = None, long: bool = False) -> list[Task]:
     """Reads the tasks of a file, or of all .jsonl and .json files below a folder.
 
     In a folder, files of an unknown format or dataset are skipped with a warning.
@@ -65,6 +76,8 @@ def load(path: Path, prompts: Mapping[str, str] | None = None) -> list[Task]:
         path: the file or folder.
         prompts: LongBench's prompts (config/dataset2prompt.json) by dataset, with {context} and {input}. Without
             them, short instructions are used.
+        long: whether to ask for two or three sentences, which only questions with short expected answers allow. Other
+            files are of an unknown dataset then.
 
     Raises:
         DatasetError: there is no file, or a file has an error; the message names the file and the record.
@@ -76,7 +89,7 @@ def load(path: Path, prompts: Mapping[str, str] | None = None) -> list[Task]:
         found = []
         for file in files:
             try:
-                found += load(file, prompts)
+                found += load(file, prompts, long)
             except UnknownDataset as error:
                 log.warning("left out: %s", error)
         if not found:
@@ -87,6 +100,7 @@ def load(path: Path, prompts: Mapping[str, str] | None = None) -> list[Task]:
     for needed, read in _FORMATS:
         if all(name in first for name in needed):
             task = read(path, records, prompts or {})
+            task = _at_length(task, first_place) if long else task
             return [replace(task, library=Library(task.samples))]
     formats = "; ".join(f"{read.__name__[1:]} has {', '.join(needed)}" for needed, read in _FORMATS)
     has = ", ".join(first) or "nothing"
@@ -146,7 +160,16 @@ def _longbench(path: Path, records: Sequence[tuple[str, dict[str, Any]]], prompt
         samples.append(Sample(before, (context,), after.replace("{input}", question), answers, whole=True))
     few, classes = name in _FEW_SHOT, _strings(place, first, "all_classes") if metrics == _CLASS else ()
     chat = not few and metrics != _CODE
-    return Task(f"longbench/{dataset}", tuple(samples), metrics, max_tokens, chat, first_line=few, classes=classes)
+    return Task(
+        f"longbench/{dataset}",
+        tuple(samples),
+        metrics,
+        max_tokens,
+        chat,
+        first_line=few,
+        classes=classes,
+        right=_right(metrics, name),
+    )
 
 
 def _cacheblend(path: Path, records: Sequence[tuple[str, dict[str, Any]]], prompts: Mapping[str, str]) -> Task:
@@ -164,7 +187,38 @@ def _cacheblend(path: Path, records: Sequence[tuple[str, dict[str, Any]]], promp
         instruction = "Summarize as the examples do.\n\n" if summary else f"{_ANSWER}\n\nPassages:\n"
         samples.append(Sample(instruction, texts, asked, answers))
     metrics, max_tokens = (_SUMMARY, 128) if summary else (_QA, 32)
-    return Task(f"cacheblend/{name}", tuple(samples), metrics, max_tokens, chat=not summary, first_line=True)
+    right = _right(metrics, name)
+    return Task(f"cacheblend/{name}", tuple(samples), metrics, max_tokens, not summary, first_line=True, right=right)
+
+
+def _at_length(task: Task, place: str) -> Task:
+    """The task with the same questions, asked for two or three sentences."""
+    if task.metrics != _QA or not task.chat:
+        raise UnknownDataset(f"{place}: {task.name} has no questions that can be asked for a long answer")
+    samples = [
+        replace(
+            sample,
+            instruction=sample.instruction.replace(_ANSWER, _LONG_ANSWER),
+            question=sample.question.replace(_ANSWER, _LONG_ANSWER),
+        )
+        for sample in task.samples
+    ]
+    return replace(
+        task,
+        name=f"{task.name} long",
+        samples=tuple(samples),
+        metrics=_LONG,
+        max_tokens=_LONG_TOKENS,
+        first_line=False,
+        compared=_LONG_COMPARED,
+        right="contains",
+    )
+
+
+def _right(metrics: tuple[str, ...], name: str) -> str:
+    """When an answer to a question of a data set, or of a file that is named after it, is right."""
+    known = (rule for part, rule in _RIGHT.items() if part in name)
+    return next(known, "contains") if metrics == _QA else ""
 
 
 Reader = Callable[[Path, Sequence[tuple[str, dict[str, Any]]], Mapping[str, str]], Task]

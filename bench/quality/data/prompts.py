@@ -35,9 +35,9 @@ class Prompter:
         Raises:
             ValueError: no chunk fits.
         """
-        head, tail = (self._model.template.head, self._model.template.tail) if chat else ("", "")
-        bos = [] if self._model.bos is None else [self._model.bos]
-        system = (*bos, *self._said(head), *self.ids(sample.instruction))
+        template = self._model.template
+        head, tail = (template.head, template.tail) if chat else (self._model.begin, "")
+        system = (*self._said(head), *self.ids(sample.instruction))
         question = (*self.ids(sample.question), *self._said(tail), *self.ids(sample.opening))
         chunks = self.chunks(sample)
         room = self._room - len(system) - len(question) - answer_tokens

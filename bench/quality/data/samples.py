@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 # Version of the definition of a sample's figures; results of another version are measured again.
-_DEFINITION = 2
+_DEFINITION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,8 @@ class Task:
         contexts: tasks with the same name here have the same contexts, sample by sample.
         library: passages among which neighbours are found.
         graded: whether answers are compared with the expected ones, besides full attention's.
+        compared: metrics of metrics.text_score against full attention's own answer.
+        right: one of `metrics`, which is 1 for right answers and 0 for wrong ones; empty if these are not counted.
     """
 
     name: str
@@ -71,6 +73,8 @@ class Task:
     contexts: str = ""
     library: Library | None = None
     graded: bool = True
+    compared: tuple[str, ...] = ()
+    right: str = ""
 
     def first(self, count: int) -> "Task":
         """The task with only its first `count` samples."""
@@ -106,6 +110,7 @@ class Block:
             task.first_line,
             task.group,
             *[task.classes] * bool(task.classes),
+            *[task.compared] * bool(task.compared),
         ]
         return _digest([how, [astuple(sample) for sample in self.samples]])
 

@@ -1,6 +1,6 @@
 """The report: a self-contained HTML page with charts, tables and chosen tokens."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
@@ -12,7 +12,7 @@ from fusionkv.bench.quality.data.samples import Task
 from fusionkv.bench.quality.metrics import SCORES
 from fusionkv.bench.quality.report import charts
 from fusionkv.bench.quality.report.cells import Cell, Measured
-from fusionkv.bench.quality.report.rows import Row
+from fusionkv.bench.quality.report.rows import Row, untested
 
 # The ratio of the first table and of the pictures, or the measured one closest to it.
 _RATIO = 0.15
@@ -24,9 +24,26 @@ _COSTS = (
     "select_seconds",
     "prefill_seconds",
 )
+# Columns of a model's answers to a set in a terminal, and their titles.
+_COLUMNS = {
+    "right": "right",
+    "kept": "kept",
+    "gained": "gained",
+    "f1": "F1",
+    "rouge_l_full": "ROUGE-L",
+    "entities_full": "entities",
+    "entities": "gold\nentities",
+    "answer_kl": "KL",
+    "answer_kl_median": "KL median",
+    "answer_kl_p90": "KL p90",
+    "answer_kl_above_1": "KL > 1",
+}
 # Metrics of generated answers, besides those of their text.
-_ANSWERS = ("answer_kl_back", "gold_nll_back", "answer_agreement", "answer_kl", "gold_nll")
-_IN_NATS = {"answer_kl", "gold_nll"}
+_ANSWERS = (
+    *(name for name in _COLUMNS if name not in SCORES),
+    *("answer_kl_back", "answer_agreement", "gold_nll", "gold_nll_back"),
+)
+_IN_NATS = {"answer_kl", "answer_kl_median", "answer_kl_p90", "gold_nll"}
 Found = Sequence[tuple[str, Task, Mapping[Cell, Measured]]]
 
 
@@ -60,11 +77,16 @@ class Figures:
 
     @property
     def columns(self) -> list[tuple[str, str]]:
-        """Columns of the first table: every task's main metric, and a text metric if that is about distributions."""
+        """Columns of the first table: every task's main metric, and others if that is about distributions.
+
+        These are right and kept answers, or a text metric where answers are not counted.
+        """
         found = []
         for task in self.tasks:
-            texts = [name for name in self.metrics(task) if name in SCORES and name != self.judged[task]]
-            beside = texts[:1] if self.judged[task] in _ANSWERS else []
+            known = self.metrics(task)
+            texts = [name for name in known if name in SCORES and name != self.judged[task]]
+            counted = [name for name in ("right", "kept") if name in known]
+            beside = (counted or texts[:1]) if self.judged[task] in _ANSWERS else []
             found += [(task, name) for name in (self.judged[task], *beside)]
         return found
 
@@ -156,18 +178,67 @@ def page(rows: Sequence[Row], judged: Mapping[str, str], found: Found) -> str:
         ends=charts.ENDS,
         deviations=_deviations(figures),
         pictures=list(_pictures(figures, found)),
+        warnings=warnings(figures),
         n=sorted({row.n for row in rows if row.metric in judged.values()}),
     )
 
 
-def summary(rows: Sequence[Row], judged: Mapping[str, str]) -> Table:
-    """The table of the middle ratio, for a terminal."""
+def tables(rows: Sequence[Row], judged: Mapping[str, str]) -> Iterator[Table | str]:
+    """Yields the tables of the middle ratio for a terminal, and the sets that are no test for a model.
+
+    Answers that are counted have a table for each model and set; the worst case over the models is one table.
+    """
     figures = Figures.of(rows, judged)
+    counted = [task for task in figures.tasks if "right" in figures.metrics(task)]
+    yield from (_answers(figures, model, task) for model in figures.models for task in counted)
+    if len(figures.models) > 1 or len(counted) < len(figures.tasks):
+        yield summary(figures)
+    yield from warnings(figures)
+
+
+def warnings(figures: Figures) -> list[str]:
+    """A sentence for each model and set that is no test for it."""
+    found = []
+    for row in untested(figures.by.values()):
+        cells = (("full_attention", 1.0), (row.recipe, row.r))
+        full, bare = (figures.by[row.model, row.task, *cell, "right"].score or 0.0 for cell in cells)
+        low, high = (-100 * bound for bound in (row.high or 0.0, row.low or 0.0))
+        found.append(
+            f"{row.model} on {row.task}: this set is no test for this model. It answers {full:.0%} of the questions "
+            f"right with their passages, and {bare:.0%} without (difference in points, 95%: {low:.0f} to {high:.0f})"
+        )
+    return found
+
+
+def _answers(figures: Figures, model: str, task: str) -> Table:
+    by = {(recipe, r, name): row for (m, t, recipe, r, name), row in figures.by.items() if (m, t) == (model, task)}
+    known = {name for *_, name in by}
+    columns = [name for name in _COLUMNS if name in known]
+    n = max(row.n for row in by.values())
+    title = f"{model} on {task}, {n} questions: KL in nats, the rest in %, with 95% intervals"
+    table = Table(title=title, box=None, pad_edge=False)
+    for title in ("recipe", "r", *(_COLUMNS[name] for name in columns)):
+        table.add_column(title, justify="left" if title == "recipe" else "right", overflow="fold")
+    for recipe, r, _ in figures.table(figures.middle):
+        cells = (by.get((recipe, r, name)) for name in columns)
+        table.add_row(recipe, f"{r:g}", *("" if row is None else _stacked(row) for row in cells))
+    return table
+
+
+def _stacked(row: Row) -> str:
+    """A score, and its interval in the next line."""
+    scale, digits = (1, 2) if row.metric in _IN_NATS else (100, 0)
+    score, low, high = ("" if x is None else f"{scale * x:.{digits}f}" for x in (row.score, row.low, row.high))
+    return f"{score}\n[dim]{low}..{high}[/dim]" if low else score
+
+
+def summary(figures: Figures) -> Table:
+    """The worst case over the models, at the middle ratio."""
     table = Table(title=f"worst case over {len(figures.models)} models, %", box=None, pad_edge=False)
     titles = []
     for task, name in figures.columns:
         short = task.removeprefix("cacheblend/")
-        titles.append(short if name == judged[task] != "answer_kl_back" else f"{short}\n{name}")
+        titles.append(short if name == figures.judged[task] != "answer_kl_back" else f"{short}\n{name}")
     for name in ("recipe", "r", *titles):
         # Folded, not cut: recipes may differ in their last modifier.
         table.add_column(name, justify="left" if name == "recipe" else "right", overflow="fold")
@@ -199,7 +270,10 @@ def worst(rows: Sequence[Row], judged: Mapping[str, str]) -> list[dict[str, Any]
 def _text(row: Row | None) -> str:
     if row is None or row.score is None:
         return ""
-    return f"{row.score:.3f}" if row.metric in _IN_NATS else charts.percent(row)
+    if row.metric not in _IN_NATS:
+        return charts.percent(row)
+    interval = "" if row.low is None or row.high is None else f" ({row.low:.3f} to {row.high:.3f})"
+    return f"{row.score:.3f}{interval}"
 
 
 def _deviations(figures: Figures) -> list[tuple[str, str, list[float]]]:

@@ -1,7 +1,7 @@
 """Turns measurements into rows: a score with its interval for each model, task, recipe, ratio and metric."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,7 +14,9 @@ from fusionkv.bench.quality.report.cells import NO_CONTEXT, Cell, Measured
 from fusionkv.bench.quality.report.statistics import Estimate
 
 _NAMES = {"recomputed": "recomputed_tokens", "stored": "stored_tokens"}
-_SHARES = {*metrics.SCORES, "agreement", "answer_agreement"}
+_SHARES = {*metrics.SCORES, *(f"{name}_full" for name in metrics.SCORES), "agreement", "answer_agreement"}
+# An answer whose tokens are further from full attention's, in nats in the mean, is counted as wrecked.
+_FAR = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,11 @@ def rows(model: str, task: Task, table: Mapping[Cell, Measured]) -> Iterator[Row
     normalised_M            share of full reuse's loss in M that the recipe recovers (FusionRAG eq. 11)
     answer_kl_back          1 - answer_kl / full reuse's answer_kl, of the means
     gold_nll_back           share of full reuse's loss of likelihood that the recipe recovers, of the means
+    right                   share of questions answered right, by the task's metric
+    kept                    share of full attention's right answers that are right
+    gained                  share of questions that are answered right, and wrong with full attention
+    answer_kl_median, answer_kl_p90, answer_kl_above_1
+                            median and 90th percentile of answer_kl, and the share of answers above 1 nat
     M_minus_full_attention  mean difference by sample
     M_minus_best            mean difference by sample from the best other recipe at the same ratio
     """
@@ -61,7 +68,7 @@ def rows(model: str, task: Task, table: Mapping[Cell, Measured]) -> Iterator[Row
             yield row(_NAMES.get(name, name), estimate(values))
         for name, values in measured.seconds.items():
             yield row(f"{name}_seconds", statistics.average(values))
-        for name, share in _brought_back(measured, full, reuse):
+        for name, share in (*_brought_back(measured, full, reuse), *_answers(task, measured, full)):
             yield row(name, share)
         own = measured.values[scored]
         if full is None or full is measured:
@@ -84,6 +91,34 @@ def _brought_back(
     if full is not None and reuse is not None and all("gold_nll" in m.values for m in (measured, full, reuse)):
         columns = [[-nll for nll in m.values["gold_nll"]] for m in (measured, reuse, full)]
         yield "gold_nll_back", statistics.bootstrap(_recovered, *columns)
+
+
+def _answers(task: Task, measured: Measured, full: Measured | None) -> Iterator[tuple[str, Estimate]]:
+    """What became of full attention's right answers, and of the answers that went furthest from it."""
+    if kl := measured.values.get("answer_kl"):
+        yield "answer_kl_median", statistics.quantile(kl, 0.5)
+        yield "answer_kl_p90", statistics.quantile(kl, 0.9)
+        yield "answer_kl_above_1", statistics.mean([float(far > _FAR) for far in kl])
+    if not task.right:
+        return
+    own = measured.values[task.right]
+    yield "right", statistics.mean(own)
+    if full is None or full is measured:
+        return
+    others = full.values[task.right]
+    if kept := [mine for mine, other in zip(own, others, strict=True) if other]:
+        yield "kept", statistics.mean(kept)
+    yield "gained", statistics.mean([mine * (1 - other) for mine, other in zip(own, others, strict=True)])
+    yield "right_minus_full_attention", statistics.difference(own, others)
+
+
+def untested(figures: Iterable[Row]) -> list[Row]:
+    """The rows of models that answer a set about as well without its passages: it is no test for them.
+
+    Each is the difference in `right` between the question alone and full attention.
+    """
+    asked = (row for row in figures if row.recipe == NO_CONTEXT.recipe.name)
+    return [r for r in asked if r.metric == "right_minus_full_attention" and r.high is not None and r.high >= 0]
 
 
 def _kl_back(means: np.ndarray) -> np.ndarray:

@@ -60,6 +60,25 @@ def difference(values: Sequence[float], others: Sequence[float]) -> Estimate:
     return bootstrap(lambda means: means[0] - means[1], values, others)
 
 
+def quantile(values: Sequence[float], q: float) -> Estimate:
+    """The q-quantile, interpolated between samples, with its percentile interval over the draws of `bootstrap`.
+
+    Raises:
+        ValueError: no values.
+    """
+    n = len(values)
+    if n == 0:
+        raise ValueError("no values")
+    data = np.sort(np.array(values, dtype=np.float64))
+    order = np.argsort(values, kind="stable")
+    # How many values of each draw are at or below each one.
+    drawn = np.rint(_weights(n)[order] * n).cumsum(0)
+    at = q * (n - 1)
+    low, high = (data[(drawn <= place).sum(0)] for place in (np.floor(at), np.ceil(at)))
+    bounds = np.quantile(low + (at % 1) * (high - low), (0.025, 0.975))
+    return Estimate(float(np.quantile(data, q)), float(bounds[0]), float(bounds[1]), n)
+
+
 def bootstrap(
     statistic: Callable[[np.ndarray], np.ndarray], *columns: Sequence[float], level: float = 0.95
 ) -> Estimate:

@@ -5,6 +5,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -19,9 +20,11 @@ from fusionkv.bench.quality.__main__ import RATIOS, _parser, _plan, _subject, ma
 from fusionkv.bench.quality.data.samples import Library, Sample, Task
 from fusionkv.bench.quality.data.tasks import reference
 from fusionkv.bench.quality.jobs import BLOCK, cells_of, missing
-from fusionkv.bench.quality.report.cells import NO_CONTEXT, Cell, Measured, Store, Subject, key, locked, table
-from fusionkv.fusion_worker.client import DEFAULT_RECIPE
+from fusionkv.bench.quality.report.cells import NO_CONTEXT, Cell, Measured, Store, Subject, _read, key, locked, table
 from fusionkv.fusion_worker.config import STORES, WorkerConfig
+from fusionkv.fusion_worker.library.cache import fingerprint
+from fusionkv.fusion_worker.quality.defaults import MIDLAYER, PROPHETKV, Default
+from fusionkv.fusion_worker.quality.fallback import FILE, Verdict
 from fusionkv.fusion_worker.recipes import find_recipe
 from fusionkv.fusion_worker.select.base import CachedAttention, QuestionAttention
 from fusionkv.models.shipped import shipped
@@ -138,6 +141,21 @@ def test_cells_are_ratios_where_a_recipe_leaves_them_open() -> None:
     assert cells_of(words, [reuse], (0.1,)) == [Cell(reuse, 0.0), NO_CONTEXT]
 
 
+def test_the_default_is_that_of_each_model(reference_model: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(reference_model, tmp_path / "measured"))
+    Verdict(fingerprint(directory).hex(), {}, default=Default(MIDLAYER, PROPHETKV, "")).write(directory / FILE)
+    for models, wanted in (
+        ([reference_model], {"prophetkv+window"}),
+        ([directory], {"midlayer+corrected+window"}),
+        ([directory, reference_model], {"prophetkv+window", "midlayer+corrected+window"}),
+    ):
+        args = _parser().parse_args(
+            [*map(str, models), "--tasks", "chain2", "--n", "1", "--recipes", "default+window"]
+        )
+        ((_, cells),) = _plan(args)
+        assert {cell.recipe.name for cell in cells} - {"full_attention", "full_reuse", "no_context"} == wanted
+
+
 def test_files_have_ratios_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "pages.json").write_text('[{"ctxs": [{"text": "p"}], "question": "q", "answers": ["a"]}]')
     for flags, wanted in (([], {0.05, 0.15, 0.3}), (["--ratios", "0.2"], {0.2})):
@@ -146,8 +164,14 @@ def test_files_have_ratios_of_their_own(tmp_path: Path) -> None:
         assert task.library == Library(task.samples)
         assert {cell.ratio for cell in cells if cell.recipe.name == "epic"} == wanted
     reference_cells = _plan(_parser().parse_args(["--tasks", "chain2", "--n", "1"]))[0][1]
-    for name in ("epic", DEFAULT_RECIPE):
+    for name in ("epic", PROPHETKV.recipe):
         assert {cell.ratio for cell in reference_cells if cell.recipe.name == name} == set(RATIOS)
+
+
+@pytest.mark.parametrize("more", [[], ["--data", "DIR", "--prompts", "prompts.json"]])
+def test_long_answers_need_files_and_no_other_prompts(tmp_path: Path, more: list[str]) -> None:
+    with pytest.raises(InvalidArgument, match="give --data, and no --prompts"):
+        _plan(_parser().parse_args(["--long", *more]))
 
 
 def test_what_was_measured_belongs_to_one_way_of_storing_and_one_kind_of_device(
@@ -224,6 +248,34 @@ def test_an_evaluation_that_is_killed_leaves_no_process(reference_model: Path, t
         found = descendants(started.pid)
         started.kill()
     wait_until(lambda: all(map(ended, found)), 30)
+
+
+@pytest.mark.slow
+def test_after_a_kill_the_same_command_goes_on(reference_model: Path, tmp_path: Path) -> None:
+    pages = [f"Report Balban. The code of Dorfek is {code}. The lake is wide." for code in range(100, 140)]
+    asked = {"question": "Report Balban: code of Dorfek?", "answers": ["123"]}
+    (tmp_path / "p.json").write_text(json.dumps([{**asked, "ctxs": [{"text": page}] * 2} for page in pages]))
+    flags = ("--data", str(tmp_path / "p.json"), "--recipes", "full_reuse", "--n", "39", "--processes", "1")
+    command = (sys.executable, "-P", "-m", "fusionkv.bench.quality", str(reference_model), *flags)
+    path = tmp_path / "cells.jsonl"
+    with subprocess.Popen((*command, "--out", str(tmp_path)), stderr=subprocess.DEVNULL) as started:
+        wait_until(lambda: path.exists() and path.stat().st_size > 0, 240)
+        started.kill()
+    kept = path.read_bytes().rpartition(b"\n")[0]
+    before = [tuple(json.loads(line)["key"]) for line in kept.splitlines()]
+    done = subprocess.run((*command, "--out", str(tmp_path)), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert path.read_bytes().startswith(kept)
+    found = [tuple(json.loads(line)["key"]) for line in path.read_text().splitlines() if _read(line) is not None]
+    assert 0 < len(before) < len(found) == len({*found}) == 20 * 3, "each once: blocks of two, three cells"
+    left = 3 * 39 - sum(len(json.loads(line)["values"]["f1"]) for line in kept.splitlines())
+    assert f"{left} of {left} samples x cells in " in done.stderr
+    (row,) = (
+        row
+        for row in json.loads((tmp_path / "report.json").read_text())
+        if (row["recipe"], row["metric"]) == ("full_reuse", "kept")
+    )
+    assert row["n"] <= 39
 
 
 @pytest.mark.slow

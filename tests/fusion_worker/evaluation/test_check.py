@@ -14,13 +14,13 @@ from rich.console import Console
 from fusionkv.bench.quality import check
 from fusionkv.bench.quality.data import datasets
 from fusionkv.bench.quality.data.samples import Block, Sample, Task
-from fusionkv.bench.quality.judge import LEAST, Tally, judge
+from fusionkv.bench.quality.judge import LEAST, Tally, judge, recommend
 from fusionkv.bench.quality.oracles import compare
 from fusionkv.bench.quality.report.cells import Cell, Measured
 from fusionkv.fusion_worker import models
-from fusionkv.fusion_worker.client import DEFAULT_RECIPE
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.quality.fallback import FILE, SAFE, UNDECIDED, UNSAFE, Judged, Verdict
+from fusionkv.fusion_worker.quality.defaults import MIDLAYER, PROPHETKV, UNMEASURED, Choice
+from fusionkv.fusion_worker.quality.fallback import FILE, SAFE, UNDECIDED, UNSAFE, Verdict
 from fusionkv.fusion_worker.recipes import find_recipe
 from tests.fusion_worker.oracle import saved
 
@@ -92,7 +92,7 @@ def test_questions_that_come_with_the_check() -> None:
     ],
 )
 def test_what_is_safe(kl: list[float], verdict: str, decided: bool) -> None:
-    tally = Tally(find_recipe("epic"), kl, [0.5] * len(kl))
+    tally = Tally(Cell(find_recipe("epic"), 0.2), kl, [0.5] * len(kl))
     found = tally.judge()
     assert (found.verdict, found.ratio, found.answers, tally.decided) == (verdict, 0.2, len(kl), decided)
     assert found.low <= found.kl
@@ -112,12 +112,66 @@ async def test_recipes_that_are_decided_are_asked_no_more() -> None:
             return [Measured({"answer_agreement": v, "answer_kl": v}) for v in values]
 
     rounds: list[tuple[int, int]] = []
-    recipes = [find_recipe(name) for name in ("epic", "a3", "full_reuse")]
-    found = await judge(Runner(), tasks, recipes, lambda *at: rounds.append(at))  # type: ignore[arg-type]
+    cells = [Cell(find_recipe(name), find_recipe(name).ratio) for name in ("epic", "a3", "full_reuse")]
+    given: Any = (Runner(), tasks, cells, lambda *at: rounds.append(at))
+    found = {tally.choice.recipe: tally.judge() for tally in await judge(*given)}
     assert asked == [("one", 6, 4), ("two", 6, 4), ("one", 6, 2), ("two", 2, 2)]
     assert rounds == [(0, 3), (6, 3), (12, 1), (18, 1)]
     verdicts = {"epic": (SAFE, LEAST), "a3": (UNSAFE, LEAST), "full_reuse": (UNDECIDED, 20)}
     assert {name: (judged.verdict, judged.answers) for name, judged in found.items()} == verdicts
+    # Without time, as many as a verdict takes.
+    found = {tally.choice.recipe: tally.judge() for tally in await judge(*given, seconds=0)}
+    assert {judged.answers for judged in found.values()} == {LEAST}
+
+
+def tally(name: str, ratio: float, kl: float = 0.01, kept: int = 30, off: int = 0, answers: int = 36) -> Tally:
+    """So many answers with a mean divergence, `off` of which are other answers."""
+    shares = [1.0] * kept + [0.9] * (answers - kept)
+    return Tally(Cell(find_recipe(name), ratio), [2.0] * off + [kl] * (answers - off), shares)
+
+
+BASE = tally("prophetkv", 0.2)
+
+
+@pytest.mark.parametrize(
+    ("others", "choice", "uncorrected"),
+    [
+        ([], PROPHETKV, PROPHETKV),
+        # Ratios of midlayer count four fifths, as it computes four fifths of the layers.
+        ([tally("midlayer", 0.12)], Choice("midlayer", 0.12), Choice("midlayer", 0.12)),
+        ([tally("midlayer", 0.12), tally("prophetkv", 0.1)], *[Choice("midlayer", 0.12)] * 2),
+        ([tally("midlayer", 0.12, kept=29)], PROPHETKV, PROPHETKV),
+        ([tally("midlayer", 0.12, off=1)], PROPHETKV, PROPHETKV),
+        ([tally("midlayer", 0.12, kl=0.2)], PROPHETKV, PROPHETKV),
+        ([tally("midlayer", 0.12, answers=12, kept=12)], PROPHETKV, PROPHETKV),
+        ([tally("epic", 0.15)], PROPHETKV, PROPHETKV),
+        ([tally("full_reuse+corrected", 0.0)], Choice("full_reuse+corrected", 0.0), PROPHETKV),
+        (
+            [tally("midlayer+corrected", 0.12), tally("midlayer", 0.05)],
+            Choice("midlayer", 0.05),
+            Choice("midlayer", 0.05),
+        ),
+        # As cheap, and better.
+        (
+            [tally("midlayer+corrected", 0.12, kept=33), tally("midlayer", 0.12, kept=32)],
+            Choice("midlayer+corrected", 0.12),
+            Choice("midlayer", 0.12),
+        ),
+    ],
+)
+def test_the_cheapest_that_keeps_as_many_answers(others: list[Tally], choice: Choice, uncorrected: Choice) -> None:
+    found = recommend([BASE, *others])
+    assert (found.choice, found.uncorrected) == (choice, uncorrected)
+    assert "at least as many of 36 answers as prophetkv at 0.2" in found.why
+
+
+def test_where_nothing_is_safe_and_where_too_few_were_asked() -> None:
+    found = recommend([tally("prophetkv", 0.2, kl=0.3), tally("midlayer", 0.3, kl=0.2)])
+    assert found.choice == found.uncorrected == PROPHETKV
+    assert "no recipe up to a ratio of 0.3 is safe" in found.why
+    better = recommend([tally("prophetkv", 0.2, kl=0.3), tally("prophetkv", 0.3, kl=0.01)])
+    assert better.choice == Choice("prophetkv", 0.3)
+    assert recommend([tally("prophetkv", 0.2, answers=11, kept=5), tally("midlayer", 0.05)]) == UNMEASURED
 
 
 def parsed(*flags: object) -> argparse.Namespace:
@@ -131,10 +185,13 @@ async def test_a_check_of_own_questions(
     assert await check._check(parsed(model, "--data", data), Console(stderr=True)) == 0
     said = json.loads(capsys.readouterr().out)
     assert Verdict.read(model, bytes.fromhex(said["fingerprint"])).recipes.keys() == said["recipes"].keys()
-    assert {DEFAULT_RECIPE, "prophetkv", "midlayer", "prefix_cache"} <= said["recipes"].keys()
+    assert {MIDLAYER.recipe, "prophetkv", "midlayer", "prefix_cache"} <= said["recipes"].keys()
     assert not {"cacheclip", "kvlink"} & said["recipes"].keys()
-    assert said["recipes"]["prefix_cache"]["verdict"] == "safe"
-    reuse = said["recipes"]["full_reuse"]
+    assert said["recipes"]["prefix_cache"][0]["verdict"] == "safe"
+    assert said["default"]["choice"] == said["default"]["uncorrected"] == {"recipe": "prophetkv", "ratio": 0.2}
+    assert said["default"]["why"] == UNMEASURED.why, "two questions are too few"
+    assert [judged["ratio"] for judged in said["recipes"]["midlayer+corrected"]] == [0.05, 0.12, 0.2]
+    (reuse,) = said["recipes"]["full_reuse"]
     assert (reuse["verdict"], reuse["answers"]) == ("not enough evidence", 2)
     assert 0 < reuse["low"] <= reuse["kl"] <= reuse["high"]
     assert 0 <= reuse["agreement"] <= 1
@@ -143,15 +200,16 @@ async def test_a_check_of_own_questions(
 async def test_what_was_found_is_said_where_it_cannot_be_written(
     model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def judged(runner: Any, tasks: Any, recipes: Sequence[Any], on_round: Any) -> dict[str, Judged]:
-        return {recipe.name: Judged(SAFE, recipe.ratio, "it is said") for recipe in recipes}
+    async def judged(runner: Any, tasks: Any, cells: Sequence[Cell], *_: Any) -> list[Tally]:
+        return [Tally(cell, [0.0] * 12, [1.0] * 12) for cell in cells]
 
     monkeypatch.setattr(check, "judge", judged)
     asked, console = (model, "--data", data, "--out"), Console(stderr=True)
     with pytest.raises(OSError, match=r"can't write the verdicts: .*nowhere.*; set another file with --out"):
         await check._check(parsed(*asked, tmp_path / "nowhere/x.json"), console)
     said = json.loads(capsys.readouterr().out)
-    assert said["recipes"]["epic"]["why"] == "it is said"
+    assert said["recipes"]["epic"][0]["verdict"] == "safe"
+    assert said["default"]["choice"]["recipe"] == "full_reuse", "the cheapest"
     own = tmp_path / "verdict.json"
     assert await check._check(parsed(*asked, own), console) == 0
     assert json.loads(own.read_text())["recipes"] == said["recipes"]
@@ -169,8 +227,8 @@ async def test_nothing_is_safe_with_an_engine_that_is_off(
     monkeypatch.setattr(models, "load", lambda *_: off)
     assert await check._check(parsed(model), Console(stderr=True)) == 1
     said = json.loads(capsys.readouterr().out)["recipes"].values()
-    assert {judged["verdict"] for judged in said} == {"unsafe"}
-    assert all("from those of the model's own code" in judged["why"] for judged in said)
+    assert {judged["verdict"] for (judged,) in said} == {"unsafe"}
+    assert all("from those of the model's own code" in judged["why"] for (judged,) in said)
 
 
 @pytest.mark.parametrize("count", ["0", "-1"])

@@ -1,14 +1,16 @@
 """The three formats read as their makers write them, and every fault named with its place."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fusionkv.bench.quality.data import datasets
-from fusionkv.bench.quality.data.datasets import DatasetError, load
+from fusionkv.bench.quality.data.datasets import DatasetError, UnknownDataset, load
 
+QA = ("f1", "exact_match", "contains")
 NEEDLE = {
     "index": 0,
     "input": "A number is hidden here. Keep it.\nThe sea is calm.\nThe number of oak is 41.\nWhat is oak's number?",
@@ -48,7 +50,7 @@ def test_ruler(tmp_path: Path) -> None:
 
 def test_longbench(tmp_path: Path) -> None:
     (task,) = load(lines(tmp_path / "x.jsonl", STORY, STORY))
-    assert (task.name, task.metrics, task.max_tokens) == ("longbench/musique", ("f1", "exact_match"), 32)
+    assert (task.name, task.metrics, task.max_tokens) == ("longbench/musique", QA, 32)
     sample = task.samples[1]
     assert (sample.passages, sample.answers, sample.whole) == ((STORY["context"],), ("Bob", "bob"), True)
     assert sample.question == "\n\nQuestion: Who left?\nAnswer:"
@@ -75,11 +77,46 @@ def test_longbench_s_classes_and_code(tmp_path: Path) -> None:
 
 def test_cacheblend(tmp_path: Path) -> None:
     (task,) = load(lines(tmp_path / "musique_s.json", json.dumps([PAGES], indent=1)))
-    assert (task.name, task.metrics, task.first_line) == ("cacheblend/musique_s", ("f1", "exact_match"), True)
+    assert (task.name, task.metrics, task.first_line) == ("cacheblend/musique_s", QA, True)
     assert task.samples[0].passages == ("Oak\n\nA tree.\n\n", "A lamp.\n\n")
     assert task.samples[0].question.endswith("\nQuestion: What is oak?\nAnswer:")
     (summary,) = load(lines(tmp_path / "samsum.json", json.dumps([PAGES])))
     assert (summary.metrics, summary.chat, summary.samples[0].question) == (("rouge_l",), False, "\n\nWhat is oak?")
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [("nq", "contains"), ("wikimqa_s", "exact_match"), ("musique", "exact_match"), ("samsum", "")],
+)
+def test_a_data_set_says_when_an_answer_is_right(tmp_path: Path, name: str, rule: str) -> None:
+    assert load(lines(tmp_path / f"{name}.json", json.dumps([PAGES])))[0].right == rule
+
+
+def test_each_data_set_of_questions_counts_right_answers(tmp_path: Path) -> None:
+    assert load(lines(tmp_path / "mine.json", json.dumps([PAGES])))[0].right == "contains"
+    rules = {"hotpotqa": "contains", "2wikimqa_e": "exact_match", "gov_report": "", "lcc": ""}
+    for name, rule in rules.items():
+        assert load(lines(tmp_path / "x.jsonl", {**STORY, "dataset": name}))[0].right == rule
+
+
+def test_questions_for_long_answers(tmp_path: Path) -> None:
+    for path, records in (("musique_s.json", [json.dumps([PAGES])]), ("x.jsonl", [STORY])):
+        (short,), (long,) = (load(lines(tmp_path / path, *records), long=wanted) for wanted in (False, True))
+        assert (long.name, long.metrics, long.right) == (f"{short.name} long", ("contains", "entities"), "contains")
+        assert (long.compared, long.max_tokens, long.first_line) == (("rouge_l", "entities"), 96, False)
+        (asked,), (briefly,) = ([s.instruction + s.question for s in task.samples] for task in (long, short))
+        assert asked == briefly.replace(datasets._ANSWER, datasets._LONG_ANSWER) != briefly
+        assert "as few words" not in asked
+        assert {block.digest for block in long.blocks(1)} != {
+            block.digest for block in replace(long, compared=()).blocks(1)
+        }
+    for name, record in (("samsum.json", json.dumps([PAGES])), ("vt.jsonl", NEEDLE)):
+        with pytest.raises(UnknownDataset, match="has no questions that can be asked for a long answer"):
+            load(lines(tmp_path / name, record), long=True)
+    assert [task.name for task in load(tmp_path, long=True)] == [
+        "cacheblend/musique_s long",
+        "longbench/musique long",
+    ]
 
 
 def test_a_folder_is_all_its_files(tmp_path: Path) -> None:

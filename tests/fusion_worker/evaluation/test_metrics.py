@@ -33,6 +33,26 @@ def test_f1(answer: str, expected: list[str], score: float) -> None:
     assert f1(answer, expected) == pytest.approx(score)
 
 
+@pytest.mark.parametrize(
+    ("answer", "expected", "score"),
+    [
+        ("It is Columbus, Ohio.", ["Columbus Ohio"], 1.0),
+        ("Ohio, Columbus", ["Columbus, Ohio"], 0.0),  # in order
+        ("Columbus in Ohio", ["Columbus, Ohio"], 0.0),  # next to each other
+        ("the Grand-Duke", ["the grandduke"], 1.0),
+        ("1950", ["195"], 0.0),  # whole words
+        ("There is none.", ["no", "the one"], 0.0),
+        ("Ada or Ben", ["Cid", "Ben"], 1.0),
+        ("北京市", ["北京"], 1.0),
+        ("", ["lamp"], 0.0),
+        ("an", ["the"], 1.0),  # nothing is left of either
+        ("lamp", ["the"], 0.0),
+    ],
+)
+def test_containment(answer: str, expected: list[str], score: float) -> None:
+    assert metrics.contains(answer, expected) == score
+
+
 def test_substrings_as_ruler_matches_them() -> None:
     answer = " The numbers are 41,\x07 and SEVEN."
     assert metrics.string_match_all(answer, ["41", "seven", "9", "8"]) == 0.5
@@ -53,6 +73,22 @@ def test_substrings_as_ruler_matches_them() -> None:
 def test_rouge_l(answer: str, expected: str, score: float) -> None:
     assert rouge_l(answer, [expected]) == pytest.approx(score)
     assert rouge_l(answer, ["x", expected]) == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "score"),
+    [
+        ("Ada was born in Rome in 1815.", ["In 1815, Ada lived in London."], 2 / 3),
+        ('It is ada\u2019s, "(Rome)"', ["Ada's Rome"], 1.0),
+        ("The Grand-Duke had 6,960 men", ["There the Grand-Duke of 6960 and However It"], 1.0),
+        ("Nothing", ["Ada of Rome"], 0.0),
+        ("Rome", ["Ada of Rome", "Rome"], 1.0),
+        ("a heart attack killed him", ["heart attack"], 1.0),  # without entities, all of it is one
+        ("a heart", ["the heart attack"], 0.0),
+    ],
+)
+def test_entities(answer: str, expected: list[str], score: float) -> None:
+    assert metrics.entities(answer, expected) == pytest.approx(score)
 
 
 @pytest.mark.parametrize(
@@ -126,6 +162,20 @@ def test_a_mean_takes_the_interval_that_fits() -> None:
     assert found.score == pytest.approx(np.mean(values))
     assert (found.low, found.high) == pytest.approx((found.score - half, found.score + half), abs=0.1 * half)
     assert statistics.mean(values) == found  # seeded
+
+
+def test_quantiles_are_interpolated_and_resampled_as_means_are() -> None:
+    values = [0.3, 0.0, 2.0, 0.1, 0.4, 0.2]
+    assert statistics.quantile(values, 0.5).score == pytest.approx(0.25)
+    assert statistics.quantile(values, 0.9).score == pytest.approx(1.2)  # place 4.5 of 0..5: between 0.4 and 2.0
+    draws = np.random.default_rng(statistics._SEED).integers(0, 6, (statistics.RESAMPLES, 6))
+    for q in (0.5, 0.9):
+        found, drawn = statistics.quantile(values, q), np.quantile(np.array(values)[draws], q, axis=1)
+        assert (found.low, found.high) == pytest.approx(tuple(np.quantile(drawn, (0.025, 0.975))))
+        assert found.n == 6
+    assert statistics.quantile([0.7], 0.9) == statistics.Estimate(0.7, 0.7, 0.7, 1)
+    with pytest.raises(ValueError, match="no values"):
+        statistics.quantile([], 0.5)
 
 
 def test_pairs_are_resampled_together() -> None:

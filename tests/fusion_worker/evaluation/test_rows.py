@@ -12,7 +12,7 @@ from rich.console import Console
 from fusionkv.bench.quality.data.samples import Sample, Task
 from fusionkv.bench.quality.report import charts, report, statistics
 from fusionkv.bench.quality.report.cells import NO_CONTEXT, Cell, Measured
-from fusionkv.bench.quality.report.rows import Row, _recovered, judged, rows
+from fusionkv.bench.quality.report.rows import Row, _recovered, judged, rows, untested
 from fusionkv.fusion_worker.recipes import find_recipe
 from tests.pages import Page
 
@@ -137,15 +137,78 @@ def test_a_data_task_is_judged_by_what_comes_back_and_f1_stands_beside() -> None
     assert lines["epic"] == {"recipe": "epic", "r": 0.15, "scores": {"qa": 0.5}, "beside": {"qa": {"f1": 0.5}}}
     assert (lines["no_context"]["scores"], lines["no_context"]["beside"]) == ({"qa": None}, {"qa": {"f1": 0.0}})
     out = StringIO()
-    Console(file=out, width=100).print(report.summary(figures, by))
+    Console(file=out, width=100).print(*report.tables(figures, by))
     assert re.search(r"answer_kl_back +f1\n", out.getvalue())
     assert re.search(r"epic +0.15 +50.0 +50.0", out.getvalue())
     narrow = StringIO()
-    Console(file=narrow, width=24).print(report.summary(figures, by))
+    Console(file=narrow, width=24).print(*report.tables(figures, by))
     assert "…" not in narrow.getvalue(), "names that differ at their ends stay apart"
     page = re.sub(r"<[^>]*>|\s+", " ", report.page(figures, by, [("a", DATA, answers())]))
     assert re.search(r"a on qa: answers", page)
-    assert re.search(r"epic +0.15 +50\.0 \(.*?\) +50\.0 \(.*?\) +100\.0 \(.*?\) +0\.100 +2\.250 ", page)
+    values = r"0\.100 \(0\.100 to 0\.100\) +0\.100 \(.*?\) +0\.100 \(.*?\) +0\.0 \(.*?\) +50\.0 \(.*?\) +100\.0 "
+    assert re.search(rf"epic +0\.15 +{values}", page)
+
+
+COUNTED = Task("qa", TASK.samples, ("exact_match",), 8, right="exact_match")
+
+
+def counted(bare: list[float]) -> dict[Cell, Measured]:
+    """Full attention has six of eight questions right, the recipe five: four of those, and one more."""
+    found = {
+        cell("full_attention", 1.0): Measured({"exact_match": exact(0, 1, 2, 3, 4, 5), "answer_kl": [0.0] * 8}),
+        cell("epic", 0.15): Measured(
+            {"exact_match": exact(0, 1, 2, 3, 6), "answer_kl": [0.3, 0.0, 2.0, 0.1, 0.4, 0.2, 1.0, 0.5]}
+        ),
+    }
+    return {**found, NO_CONTEXT: Measured({"exact_match": bare})}
+
+
+def test_right_answers_that_were_kept_and_gained_and_the_worst_ones() -> None:
+    figures = list(rows("a", COUNTED, counted(exact())))
+    by = {row.metric: row for row in figures if row.recipe == "epic"}
+    scores = {"right": 5 / 8, "kept": 4 / 6, "gained": 1 / 8, "right_minus_full_attention": -1 / 8}
+    # Sorted: 0, 0.1, 0.2, 0.3, 0.4, 0.5, 1, 2; the 90th percentile is 0.3 of the way from 1 to 2.
+    scores |= {"answer_kl": 4.5 / 8, "answer_kl_median": 0.35, "answer_kl_p90": 1.3, "answer_kl_above_1": 1 / 8}
+    assert {name: by[name].score for name in scores} == pytest.approx(scores, abs=1e-6)
+    assert (by["kept"].n, by["gained"].n) == (6, 8)
+    wilson = statistics.wilson(4, 6)
+    assert (by["kept"].low, by["kept"].high) == pytest.approx((wilson.low, wilson.high), abs=1e-6)
+    # The same draws for both, so that what they have in common does not count.
+    draws = np.random.default_rng(statistics._SEED).integers(0, 8, (statistics.RESAMPLES, 8))
+    differences = np.array([0, 0, 0, 0, -1, -1, 1, 0])[draws].mean(1)
+    bounds = tuple(np.quantile(differences, (0.025, 0.975)))
+    assert (by["right_minus_full_attention"].low, by["right_minus_full_attention"].high) == pytest.approx(bounds)
+    own = {row.metric for row in figures if row.recipe == "full_attention"}
+    assert "right" in own
+    assert not {"kept", "gained"} & own
+    nothing = {**counted(exact()), cell("full_attention", 1.0): Measured({"exact_match": exact()})}
+    assert {row.metric for row in rows("a", COUNTED, nothing)} >= {"right", "gained"}
+    assert "kept" not in {row.metric for row in rows("a", COUNTED, nothing)}, "there was nothing to keep"
+
+
+def test_answers_are_one_table_for_a_model_and_a_set() -> None:
+    figures, by = list(rows("a", COUNTED, counted(exact()))), {"qa": judged(COUNTED)}
+    out = StringIO()
+    for shown in report.tables(figures, by):
+        Console(file=out, width=140).print(shown)
+    assert "a on qa, 8 questions" in out.getvalue()
+    assert re.search(r"right +kept +gained +KL +KL median +KL p90 +KL > 1 *\n", out.getvalue())
+    assert re.search(r"epic +0\.15 +62 +67 +12 +0\.56 +0\.35 +1\.30 +12 *\n", out.getvalue())
+    assert "worst case" not in out.getvalue(), "which would say the same"
+    several = [*figures, *rows("b", COUNTED, counted(exact()))]
+    (line,) = (line for line in report.worst(several, by) if line["recipe"] == "epic")
+    assert line["beside"] == {"qa": {"right": 0.625, "kept": pytest.approx(2 / 3, abs=1e-6)}}
+    assert any("worst case over 2 models" in str(shown.title) for shown in report.tables(several, by))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("bare", "test"), [((), True), ((0, 1, 2, 3), False), (range(8), False)])
+def test_a_set_that_a_model_answers_without_passages_is_no_test(bare: list[int], test: bool) -> None:
+    figures, by = list(rows("a", COUNTED, counted(exact(*bare)))), {"qa": judged(COUNTED)}
+    assert [(row.model, row.task) for row in untested(figures)] == [] if test else [("a", "qa")]
+    *_, last = report.tables(figures, by)
+    page = report.page(figures, by, [("a", COUNTED, counted(exact(*bare)))])
+    said = "a on qa: this set is no test for this model. It answers 75% of the questions right with their passages, "
+    assert (said in str(last), said in page) == (not test, not test)
 
 
 def test_the_worst_model_counts_and_a_program_gets_the_same_table(figures: list[Row]) -> None:
@@ -223,6 +286,6 @@ def test_a_point_stands_at_what_was_recomputed_not_at_what_was_asked_for() -> No
 
 def test_the_terminal_gets_the_middle_ratio(figures: list[Row]) -> None:
     out = StringIO()
-    Console(file=out, width=100).print(report.summary(figures, BY))
+    Console(file=out, width=100).print(*report.tables(figures, BY))
     assert re.search(r"worst case over 2 models", out.getvalue())
     assert re.search(r"prophetkv +0.15 +62.5", out.getvalue())

@@ -232,7 +232,7 @@ def own(plain: Oracle, ids: Sequence[int], following: Sequence[int], block: Sequ
 def test_metrics_are_those_of_transformers_logits(model: models.Model, task: Task, reference_model: Path) -> None:
     more = {"dtype": torch.float32, "attn_implementation": "eager"}
     plain = Oracle(Qwen2ForCausalLM.from_pretrained(reference_model, **more).eval())
-    model = dataclasses.replace(model, bos=None)
+    model = dataclasses.replace(model, begin="")
     prompter = Prompter(model, 512)
     # No system prompt: distances within a chunk are what they were when it was encoded, and nothing else is seen.
     task = dataclasses.replace(task, samples=tuple(dataclasses.replace(s, instruction="") for s in task.samples))
@@ -279,7 +279,7 @@ def test_generated_answers_are_plain_greedy_ones(
     assert len({tuple(answers) for answers in said.values()}) > 1, "answers differ between recipes"
 
 
-async def plainly(model: models.Model, task: Task) -> dict[str, list[str]]:
+async def plainly(model: models.Model, task: Task, names: Sequence[str] = NAMES) -> dict[str, list[str]]:
     """As a worker answers."""
     servicer, params = FusionServicer(WorkerConfig(pool_bytes=64 << 20), model), SamplingParams(max_tokens=LENGTH)
 
@@ -290,7 +290,7 @@ async def plainly(model: models.Model, task: Task) -> dict[str, list[str]]:
         return model.tokenizer.decode([i for i in ids if i not in model.ends])
 
     try:
-        return {name: [await one(find_recipe(name), sample) for sample in task.samples] for name in NAMES}
+        return {name: [await one(find_recipe(name), sample) for sample in task.samples] for name in names}
     finally:
         await servicer.close()
 
@@ -313,6 +313,29 @@ def test_the_question_alone_is_a_row_of_its_own(model: models.Model, task: Task)
     first = dataclasses.replace(task, samples=tuple(dataclasses.replace(s, passages=("x",)) for s in task.samples))
     again = measure(model, first, asked)[NO_CONTEXT]
     np.testing.assert_allclose(again.values["gold_nll"], bare.values["gold_nll"], rtol=1e-4)
+
+
+def test_long_answers_are_compared_with_full_attention_s(
+    model: models.Model, task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, str, list[str]]] = []
+    score = metrics.text_score
+
+    def kept(name: str, answer: str, expected: Sequence[str], classes: Sequence[str]) -> float:
+        seen.append((name, answer, [*expected]))
+        return score(name, answer, expected, classes)
+
+    monkeypatch.setattr(metrics, "text_score", kept)
+    long = dataclasses.replace(task, metrics=("contains", "entities"), compared=("rouge_l", "entities"))
+    asked = [*cells(("full_attention", 1.0), ("full_reuse", 0.0)), NO_CONTEXT]
+    full, reuse, bare = measure(model, long, asked).values()
+    for name in ("rouge_l_full", "entities_full"):
+        assert full.values[name] == [1.0] * COUNT
+        assert min(reuse.values[name]) < 1.0, "reuse changes answers"
+        assert min(bare.values[name]) < 1.0
+    # The reference is what full attention itself says.
+    whole = asyncio.run(plainly(model, task, ("full_attention",)))["full_attention"]
+    assert {expected[0] for name, _, expected in seen if name == "rouge_l"} == {*whole}
 
 
 def test_neighbours_come_from_the_whole_file_and_only_those_needed_are_encoded(
