@@ -4,6 +4,7 @@ import datetime
 import ipaddress
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -132,7 +133,7 @@ class Service:
     def addresses(self) -> dict[str, list[str]]:
         """Where each service of the process listens, by name."""
         found = (_SERVING.match(line) for line in self.log.splitlines())
-        return {match[1]: match[2].split() for match in found if match}
+        return {match[1]: shlex.split(match[2]) for match in found if match}
 
     @property
     def address(self) -> str:

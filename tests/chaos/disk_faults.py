@@ -65,7 +65,7 @@ async def disk_full(scene: Scene) -> AsyncIterator[None]:
         if scene.dice.random() < 0.3:  # a full disk is no reason not to start
             scene.cache.kill9()
             await scene.cache.start()
-            await scene.oracle.traffic(answers_fail=False)
+            await scene.oracle.traffic()
     finally:
         disk.empty()
 

@@ -154,7 +154,7 @@ async def gateway_stands_still(scene: Scene) -> AsyncIterator[None]:
 @contextlib.asynccontextmanager
 async def _killed(scene: Scene, process: Process) -> AsyncIterator[None]:
     """While it answers."""
-    asking = asyncio.create_task(scene.oracle.traffic(answers_fail=True))
+    asking = asyncio.create_task(scene.oracle.traffic())
     await asyncio.sleep(scene.dice.uniform(0, 0.5))
     process.kill9()
     yield

@@ -34,18 +34,17 @@ class Oracle:
         self.entries = Entries(world, dice, self.seen)
         self._world, self._dice = world, dice
         self._footing: dict[int, Footing] = {}
+        self.answers_fail = False
+        """Whether a question may be answered by an error: gateway or workers have a fault until the episode ends."""
 
-    async def traffic(self, answers_fail: bool, asks: int = 3) -> None:
-        """Some questions and entries at once, while something has a fault or nothing has.
-
-        answers_fail: whether a question may be answered by an error, since gateway or workers have a fault.
-        """
-        answers, entries = self.answers, self.entries
-        jobs: list[Coroutine[Any, Any, None]] = [answers.question(answers_fail) for _ in range(asks)]
-        jobs += [answers.prefix(answers_fail)]
+    async def traffic(self, asks: int = 3) -> None:
+        """Some questions and entries at once, while something has a fault or nothing has."""
+        answers, entries, may_fail = self.answers, self.entries, self.answers_fail
+        jobs: list[Coroutine[Any, Any, None]] = [answers.question(may_fail) for _ in range(asks)]
+        jobs += [answers.prefix(may_fail)]
         jobs += [job for _ in range(3) for job in (entries.put_one(), entries.get_one())]
         if self._dice.random() < _INGEST:
-            jobs.append(answers.ingest(answers_fail))
+            jobs.append(answers.ingest(may_fail))
         await asyncio.gather(*jobs)
 
     async def recovered(self) -> None:

@@ -114,13 +114,14 @@ class Run:
 
     async def _episode(self, world: World, oracle: Oracle, chosen: list[tuple[Fault, int]], thorough: bool) -> None:
         scenes = [Scene(world, oracle, random.Random(self._dice.getrandbits(64)), number) for _, number in chosen]
-        answers_fail = any(fault.answers_fail for fault, _ in chosen)
+        # Also in what a fault asks while it ends: a gateway that struck first comes back last.
+        oracle.answers_fail = any(fault.answers_fail for fault, _ in chosen)
         if self._dice.random() < _FEWER_PAGES:
             await oracle.empty_pools()
         async with contextlib.AsyncExitStack() as stack:
             for (fault, _), scene in zip(chosen, scenes, strict=True):
                 await stack.enter_async_context(fault.context(scene))
-            await oracle.traffic(answers_fail)
+            await oracle.traffic()
         await oracle.recovered()
         gone = set().union(*(scene.gone for scene in scenes))
         # What a Mooncake Store has is in the memory of its clients, and goes with each of them.

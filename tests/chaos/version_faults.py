@@ -31,11 +31,11 @@ async def worker_of_another_version(scene: Scene) -> AsyncIterator[None]:
 
 @fault("gateway", 0.5, needs="history of gateways")
 async def gateway_of_another_version(scene: Scene) -> AsyncIterator[None]:
-    gateway = scene.world.gateway
-    await _replaced(gateway, scene.dice, scene.world.other)
-    await until(lambda: _reached(scene.world), ASK_SECONDS)
-    yield
-    await _replaced(gateway, scene.dice)
+    for version in (scene.world.other, None):
+        await _replaced(scene.world.gateway, scene.dice, version)
+        await until(lambda: _reached(scene.world), ASK_SECONDS)
+        if version:
+            yield
 
 
 async def _replaced(process: Process, dice: random.Random, version: Version | None = None) -> None:

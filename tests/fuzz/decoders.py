@@ -1,15 +1,19 @@
-"""Decoders of bytes from a disk, a socket or Redis, and what holds of each, whatever the bytes are.
+"""Decoders of bytes from a disk, a socket, Redis or a GGUF file, and what holds of each, whatever the bytes are.
 
 Each is called with inputs that hypothesis makes up (test_decoders.py), and that atheris grows towards code that was
 not reached before (guided.py). What it raises is a bug.
 """
 
+import struct
+import tracemalloc
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import pytest
 import xxhash
 from google.protobuf.message import DecodeError
 
+from fusionkv.fusion_worker.library import gguf_file
 from fusionkv.kvcache_service import client, servicer
 from fusionkv.kvcache_service.index import record
 from fusionkv.kvcache_service.index.index import HitRanker
@@ -95,6 +99,20 @@ def remote_record(data: bytes) -> None:
     remote_records([data, data + xxhash.xxh3_64_digest(data)])
 
 
+def gguf(data: bytes) -> None:
+    """A GGUF file: what it holds lies within it, and reading it takes memory by its size."""
+    tracemalloc.start()
+    try:
+        found = gguf_file.parse(np.frombuffer(data, np.uint8))
+    except ValueError:
+        return
+    finally:
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert most < (1 << 20) + 100 * len(data)
+    assert sum(tensor.data.nbytes for tensor in found.tensors.values()) <= len(data)
+
+
 _PUT = pb.PutRequest(
     header=pb.PutHeader(
         namespace=GOOD.namespace, path=[GOOD.system, GOOD.chunk], size_bytes=5, tokens=1, checksum=GOOD.checksum
@@ -102,6 +120,13 @@ _PUT = pb.PutRequest(
 )
 _HIT = pb.Hit(kind=pb.HIT_KIND_EXACT, entry=pb.Entry(key=KEY, size_bytes=100, tier=pb.TIER_MEMORY, arena_offset=950))
 _REMOTE = GOOD.key + record.encode(GOOD, 0)[:-8]
+# Two keys, a number and an array of two strings; and a tensor of eight numbers.
+_GGUF = (
+    struct.pack("<4sIQQ", b"GGUF", 3, 1, 2)
+    + struct.pack("<Q1sIIQ1sIIQQQ", 1, b"n", 4, 7, 1, b"a", 9, 8, 2, 0, 0)
+    + struct.pack("<Q1sIQIQ", 1, b"t", 1, 8, 0, 0)
+)
+_GGUF += bytes(-len(_GGUF) % 32 + 32)
 
 GUIDED: Mapping[str, tuple[Callable[[bytes], None], tuple[bytes, ...]]] = {
     "index_record": (index_record, (record.encode(GOOD, 0)[:-8], b"")),
@@ -110,5 +135,6 @@ GUIDED: Mapping[str, tuple[Callable[[bytes], None], tuple[bytes, ...]]] = {
     "put_message": (put_message, (_PUT.SerializeToString(),)),
     "answered_hit": (answered_hit, (_HIT.SerializeToString(),)),
     "remote_record": (remote_record, (_REMOTE,)),
+    "gguf": (gguf, (_GGUF,)),
 }
 """What atheris calls, by name, and inputs to begin with."""

@@ -16,7 +16,7 @@ _DECODERS = [
         f"fusionkv.kvcache_service.{module}"
         for module in ("answers", "checks", "keys", "index.record", "remote.tier")
     ),
-    *("fusionkv.protos.runtime.frames", "tests.fuzz.decoders"),
+    *("fusionkv.protos.runtime.frames", "fusionkv.fusion_worker.library.gguf_file", "tests.fuzz.decoders"),
 ]
 with atheris.instrument_imports(include=_DECODERS, enable_loader_override=False):
     from tests.fuzz.decoders import GUIDED

@@ -50,6 +50,16 @@ CHANGED = st.tuples(st.integers(0, len(VALUE) - 1), st.integers(0, 255)).map(
 REMOTE = st.lists(st.one_of(st.just(VALUE), CHANGED, st.binary(max_size=80)), max_size=5)
 
 
+_NUMBER = st.one_of(st.integers(0, 12), st.integers(0, 100), st.integers(0, 2**64 - 1))
+_PIECE = st.one_of(
+    _NUMBER.map(lambda number: struct.pack("<Q", number)),
+    _NUMBER.map(lambda number: struct.pack("<I", number % 2**32)),
+    st.text(max_size=3).map(lambda text: struct.pack("<Q", len(text.encode())) + text.encode()),
+    st.binary(max_size=40),
+)
+GGUF_FILES = st.lists(_PIECE, max_size=20).map(lambda pieces: struct.pack("<4sI", b"GGUF", 3) + b"".join(pieces))
+
+
 def serialised(kind: Any) -> st.SearchStrategy[bytes]:
     return messages(kind.DESCRIPTOR).map(lambda made: made.SerializeToString())
 
@@ -63,6 +73,7 @@ def serialised(kind: Any) -> st.SearchStrategy[bytes]:
         (decoders.answered_hit, serialised(pb.Hit), 200),
         (decoders.put_message, serialised(pb.PutRequest), 200),
         (decoders.remote_records, REMOTE, 200),
+        (decoders.gguf, GGUF_FILES, 300),
     ],
 )
 def test_bytes(target: Callable[[Any], None], inputs: st.SearchStrategy[Any], few: int) -> None:

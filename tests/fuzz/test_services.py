@@ -187,7 +187,7 @@ def bodies(draw: st.DrawFn) -> bytes:
 
 def request(running: Running, method: str, path: bytes, body: bytes, headers: dict[str, bytes]) -> int:
     """The status of a request whose bytes are sent as they are."""
-    lines = [b"%s %s HTTP/1.1" % (method.encode(), path), b"Host: gateway", b"Connection: close"]
+    lines = [b"%s %s HTTP/1.1" % (method.encode(), path), b"Host: localhost", b"Connection: close"]
     lines += [name.encode() + b": " + value for name, value in headers.items()]
     lines.append(b"Content-Length: %d" % len(body))
     return int(send(running.http, b"\r\n".join((*lines, b"", body)), SECONDS).split()[1])

@@ -35,6 +35,7 @@ HEADER: dict[str, Any] = {"namespace": DIGEST, "path": [DIGEST], "size_bytes": 1
 # Requests that are as they should be, by method, and by place where a field needs others beside it.
 GOOD: dict[str, dict[str, Any]] = {
     "gateway.Ingest": {"corpus": "c", "name": "a.txt", "content": b"a"},
+    "gateway.Upload": {"document": {"corpus": "c", "name": "b.txt"}, "size_bytes": 1, "content": b"a"},
     "gateway.Move": {"corpus": "c"},
     "gateway.Precompute": {"corpus": "c"},
     "gateway.PlanPrecompute": {"corpus": "c"},
@@ -52,6 +53,8 @@ GOOD: dict[str, dict[str, Any]] = {
     "fusion.Encode": {"chunk": TOKENS, "before": [TOKENS], "mode": EXACT},
     "fusion.Encode corpus": {"chunk": TOKENS, "before": [{"ids": [2]}], "mode": fusion.EncodeRequest.MODE_CORRECTION},
     "fusion.GetModel": {},
+    "fusion.RenderTemplate": {},
+    "fusion.GetCorrections": {"corpora": ["c"]},
     "kvcache.Lookup": {"namespace": DIGEST, "path": [{"digest": DIGEST}] * 2},
     "kvcache.Fetch": {"key": DIGEST},
     "kvcache.Prefetch": {"keys": [DIGEST]},
@@ -63,6 +66,7 @@ GOOD: dict[str, dict[str, Any]] = {
 # Numbers that could cost time or memory of their own: the rest of the audit.
 TOO_MUCH: dict[str, dict[str, Any]] = {
     "gateway.Precompute": {"corpus": "c", "recipe": "fusionrag", "neighbours": 1 << 31},
+    "gateway.Upload": {"document": {"corpus": "c", "name": "b.txt"}, "size_bytes": 1 << 62},
     "gateway.Retrieve": {"corpus": "c", "question": "?", "top_k": 1 << 31},
     "gateway.Generate": {"corpus": "c", "question": "?", "top_k": 1 << 31},
     "gateway.Generate sampling": {"corpus": "c", "question": "?", "sampling": {"max_tokens": 1 << 31}},

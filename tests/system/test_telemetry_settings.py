@@ -1,6 +1,7 @@
 """OpenTelemetry's environment variables: what they switch on and off, what is refused, which requests are sampled."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 
 from fusionkv.gateway.client.client import Client
 from fusionkv.kvcache_service.client import CacheClient
+from tests.commands import run_python
 from tests.services import start_cache, start_gateway, start_worker
 from tests.system.otlp import Receiver, receiving
 
@@ -61,6 +63,16 @@ def test_nothing_is_sent_without_an_endpoint(launch: Any, tmp_path: Path) -> Non
 def test_each_signal_is_switched_by_itself(told: Any, env: dict[str, str], spans: bool, metrics: bool) -> None:
     received = told(**env)
     assert (bool(received.spans), bool(received.metrics)) == (spans, metrics)
+
+
+def test_a_collector_on_this_machine_gets_all_without_a_proxy(
+    told: Callable[..., Receiver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("http_proxy", "https_proxy", "grpc_proxy"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:9")
+    received = told(EXPORTER_OTLP_ENDPOINT="{}")
+    assert received.spans
+    assert received.metrics
 
 
 @pytest.mark.parametrize("name", ["SERVICE_NAME", "RESOURCE_ATTRIBUTES"])
@@ -126,3 +138,16 @@ def test_all_follow_the_sampler_of_the_gateway(
             assert service.stop() == 0, service.log
     assert {service for service, _ in received.spans} == {f"fusionkv-{name}" for name in services}
     assert any(span.name == "fusionkv.put" for _, span in received.spans) == bool(services)
+
+
+def test_a_collector_that_cannot_be_reached_delays_no_stop() -> None:
+    code = (
+        "import time; from fusionkv.protos.observe import telemetry; from opentelemetry import trace, metrics\n"
+        "telemetry.attach('x'); metrics.get_meter('m').create_counter('c').add(1)\n"
+        "trace.get_tracer('t').start_span('s').end(); began = time.monotonic(); telemetry.detach()\n"
+        "print(time.monotonic() - began)"
+    )
+    env = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9"}
+    began = time.monotonic()
+    assert float(run_python("-c", code, env=env).stdout) < 2
+    assert time.monotonic() - began < 7, "nothing waits at the exit of the interpreter either"
