@@ -52,7 +52,12 @@ LABEL org.opencontainers.image.title="FusionKV" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.source="${SOURCE}"
 ENV PATH=/opt/fusionkv/bin:$PATH HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
-RUN mkdir /data && chown 10001:10001 /data
+# As process 1, tini passes SIGTERM on to a service that doesn't listen for it yet, which ends it: the kernel wouldn't.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends tini \
+    && rm -rf /var/lib/apt/lists/* \
+    && mkdir /data && chown 10001:10001 /data
 WORKDIR /data
 STOPSIGNAL SIGTERM
 USER 10001:10001
@@ -61,7 +66,7 @@ FROM runtime AS kvcache
 COPY --from=kvcache-packages /opt/fusionkv /opt/fusionkv
 ENV FUSIONKV_KVCACHE_LISTEN=[::]:7070 FUSIONKV_KVCACHE_DATA_DIR=/data
 EXPOSE 7070
-ENTRYPOINT ["python", "-P", "-m", "fusionkv.kvcache_service"]
+ENTRYPOINT ["tini", "--", "python", "-P", "-m", "fusionkv.kvcache_service"]
 
 # For services that share a Mooncake Store, and for its master: `mooncake_master` in place of the entry point.
 FROM runtime AS kvcache-mooncake
@@ -74,19 +79,19 @@ USER 10001:10001
 COPY --from=kvcache-mooncake-packages /opt/fusionkv /opt/fusionkv
 ENV FUSIONKV_KVCACHE_LISTEN=[::]:7070 FUSIONKV_KVCACHE_DATA_DIR=/data
 EXPOSE 7070
-ENTRYPOINT ["python", "-P", "-m", "fusionkv.kvcache_service"]
+ENTRYPOINT ["tini", "--", "python", "-P", "-m", "fusionkv.kvcache_service"]
 
 FROM runtime AS gateway
 COPY --from=gateway-packages /opt/fusionkv /opt/fusionkv
 ENV FUSIONKV_GATEWAY_LISTEN=[::]:7072 FUSIONKV_GATEWAY_DATA_DIR=/data
 EXPOSE 7072
-ENTRYPOINT ["python", "-P", "-m", "fusionkv.gateway"]
+ENTRYPOINT ["tini", "--", "python", "-P", "-m", "fusionkv.gateway"]
 
 FROM runtime AS worker
 COPY --from=worker-packages /opt/fusionkv /opt/fusionkv
 ENV FUSIONKV_WORKER_LISTEN=[::]:7071 FUSIONKV_WORKER_MODEL=/models HF_HUB_OFFLINE=1
 EXPOSE 7071
-ENTRYPOINT ["python", "-P", "-m", "fusionkv.fusion_worker"]
+ENTRYPOINT ["tini", "--", "python", "-P", "-m", "fusionkv.fusion_worker"]
 
 # For nodes of a Ray cluster that encoders run on: the extra `ray`, and what a head needs to be given jobs over HTTP.
 FROM worker AS worker-ray
@@ -100,7 +105,7 @@ USER 10001:10001
 FROM ${CUDA_IMAGE} AS worker-gpu
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends gcc libc6-dev python3 python3-dev python3-venv \
+    && apt-get install -y --no-install-recommends gcc libc6-dev python3 python3-dev python3-venv tini \
     && rm -rf /var/lib/apt/lists/* \
     && python3 -m venv /opt/fusionkv
 ENV PATH=/opt/fusionkv/bin:$PATH HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1 \
@@ -122,7 +127,7 @@ ENV FUSIONKV_WORKER_LISTEN=[::]:7071 FUSIONKV_WORKER_MODEL=/models
 EXPOSE 7071
 STOPSIGNAL SIGTERM
 USER 10001:10001
-ENTRYPOINT ["python", "-P", "-m", "fusionkv.fusion_worker"]
+ENTRYPOINT ["tini", "--", "python", "-P", "-m", "fusionkv.fusion_worker"]
 
 FROM worker-gpu AS worker-gpu-ray
 USER 0:0

@@ -236,7 +236,7 @@ spec:
         periodSeconds: 2
         failureThreshold: {{ div .startup 2 }}
       readinessProbe:
-        {{- include "fusionkv.probe" . | nindent 8 }}
+        {{- include "fusionkv.probe" (merge (dict "service" .ready) .) | nindent 8 }}
         periodSeconds: 5
         timeoutSeconds: 3
       livenessProbe:
@@ -305,7 +305,7 @@ spec:
 {{- if include "fusionkv.speaksTLS" . -}}
 tcpSocket: {port: {{ .port }}}
 {{- else -}}
-grpc: {port: {{ .port }}}
+grpc: {port: {{ .port }}{{ with .service }}, service: {{ . }}{{ end }}}
 {{- end }}
 {{- end }}
 
