@@ -31,7 +31,7 @@ ROOT = Path(__file__).parent.parent
 REAL_MODEL, EMBEDDER = "smollm2", "minilm"
 WORDS_ALONE = {"EMBEDDER": "none"}
 PROGRAM = Path(sys.executable).parent / "fusionkv"
-RECIPES = ("full_attention", "default")
+BASELINE = "full_attention"
 START_SECONDS = 120
 STOP_SECONDS = 60
 
@@ -46,6 +46,7 @@ class Setting:
         gateway: settings of the gateway.
         neighbours: number of neighbours to encode each chunk with; 0 encodes chunks alone.
         order: order of the chunks in the prompt. The reference models were trained on pages in the order of a story.
+        recipe: the recipe that is compared with full attention.
         sure: whether full attention has to answer every question right.
     """
 
@@ -55,6 +56,11 @@ class Setting:
     neighbours: int
     order: str
     sure: bool
+    recipe: str = "default"
+
+    @property
+    def recipes(self) -> tuple[str, str]:
+        return BASELINE, self.recipe
 
 
 @dataclass(frozen=True)
@@ -220,10 +226,10 @@ def show(console: Console, rows: list[Row]) -> None:
         console.print(f"  {row.recipe:16}{ttft:6.2f} s  {mark}  {escape(' '.join(row.answer.split()))}{note}")
 
 
-def summarize(model: str, rows: list[Row]) -> dict[str, Any]:
+def summarize(setting: Setting, rows: list[Row]) -> dict[str, Any]:
     """For each recipe, the number of right answers, the median seconds to the first token, and token counts."""
-    made: dict[str, Any] = {"model": model, "questions": len(rows) // len(RECIPES)}
-    for recipe in RECIPES:
+    made: dict[str, Any] = {"model": Path(setting.model).name, "questions": len(rows) // len(setting.recipes)}
+    for recipe in setting.recipes:
         chosen = [row for row in rows if row.recipe == recipe]
         made[recipe] = {
             "right": sum(row.right for row in chosen),
@@ -232,26 +238,26 @@ def summarize(model: str, rows: list[Row]) -> dict[str, Any]:
             "tokens_recomputed": sum(row.summary["tokens_recomputed"] for row in chosen),
             "recipes": dict(Counter(row.summary["recipe"] for row in chosen)),
         }
-    right = zip(*([row.right for row in rows if row.recipe == recipe] for recipe in RECIPES), strict=True)
+    right = zip(*([row.right for row in rows if row.recipe == recipe] for recipe in setting.recipes), strict=True)
     both = Counter(right)
     made["kept"], made["gained"] = both[True, True], both[False, True]
     return made
 
 
-def conclude(console: Console, made: dict[str, Any]) -> None:
-    full, default = (made[recipe] for recipe in RECIPES)
+def conclude(console: Console, setting: Setting, made: dict[str, Any]) -> None:
+    full, chosen = (made[recipe] for recipe in setting.recipes)
     console.print(f"\n[bold]{made['model']}, {made['questions']} questions[/]")
-    for recipe in RECIPES:
+    for recipe in setting.recipes:
         one = made[recipe]
         share = one["tokens_recomputed"] / one["context_tokens"]
         console.print(
             f"  {recipe:16}{one['right']:3} of {made['questions']} right, {one['ttft_median_s']:.2f} s to the first "
             f"token (median), {share:.0%} of the context computed"
         )
-    named = ", ".join(f"{recipe} ({count})" for recipe, count in default["recipes"].items())
+    named = ", ".join(f"{recipe} ({count})" for recipe, count in chosen["recipes"].items())
     console.print(
-        f"  the default keeps [bold]{made['kept']} of {full['right']}[/] right answers of full attention, has "
-        f"{made['gained']} others right, and is [bold]{full['ttft_median_s'] / default['ttft_median_s']:.1f} times "
+        f"  {setting.recipe} keeps [bold]{made['kept']} of {full['right']}[/] right answers of full attention, has "
+        f"{made['gained']} others right, and is [bold]{full['ttft_median_s'] / chosen['ttft_median_s']:.1f} times "
         f"faster[/]: {named}"
     )
 
@@ -266,12 +272,12 @@ async def run(
         async with services(setting, folder, console) as address, AsyncClient(address) as client:
             await load(client, setting, corpora, console)
             for question in questions:
-                answers = [await ask(client, question, recipe, setting.order) for recipe in RECIPES]
+                answers = [await ask(client, question, recipe, setting.order) for recipe in setting.recipes]
                 show(console, answers)
                 rows += answers
             # Explain the first question that both recipes answer right, if there is one.
             right = [
-                all(row.right for row in rows[at : at + len(RECIPES)]) for at in range(0, len(rows), len(RECIPES))
+                all(row.right for row in rows[at : at + len(answers)]) for at in range(0, len(rows), len(answers))
             ]
             shown = questions[right.index(True) if True in right else 0]
             await explain(address, shown, setting.order, out.with_suffix(".html"))
@@ -304,7 +310,7 @@ def check(setting: Setting, rows: list[Row]) -> None:
     for row in rows:
         if row.summary["degraded"]:
             raise Failed(f"degraded: {row.summary['degraded_reason']} ({row.recipe}: {row.question})")
-        if setting.sure and row.recipe == "full_attention" and not row.right:
+        if setting.sure and row.recipe == BASELINE and not row.right:
             raise Failed(f"full_attention answered {row.answer!r}, not {row.expected}, to: {row.question}")
 
 
@@ -317,6 +323,7 @@ def main() -> int:
     parser.add_argument("--questions", type=int, default=10, help="number of questions (default: %(default)s)")
     about = "order of the chunks in a prompt (default: ends; of a reference model document)"
     parser.add_argument("--order", choices=ORDER_NAMES, help=about)
+    parser.add_argument("--recipe", help="recipe to compare with full attention (default: default)")
     about = "encode every chunk after so many similar ones (default: 0, alone; of a reference model 10)"
     parser.add_argument("--neighbours", type=int, help=about)
     parser.add_argument(
@@ -327,17 +334,17 @@ def main() -> int:
     flags.out.parent.mkdir(parents=True, exist_ok=True)
     try:
         setting = choose(console, flags.model)
-        given = {name: getattr(flags, name) for name in ("order", "neighbours") if getattr(flags, name) is not None}
-        setting = replace(setting, **given)
+        given = {name: getattr(flags, name) for name in ("order", "neighbours", "recipe")}
+        setting = replace(setting, **{name: value for name, value in given.items() if value is not None})
         started, folder = time.monotonic(), flags.corpora or setting.corpora
         corpora = sorted(path for path in folder.iterdir() if path.is_dir())
         questions = pick(folder, flags.questions)
         if folder == ROOT / "examples/world":
             console.print(f"asking {len(questions)} questions, first those that {REAL_MODEL} can answer")
         rows = asyncio.run(run(setting, corpora, questions, flags.out, console))
-        made = summarize(Path(setting.model).name, rows)
+        made = summarize(setting, rows)
         flags.out.write_text(json.dumps({"summary": made, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
-        conclude(console, made)
+        conclude(console, setting, made)
         console.print(f"\n{time.monotonic() - started:.0f} s in total; all answers are in {flags.out}")
         console.print(f"a page that explains one answer token by token: {flags.out.with_suffix('.html')}")
         check(setting, rows)

@@ -19,6 +19,7 @@ from fusionkv.gateway.client import results
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest.text import nfc
 from fusionkv.gateway.plan import Conversation, Passage, check_question
+from fusionkv.gateway.prefixes import Prefixes
 from fusionkv.gateway.retrieval.base import NO_FILTER, PROVIDER, HybridSearch, check_corpus, remaining, step, within
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
@@ -83,6 +84,7 @@ class Pipeline:
         self._config = config
         self._engine = engine
         self._search = search
+        self._prefixes = Prefixes()
 
     async def retrieve(
         self,
@@ -156,7 +158,11 @@ class Pipeline:
             recipe = plan.as_encoded(recipe, passages, vocabulary)
         retrieved = time.perf_counter()
         with tracer.start_as_current_span("gateway.plan") as span:
-            passages = plan.order(passages, request.order or pb.ORDER_ENDS)
+            if request.order == pb.ORDER_PREFIX:
+                begins = tenant.salt, vocabulary.model.fingerprint, conversation.system, request.prompt_template
+                passages = self._prefixes.order((*begins, *sorted(values.items())), passages)
+            else:
+                passages = plan.order(passages, request.order or pb.ORDER_ENDS)
             # Tokenising a long question takes up to 0.1 s, which must not block other requests.
             parts = request, conversation, recipe, passages, vocabulary, tenant.salt
             with _charged(tenant):

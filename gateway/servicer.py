@@ -146,6 +146,8 @@ class GatewayServicer:
         )
 
     async def Retrieve(self, request: pb.RetrieveRequest, context: rpc.Call | None) -> pb.RetrieveResponse:
+        if request.order == pb.ORDER_PREFIX:
+            raise InvalidArgument("the order prefix depends on the prompts of Generate: Retrieve takes another order")
         search, left = (request.corpus, request.question, request.top_k), self._time_left(context)
         found = await self._pipeline.retrieve(_tenant(), *search, left, where=request.filter)
         return pb.RetrieveResponse(passages=[source for _, source in order(found, request.order)])

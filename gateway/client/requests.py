@@ -15,7 +15,7 @@ from fusionkv.gateway.client.results import Passage
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime import errors
 
-_NUMBERS = (pb.ORDER_DOCUMENT, pb.ORDER_RANK, pb.ORDER_RANK_REVERSED, pb.ORDER_ENDS)
+_NUMBERS = (pb.ORDER_DOCUMENT, pb.ORDER_RANK, pb.ORDER_RANK_REVERSED, pb.ORDER_ENDS, pb.ORDER_PREFIX)
 ORDERS = dict(zip(ORDER_NAMES, _NUMBERS, strict=True))
 
 T = TypeVar("T", bound=Message)
@@ -42,7 +42,8 @@ class Options(TypedDict, total=False):
         ratio: share of context tokens to recompute, 0 to 1.
         top_k: number of chunks to retrieve.
         order: order of the chunks in the prompt: ends (best first, then from worst to second best; the default), rank
-            (best first), rank_reversed or document. Passages count as ranked, best first: rank keeps their order.
+            (best first), rank_reversed, document, or prefix (as recent prompts begin, for the recipe prefix_cache).
+            Passages count as ranked, best first: rank keeps their order.
         max_tokens: maximum length of the answer.
         temperature: sampling temperature; 0 is greedy.
         top_p: sample from the most likely tokens of this total probability.
