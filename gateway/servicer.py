@@ -261,6 +261,7 @@ class GatewayServicer:
         return self._config.request_seconds if remaining is None else remaining
 
     def _summarised(self, summary: Summary, log_fields: dict[str, Any]) -> None:
+        self._ready, self._checked = True, time.monotonic()  # an answer says more than a check
         log_fields |= {
             "recipe": summary.recipe,
             "ttft": round(summary.seconds.ttft, 6),
