@@ -92,7 +92,8 @@ def test_ready_says_what_can_be_asked_where(all_services: tuple[Any, str], tiny_
     assert [*ready["endpoints"]] == ["grpc", "http", "pages"]
     assert ready["endpoints"]["grpc"] == [all_services[1]]
     assert ready["next"][0] == f"fusionkv ingest --gateway {all_services[1]} CORPUS FOLDER", "as it has to be typed"
-    assert httpx2.get(f"http://{ready['endpoints']['http'][0]}/health").status_code == 200
+    # As a probe, again: a worker that gets no core for 2 s counts as not ready.
+    wait_until(lambda: httpx2.get(f"http://{ready['endpoints']['http'][0]}/health").status_code == 200)
 
 
 def test_ask_prints_the_answer_alone_on_standard_output(run: Run, pages: Path) -> None:
