@@ -23,7 +23,7 @@ from fusionkv.fusion_worker.correct.correction import (
     shape,
 )
 from fusionkv.fusion_worker.correct.corrector import PROMPTS
-from fusionkv.fusion_worker.correct.distillation import LESSONS, Distillation, Lesson
+from fusionkv.fusion_worker.correct.distillation import Distillation, Lesson
 from fusionkv.fusion_worker.correct.questions import Questions, ask
 from fusionkv.fusion_worker.correct.validation import Trial
 from fusionkv.fusion_worker.models import Model
@@ -34,6 +34,7 @@ from fusionkv.protos.runtime.errors import InvalidArgument
 from tests.fusion_worker.oracle import CLOSE, Parts, error, last_of, oracle, random_ids
 
 LENGTHS = (9, 12, 7)
+LESSONS = 2
 TRAINED = PROMPTS + LESSONS  # prompts
 LAYERS, HEADS, DIM = 2, 2, 8
 LESSON = [random_ids(90, n) for n in range(9)]  # enough to learn a correction
@@ -42,7 +43,8 @@ ROTATIONS = (Rotation(torch.tensor([1.0, 0.1, 0.01]), False), Rotation(torch.ten
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training takes a step a prompt, with two questions, and what is learned passes after one more prompt."""
+    """Training takes a step for each of two prompts, with two questions, and what is learned passes after one more."""
+    monkeypatch.setattr(distillation, "LESSONS", LESSONS)
     monkeypatch.setattr(distillation, "EPOCHS", 1)
     monkeypatch.setattr(validation, "PROMPTS", 1)
     monkeypatch.setattr(Trial, "loses", lambda *_: "")
