@@ -65,6 +65,7 @@ def test_the_table() -> None:
         assert part in caption
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_all_parts_once_and_not_again(root: Path, reference_model: Path, tmp_path: Path) -> None:
     passages = [f"The colour of Name{number} is {number}. It is old and well known." for number in range(40)]

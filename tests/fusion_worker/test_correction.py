@@ -43,7 +43,7 @@ ROTATIONS = (Rotation(torch.tensor([1.0, 0.1, 0.01]), False), Rotation(torch.ten
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training takes a step for each of two prompts, with two questions, and what is learned passes after one more."""
+    """Training takes a step for each of two prompts, with two questions; what is learned passes after one more."""
     monkeypatch.setattr(distillation, "LESSONS", LESSONS)
     monkeypatch.setattr(distillation, "EPOCHS", 1)
     monkeypatch.setattr(validation, "PROMPTS", 1)

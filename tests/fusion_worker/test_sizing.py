@@ -47,6 +47,7 @@ def test_what_has_no_sizes_is_refused(tmp_path: Path) -> None:
         sizing.measure("nothing")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_command_prints_both_ways(tmp_path: Path) -> None:
     file = gguf_files.write(tmp_path / "tiny.gguf")

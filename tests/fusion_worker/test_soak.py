@@ -65,6 +65,7 @@ async def test_requests_given_up_leave_no_lease(cached: Any) -> None:
     await rig.until(none, 20)  # a lease's own end is after 30 s
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_soak_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = models.load(shipped()[0])

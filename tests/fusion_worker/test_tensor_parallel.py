@@ -206,6 +206,7 @@ async def test_requests_share_steps(pairs: Pairs, start: Any, parts: Any) -> Non
     await asyncio.gather(*asked)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 async def test_a_rank_that_hangs_is_not_waited_for(pairs: Pairs, start: Any, parts: Any) -> None:
     """What is asked is refused, at once from then on, and the worker is told that it can't go on."""

@@ -124,6 +124,7 @@ def test_there_are_enough() -> None:
 
 
 # Some of each kind, and in `make test-all` all of them.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "name"),
     [pytest.param(*case, marks=pytest.mark.slow) if number % 8 else case for number, case in enumerate(GROWING)],

@@ -28,6 +28,7 @@ def test_what_grows_with_the_input_passes() -> None:
     growth.check(lambda n: n, growth.in_thread(lambda n: spin(n * n / 4000)), 5)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_grows_with_its_square_is_found() -> None:
     """Also where it ends in an error, which is an answer and no limit."""

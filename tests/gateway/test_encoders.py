@@ -77,6 +77,7 @@ def ray_cluster() -> Iterator[tuple[str, int]]:
     process.communicate(timeout=60)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["processes", "ray"])
 async def test_one_is_killed(where: str, encode: Encode, stack: Stack, request: pytest.FixtureRequest) -> None:
     corpus = f"killed-{where}"
@@ -107,6 +108,7 @@ async def test_a_command_that_is_killed_takes_its_encoders_with_it(encode: Encod
     await until(lambda: all(map(ended, started)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["fusionrag", "full_reuse+corrected+similarity_guided"])
 def test_neighbours_are_those_that_workers_would_take(recipe: str, encode: Encode, stack: Stack) -> None:
     """A worker finds every chunk behind the neighbours that it has itself for it, and corrects as it would itself."""
@@ -129,6 +131,7 @@ def test_a_cache_service_that_is_away_is_told_as_such(tiny_model: Path) -> None:
         encoder.encode([request.SerializeToString() for request in requests])
 
 
+@pytest.mark.long
 def test_what_is_wrong_with_encoders_is_said(encode: Encode, stack: Stack, tmp_path: Path) -> None:
     ingest(stack.client, "wrong", 1, pages=4)
     (tmp_path / "wrong.toml").write_text("[worker]\nnothing = 1\n")
@@ -224,6 +227,7 @@ def late(launch: Launch, tmp_path: Path, tiny_model: Path) -> Late:
     return made
 
 
+@pytest.mark.long
 def test_what_comes_late_is_waited_for(late: Late) -> None:
     encoder = late.encode("--wait", "600")
     encoder.wait_for_line("waiting for up to")

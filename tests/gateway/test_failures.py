@@ -116,6 +116,7 @@ ANSWERED = {"OK", "DEGRADED"}
 MOST_MB = 64
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_streams_are_held_or_refused(root: Path) -> None:

@@ -248,6 +248,7 @@ def hosts(tmp_path: Path) -> tuple[Path, tuple[str, ...]]:
     return file, before
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_workers_of_a_name_come_and_go(start: Start, serve: Serve, hosts: tuple[Path, tuple[str, ...]]) -> None:
     file, before = hosts

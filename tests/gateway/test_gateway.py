@@ -196,6 +196,7 @@ def test_the_default_recipe_needs_nothing_but_chunks_encoded_alone(client: Clien
         [*client.precompute("ahead", "prefix_cache")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("embedded", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_tenant_uses_what_was_learned_ahead_of_time(
     cache: Any, start: Start, serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, embedded: bool

@@ -126,6 +126,7 @@ async def test_milvus_ends_and_starts_again(tmp_path: Path) -> None:
         await engine.close()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 async def test_nobody_waits_for_a_milvus_that_stands_still(tmp_path: Path) -> None:
     """A few find out; then calls are refused at once, but for a trial now and then, until one is answered."""

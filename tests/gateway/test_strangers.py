@@ -162,6 +162,7 @@ def attacked(running: Running) -> None:
             assert reply.status_code == 401
 
 
+@pytest.mark.long
 def test_nothing_that_strangers_send_is_printed(running: Running) -> None:
     used(running)
     attacked(running)

@@ -36,6 +36,7 @@ def test_every_row_has_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert (row["redis_gb_per_s"] is not None) == (name == ("fetch memory", "tcp"))
 
 
+@pytest.mark.long
 @pytest.mark.system
 @pytest.mark.slow
 def test_every_system_is_measured(tmp_path: Path) -> None:

@@ -260,6 +260,7 @@ def test_blocks_are_encrypted(tier: RemoteTier, engine: Engine, tmp_path: Path) 
         content(sealed, another)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_engine_that_is_away_says_so(tmp_path: Path, remote: Remote) -> None:
     """Each call, within its time; and a new connection is made once it is back."""
@@ -335,6 +336,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("remote", ["mooncake"], indirect=True)
 def test_closing_a_mooncake_client_waits_for_its_calls(remote: Remote) -> None:

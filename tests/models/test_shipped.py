@@ -45,6 +45,7 @@ def test_second_models_are_smaller_and_have_a_tokenizer_of_their_own() -> None:
 OTHERS = (pytest.param(path, marks=pytest.mark.weights) for path in MODELS[1:])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("path", [MODELS[0], *OTHERS], ids=lambda path: path.name)
 def test_full_attention_answers_every_task_and_full_reuse_fails_across_chunks(path: Path) -> None:

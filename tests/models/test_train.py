@@ -18,6 +18,7 @@ def parameters(run: Run) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in run.model.state_dict().items()}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_that_is_taken_up_goes_on_as_it_would_have(tmp_path: Path) -> None:
     whole = Run("eased", 5, Crew())
@@ -66,6 +67,7 @@ run.crew.close()
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_processes_have_one_model(tmp_path: Path) -> None:
     parts = [
@@ -87,6 +89,7 @@ def test_means_by_name() -> None:
     assert means([{"a": 1.0, "b": 0.5}, {"a": 0.0}]) == {"a": 0.5, "b": 0.5}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_command_writes_a_model(tmp_path: Path) -> None:
     flags = ("--recipe", "eased", "--processes", "2", "--minutes", "0.02", "--out", str(tmp_path / "model"))

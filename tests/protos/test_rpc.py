@@ -181,6 +181,7 @@ async def test_messages_over_grpcs_usual_limit_pass_and_over_ours_are_refused(ch
     assert (await failure(stub_of(channel).Delete(too_large))).code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+@pytest.mark.long
 @pytest.mark.slow
 async def test_a_call_waits_for_a_busy_server_as_long_as_its_caller_does(serve: Serve) -> None:
     """gRPC's default is to drop it after 30 s, as INTERNAL."""

@@ -25,6 +25,7 @@ def wall(tmp_path: Path) -> Clock:
     return Clock(tmp_path / "clock")
 
 
+@pytest.mark.long
 async def test_what_was_put_last_stays(launch: Any, cache_client: Any, tmp_path: Path, wall: Clock) -> None:
     """A disk for 16 entries: of those before, the oldest go."""
     own = flags(tmp_path / "data", "--high-watermark", "1", memory="1MiB", disk="1MiB")

@@ -11,6 +11,7 @@ from tests.commands import run_python
 from tests.system.redis_process import server
 
 
+@pytest.mark.long
 @pytest.mark.system
 @pytest.mark.slow
 def test_questions_go_on(root: Path, tmp_path: Path) -> None:

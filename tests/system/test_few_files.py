@@ -104,6 +104,7 @@ async def test_entries_stay_without_descriptors(launch: Any, cache_client: Any, 
     assert "Traceback" not in service.log
 
 
+@pytest.mark.long
 def test_worker_and_gateway_outlast_a_crowd(launch: Any, tmp_path: Path, reference_model: Path, crowd: Crowd) -> None:
     """Without a descriptor nobody new is let in, and who is in is answered, or refused as is right."""
     files = 64

@@ -61,6 +61,7 @@ def test_services_start_soon_and_stay_small(launch: Any, tmp_path: Path) -> None
     assert memory(kvcache)["Anon"] + memory(kvcache)["File"] <= 150 * MB
 
 
+@pytest.mark.long
 @pytest.mark.slow
 async def test_ranks_start_where_no_compiler_is_loaded(launch: Any) -> None:
     """torch.distributed wants more of the compiler than marks. Not a fork, which has it."""

@@ -73,6 +73,7 @@ def during(call: Callable[[], Any]) -> Iterator[threading.Event]:
         thread.join()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "content", [SPACES, LINES, TAGS, SPANS, LONG], ids=["spaces", "lines", "tags", "spans", "long"]
 )

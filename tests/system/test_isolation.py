@@ -143,6 +143,7 @@ async def test_a_tenants_name_opens_nothing_in_worker_or_cache(services: Service
     await worker.close()
 
 
+@pytest.mark.long
 def test_a_miss_takes_as_long_whether_or_not_another_tenant_has_the_document(services: Services) -> None:
     """A signed-rank test over pairs that are asked in random order; the same test tells hits from misses.
 

@@ -55,6 +55,7 @@ async def test_at_one_service(launch: Any, cache_client: Any, tmp_path: Path, ti
     assert (await clients[0].stats()).checksum_failures == 0
 
 
+@pytest.mark.long
 async def test_at_services_that_share_a_remote_tier(launch: Any, redis: RedisServer, tmp_path: Path) -> None:
     """Each keeps what it was given first; what a third finds in the remote tier is one of them, whole."""
     dice = random.Random(1)

@@ -117,6 +117,7 @@ async def fetched(client: CacheClient, name: object) -> bytes | None:
     return await get(client, name)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 async def test_the_remote_tier_is_killed_and_comes_back_empty(two: Services, remote: Remote) -> None:
     """Each service goes on with its own, without an error; what is used afterwards is shared again."""
@@ -146,6 +147,7 @@ async def test_the_remote_tier_is_killed_and_comes_back_empty(two: Services, rem
     await until(healed)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 async def test_a_remote_tier_that_stands_still_costs_a_lookup_its_time_once(two: Services, remote: Remote) -> None:
     a, _ = two.clients
@@ -176,6 +178,7 @@ async def test_a_service_that_ends_writes_back_what_it_has(two: Services, remote
         assert found == expected
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("remote", ["redis", "mooncake"], indirect=True)
 async def test_a_service_ends_while_the_remote_tier_stands_still(two: Services, remote: Remote) -> None:
@@ -188,6 +191,7 @@ async def test_a_service_ends_while_the_remote_tier_stands_still(two: Services, 
         assert await asyncio.to_thread(two.services[0].stop, 40) == 0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("remote", ["redis", "mooncake"], indirect=True)
 async def test_a_service_starts_while_the_remote_tier_stands_still(two: Services, remote: Remote) -> None:

@@ -42,6 +42,7 @@ def test_spans_are_counted_by_trace(bench: dict[str, Any]) -> None:
     assert receiver.spans({b"a", b"b", b"c"}) == 6
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.system
 def test_a_run(root: Path) -> None:

@@ -239,6 +239,7 @@ def test_when_a_job_fails_the_others_end(reference_model: Path) -> None:
     assert time.monotonic() - began < 90
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_evaluation_that_is_killed_leaves_no_process(reference_model: Path, tmp_path: Path) -> None:
     flags = ("--tasks", "single", "--processes", "2", "--out", str(tmp_path))
@@ -252,7 +253,7 @@ def test_an_evaluation_that_is_killed_leaves_no_process(reference_model: Path, t
 
 @pytest.mark.slow
 def test_after_a_kill_the_same_command_goes_on(reference_model: Path, tmp_path: Path) -> None:
-    pages = [f"Report Balban. The code of Dorfek is {code}. The lake is wide." for code in range(100, 116)]
+    pages = [f"Report Balban. The code of Dorfek is {code}. The lake is wide." for code in range(112, 128)]
     asked = {"question": "Report Balban: code of Dorfek?", "answers": ["123"]}
     (tmp_path / "p.json").write_text(json.dumps([{**asked, "ctxs": [{"text": page}] * 2} for page in pages]))
     flags = ("--data", str(tmp_path / "p.json"), "--recipes", "full_reuse", "--n", "15", "--processes", "1")
