@@ -301,6 +301,7 @@ def test_directories_are_themselves_and_known_models_where_they_were_put(root: P
     assert (resolve("smollm2"), name_of(place)) == (place, "smollm2")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.system
 def test_a_conversion_that_was_killed_leaves_no_model(root: Path, tiny: Path) -> None:

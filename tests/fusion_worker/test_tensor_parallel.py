@@ -230,6 +230,7 @@ def start_two(launch: Any, model: Path) -> tuple[Any, psutil.Process]:
     return service, child
 
 
+@pytest.mark.long
 @pytest.mark.slow
 async def test_a_rank_that_is_killed_ends_the_worker(launch: Any, reference_model: Path) -> None:
     service, child = start_two(launch, reference_model)
@@ -247,6 +248,7 @@ async def test_a_rank_that_is_killed_ends_the_worker(launch: Any, reference_mode
     assert "fusionkv-worker: rank 1 of 2 was killed by SIGKILL" in service.log
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ranks_end_with_their_worker(launch: Any, reference_model: Path) -> None:
     service, child = start_two(launch, reference_model)

@@ -335,6 +335,7 @@ def test_every_command_explains_itself(command: str, capsys: Capsys) -> None:
     assert "--json" in capsys.readouterr().out
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["eval", "check"])
 def test_commands_that_are_processes_of_their_own_explain_themselves_too(command: str) -> None:

@@ -111,6 +111,7 @@ def test_a_cross_encoder_scores_pairs(directory: Path, tmp_path: Path) -> None:
         CrossEncoder(tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.system
 async def test_a_process_takes_questions_first(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,7 @@ async def test_one_is_killed(where: str, encode: Encode, stack: Stack, request: 
     assert total <= await stored(stack) - before <= total + HELD * BATCH
 
 
+@pytest.mark.long
 async def test_a_command_that_is_killed_takes_its_encoders_with_it(encode: Encode, stack: Stack) -> None:
     ingest(stack.client, "orphans", 6)
     encoder = encode("orphans", "--recipe", "full_reuse", "--encoders", "2")

@@ -96,6 +96,7 @@ def test_a_gateway_killed_during_ingest_has_whole_documents_only(start: Start, s
         assert len(found) == chunks
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_busy_gateway_refuses_documents_and_the_command_waits(start: Start, serve: Serve, tmp_path: Path) -> None:
     limits = ("--max-requests", "1", "--max-document-bytes", "1KiB", "--max-ingest-bytes", "1KiB")

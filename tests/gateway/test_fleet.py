@@ -57,6 +57,7 @@ async def described(pool: WorkerPool) -> bool:
         return bool((await pool.model(600)).model.name)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(("call", "heard"), [(generated, True), (encoded, True), (encoded, False), (described, True)])
 async def test_one_that_stops_is_not_waited_for(

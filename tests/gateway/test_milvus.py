@@ -109,6 +109,7 @@ async def test_long_documents_come_back_whole_and_a_chunk_that_milvus_cannot_hol
     assert [chunk.text for chunk, _ in await two[1].chunks("c", "d", MODEL)] == parts
 
 
+@pytest.mark.long
 @pytest.mark.slow
 async def test_milvus_ends_and_starts_again(tmp_path: Path) -> None:
     """kill -9: what was acknowledged is there; calls meanwhile end as UNAVAILABLE."""

@@ -293,6 +293,7 @@ async def test_whatever_a_service_prints_is_json_beside_logs_in_json(
     assert "an address is host:port" in record["message"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["stopped", "killed"])
 def test_serve_leaves_no_orphans(launch: Launch, tiny_model: Path, tmp_path: Path, how: str) -> None:
@@ -382,6 +383,7 @@ async def test_a_service_starts_again_unless_it_cannot(
     assert [event["restart_seconds"] for event in ended] == [0.004 * 2**n for n in range(started - 1)]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_serve_in_a_folder_of_any_name_behind_a_proxy(
     launch: Launch, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -562,6 +564,7 @@ def test_serve_runs_one_service_with_its_own_flags(name: str) -> None:
     assert "can't read the configuration /none.toml" in wrong.stderr
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_serve_all_with_tls_and_tokens(launch: Launch, authority: Any, tiny_model: Path, tmp_path: Path) -> None:
     """Only the gateway has a port; between the three are unix sockets, which need no certificates."""

@@ -193,6 +193,7 @@ def received() -> Iterator[Receiver]:
         yield made
 
 
+@pytest.mark.long
 def test_no_secret_is_in_a_log_a_trace_or_an_error(
     launch: Launch, authority: Any, received: Receiver, tiny_model: Path, tmp_path: Path
 ) -> None:

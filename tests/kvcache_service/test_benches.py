@@ -18,6 +18,7 @@ from tests.commands import run_python
 from tests.system import redis_process
 
 
+@pytest.mark.long
 @pytest.mark.system
 @pytest.mark.slow
 def test_every_row_has_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,6 +53,7 @@ def test_every_system_is_measured(tmp_path: Path) -> None:
     assert all(row["gb_s"] > 0 and row["p99_ms"] > 0 and row["cpu_s_per_gb"] > 0 for row in rows)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_small_row(tmp_path: Path) -> None:
     """In a process of its own, as for every row: what other tests free would count as its memory."""

@@ -30,6 +30,7 @@ def start(launch: Any, tmp_path: Path) -> Any:
     return lambda *more, **sizes: launch(*flags(tmp_path / "data", *more, **sizes))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sealed", [False, True], ids=["plain", "encrypted"])
 @pytest.mark.parametrize(
     ("seed", "disk"),

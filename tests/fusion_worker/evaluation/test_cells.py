@@ -223,6 +223,7 @@ def test_a_folder_that_another_process_measures_into(
         pass
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_when_a_job_fails_the_others_end(reference_model: Path) -> None:
     """And not only when they are done, which here would take minutes."""
@@ -251,6 +252,7 @@ def test_an_evaluation_that_is_killed_leaves_no_process(reference_model: Path, t
     wait_until(lambda: all(map(ended, found)), 30)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_after_a_kill_the_same_command_goes_on(reference_model: Path, tmp_path: Path) -> None:
     pages = [f"Report Balban. The code of Dorfek is {code}. The lake is wide." for code in range(112, 128)]
@@ -279,6 +281,7 @@ def test_after_a_kill_the_same_command_goes_on(reference_model: Path, tmp_path: 
     assert row["n"] <= 15
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_process_that_is_killed_is_told(reference_model: Path, tmp_path: Path) -> None:
     flags = ("--tasks", "single", "--processes", "2", "--out", str(tmp_path))
