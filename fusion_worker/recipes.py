@@ -168,6 +168,9 @@ class Recipe:
 
 # Of SmolLM2's 30 layers, 8 to 19: they choose as well as all layers do, and the pass ends a third earlier.
 MIDDLE = CachedAttention(8 / 30, 20 / 30)
+# What the first layers attend to says little about the answer: without them, Qwen2.5-Coder-0.5B diverges a third less
+# from full attention, and SmolLM2 as much as with them (docs/journal/selection.md).
+DEEP = CachedAttention(first=1 / 3)
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
@@ -222,6 +225,12 @@ RECIPES: dict[str, Recipe] = {
             "prophetkv",
             "recomputes the tokens that the question attends to most over all layers (ProphetKV 4.2, 4.3)",
             QuestionAttention(),
+            0.2,
+        ),
+        Recipe(
+            "deeplayer",
+            "recomputes the tokens that the question attends to most in the last two thirds of the layers",
+            QuestionAttention(DEEP),
             0.2,
         ),
         Recipe(

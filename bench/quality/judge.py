@@ -29,10 +29,11 @@ CANDIDATES = tuple(
     for name, ratios in {
         "full_reuse": (0.0,),
         "full_reuse+corrected": (0.0,),
-        "midlayer": (0.05, 0.12, 0.2, 0.3),
-        "midlayer+corrected": (0.05, 0.12, 0.2),
-        "prophetkv": (0.05, 0.1, 0.15, 0.2, 0.3),
-        "prophetkv+corrected": (0.05, 0.1, 0.15),
+        "midlayer": (0.05, 0.12, 0.2),
+        "midlayer+corrected": (0.05, 0.12),
+        "prophetkv": (0.1, 0.2, 0.3),
+        "deeplayer": (0.05, 0.1, 0.15, 0.2, 0.3),
+        "deeplayer+corrected": (0.05, 0.1, 0.15),
     }.items()
     for ratio in ratios
 )

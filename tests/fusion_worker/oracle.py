@@ -256,7 +256,8 @@ class Oracle:
         starts = [len(system) + sum(map(len, chunks[:i])) for i in range(len(chunks))]
         if recipe == "epic":
             return torch.cat([torch.zeros(len(system)), *[-torch.arange(len(c)).float() for c in chunks]])
-        looked_at = {"prophetkv": range(layers), "fusionrag": [layers - 1], "midlayer": [1]}
+        # The last two are of 3 layers.
+        looked_at = {"prophetkv": range(layers), "fusionrag": [layers - 1], "midlayer": [1], "deeplayer": [1, 2]}
         if recipe in looked_at:
             return self.attention(context, question, looked_at[recipe])
         # Behind layer 0 every token is what full attention makes of it.

@@ -11,7 +11,7 @@ from tests.fusion_worker.oracle import CLOSE, error, oracle, whole
 # bfloat16 keeps 8 bits, so two right computations differ by about 3% of the spread after three layers. What is held
 # is that ours lies hardly further from the same weights in float32 than plain transformers in bfloat16 does.
 AS_GOOD = 1.25
-RECIPES = ("epic", "cacheblend", "kvshare", "cache_craft", "a3", "prophetkv", "midlayer", "fusionrag")
+RECIPES = ("epic", "cacheblend", "kvshare", "cache_craft", "a3", "prophetkv", "deeplayer", "midlayer", "fusionrag")
 
 
 async def test_all_recomputed_is_full_attention(family: str, start: Any, parts: Any) -> None:

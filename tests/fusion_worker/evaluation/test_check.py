@@ -166,7 +166,7 @@ def test_the_cheapest_that_keeps_as_many_answers(others: list[Tally], choice: Ch
 
 
 def test_where_nothing_is_safe_and_where_too_few_were_asked() -> None:
-    found = recommend([tally("prophetkv", 0.2, kl=0.3), tally("midlayer", 0.3, kl=0.2)])
+    found = recommend([tally("prophetkv", 0.2, kl=0.3), tally("deeplayer", 0.3, kl=0.2)])
     assert found.choice == found.uncorrected == PROPHETKV
     assert "no recipe up to a ratio of 0.3 is safe" in found.why
     better = recommend([tally("prophetkv", 0.2, kl=0.3), tally("prophetkv", 0.3, kl=0.01)])
@@ -190,7 +190,7 @@ async def test_a_check_of_own_questions(
     assert said["recipes"]["prefix_cache"][0]["verdict"] == "safe"
     assert said["default"]["choice"] == said["default"]["uncorrected"] == {"recipe": "prophetkv", "ratio": 0.2}
     assert said["default"]["why"] == UNMEASURED.why, "two questions are too few"
-    assert [judged["ratio"] for judged in said["recipes"]["midlayer+corrected"]] == [0.05, 0.12, 0.2]
+    assert [judged["ratio"] for judged in said["recipes"]["midlayer+corrected"]] == [0.05, 0.12]
     (reuse,) = said["recipes"]["full_reuse"]
     assert (reuse["verdict"], reuse["answers"]) == ("not enough evidence", 2)
     assert 0 < reuse["low"] <= reuse["kl"] <= reuse["high"]
