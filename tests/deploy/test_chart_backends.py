@@ -174,6 +174,7 @@ def test_a_milvus_keeps_its_data_in_its_volume(render: Render) -> None:
     assert env["ETCD_CONFIG_PATH"] == f"{mounts['etcd']}/{key}"
 
 
+@pytest.mark.long
 @pytest.mark.system
 def test_helm_test_asks_a_question(render: Render, launch: Any, reference_model: Path, tmp_path: Path) -> None:
     """The command of its pod, against real services; then without a cache, which it has to notice."""

@@ -38,6 +38,7 @@ def test_capacity_lies_between_two_rates() -> None:
         assert throughput.capacity(rows(*p99), "x") == expected
 
 
+@pytest.mark.long
 @pytest.mark.slow
 async def test_rates_rise_until_questions_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
     systems = (("full_attention", 1.0), ("prophetkv", 0.3))

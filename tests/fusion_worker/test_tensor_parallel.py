@@ -128,6 +128,7 @@ async def test_every_recipe_answers_as_alone(name: str, pairs: Pairs, start: Any
         await pair.ask(*parts, recipe="prophetkv", ratio=ratio, expected=expected)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 async def test_corrected_as_alone(pairs: Pairs, start: Any, parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part of a chunk is corrected by what a worker without ranks learned of all heads."""

@@ -251,6 +251,7 @@ def test_what_comes_late_is_waited_for(late: Late) -> None:
     assert " 0 chunks encoded" in encoder.log
 
 
+@pytest.mark.long
 def test_a_corpus_without_a_document_is_waited_for(late: Late) -> None:
     """As it is at the moment after its making, and here for as long as it takes."""
     late.gateway()

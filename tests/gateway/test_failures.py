@@ -66,6 +66,7 @@ def test_too_many_are_refused_until_one_leaves(start: Start, serve: Serve) -> No
     answered_soon(client)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_gateway_killed_during_ingest_has_whole_documents_only(start: Start, serve: Serve) -> None:
     worker = start()

@@ -237,6 +237,7 @@ async def test_a_gate_lets_the_lone_one_in_before_later_ones() -> None:
     assert seen == ["first", "second", "alone", "later"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_two_gateways_share_one(start: Start, serve: Serve, tmp_path: Path, milvus: str) -> None:
     worker = start()

@@ -18,6 +18,7 @@ QUESTIONS = 160
 Capsys = pytest.CaptureFixture[str]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 async def test_the_default_top_k_holds_all_pages_of_a_story(root: Path, tmp_path: Path) -> None:
     corpus = root / "examples/corpus"

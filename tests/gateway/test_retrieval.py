@@ -490,6 +490,7 @@ async def test_equal_scores_are_ordered_by_document_and_position(engine: Retriev
     assert [c.key for c in near] == [("a", 0), ("a", 1), ("b", 0)]
 
 
+@pytest.mark.long
 async def test_another_model_is_refused(engine: Retrieval) -> None:
     await put(engine, "c", "d", "text")
     other = replace(MODEL, fingerprint=b"g" * 32)
@@ -519,6 +520,7 @@ async def test_what_is_not_there_is_not_found(engine: Retrieval) -> None:
         await engine.candidates("c", "q", vector("q"), 5, MODEL)
 
 
+@pytest.mark.long
 async def test_documents_are_paged_by_name(engine: Retrieval) -> None:
     names = ["a", "b'c", 'b"d', "z", "ä"]
     await asyncio.gather(*[put(engine, "c", n, "t") for n in reversed(names)])
@@ -563,6 +565,7 @@ async def test_a_caller_that_gives_up_tears_nothing(engine: Retrieval) -> None:
     assert {"d", "e", *[f"d{i}" for i in range(1, 20, 2)]} <= {i.name for i in counted}
 
 
+@pytest.mark.long
 async def test_a_corpus_deleted_during_ingest_is_made_again_or_gone(engine: Retrieval) -> None:
     await put(engine, "c", "d", "text")
     await asyncio.gather(*[put(engine, "c", f"d{i}", "text") for i in range(10)], engine.delete("c"))
@@ -572,6 +575,7 @@ async def test_a_corpus_deleted_during_ingest_is_made_again_or_gone(engine: Retr
     assert "last" in {i.name for i in await engine.documents("c")}
 
 
+@pytest.mark.long
 async def test_a_corpus_whose_deletion_is_left_is_deleted(engine: Retrieval) -> None:
     await put(engine, "c", "d", "old")
     async with engine._tables["c"].frozen() if isinstance(engine, EmbeddedRetrieval) else contextlib.nullcontext():
@@ -605,6 +609,7 @@ def open_files(folder: Path) -> int:
     return sum(str(folder) in os.readlink(file) for file in files if os.path.islink(file))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 async def test_changes_keep_few_files_open(tmp_path: Path, reopen: Reopen, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "_IDLE_SECONDS", 0.0)

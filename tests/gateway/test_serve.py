@@ -411,6 +411,7 @@ def test_serve_in_a_folder_of_any_name_behind_a_proxy(
     assert not [*temporary.iterdir()]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_serve_with_a_model_that_is_none_says_so_and_exits_1(tmp_path: Path) -> None:
     done = fusionkv("serve", "--model", tmp_path, "--data-dir", tmp_path / "d", status=1)

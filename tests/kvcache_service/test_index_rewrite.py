@@ -107,6 +107,7 @@ def lose_pages(data: bytearray, dice: random.Random) -> None:
         data[at : at + PAGE] = dice.choice((bytes(PAGE), dice.randbytes(PAGE)))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", [flip(1), flip(10), flip(30), lose_pages], ids=["1 bit", "10", "30", "pages"])
 def test_damage_is_noticed_or_harms_nothing(whole: Whole, tmp_path: Path, damage: Damage) -> None:

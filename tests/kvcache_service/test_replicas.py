@@ -180,6 +180,7 @@ def test_between_the_watermarks_the_coldest_make_room_ahead_of_need() -> None:
     replicas.close()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_under_pressure_uploads_of_one_query_go_first() -> None:
     """60% of the chunks from a knowledge base, 30% shared, 10% unique; room for little more than the former two."""

@@ -95,6 +95,7 @@ def test_others_are_answered_meanwhile(gateway: Any, content: bytes) -> None:
         assert max(seconds) < 1, (statistics.median(seconds), max(seconds))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["in order", "killed", "killed while it is idle"])
 def test_parsers_end_with_their_gateway(launch: Launch, flags: list[str], tmp_path: Path, how: str) -> None:
     gateway = start_gateway(launch, tmp_path, None, *flags)

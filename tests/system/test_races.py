@@ -42,6 +42,7 @@ async def races(clients: Sequence[CacheClient], count: int) -> None:
         await asyncio.gather(*(race(clients, f"{n + more}", dice) for more in range(10)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tiers", ["memory", "disk", "both"])
 async def test_at_one_service(launch: Any, cache_client: Any, tmp_path: Path, tiers: str) -> None:
     more = {

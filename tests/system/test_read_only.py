@@ -26,6 +26,7 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
         yield made
 
 
+@pytest.mark.long
 async def test_no_service_starts_on_a_read_only_disk(disk: SmallDisk) -> None:
     """Neither with an empty directory, nor with one that was used."""
     used = {"cache": disk.inside / "cache", "gateway": disk.inside / "gateway"}
