@@ -2,7 +2,7 @@
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 
 from fusionkv.gateway.plan import Passage
 
@@ -30,22 +30,18 @@ class Prefixes:
         hashes = [hash(chunk.ids) for chunk, _ in passages]
         lengths = {number: len(chunk.ids) for number, (chunk, _) in zip(hashes, passages, strict=True)}
         shared = max(
-            (begin(chunks, lengths) for at, chunks in self._recent if at == root),
+            ([*itertools.takewhile(lengths.__contains__, chunks)] for at, chunks in self._recent if at == root),
             key=lambda begun: sum(lengths[number] for number in begun),
             default=[],
         )
         # Where none begins alike, the best passage comes first, as in ORDER_ENDS: it may begin others.
         begun = [hashes.index(number) for number in shared] or [0][: len(passages)]
         ordered = [*begun, *(at for at in reversed(range(len(passages))) if at not in begun)]
-        made = root, tuple(hashes[at] for at in ordered)
+        numbers = [hashes[at] for at in ordered]
+        # Up to a chunk that comes again, which no beginning has.
+        made = root, tuple(numbers[: next((at for at, n in enumerate(numbers) if n in numbers[:at]), None)])
         self._recent[made] = None
         self._recent.move_to_end(made)
         if len(self._recent) > _MOST:
             self._recent.popitem(last=False)
         return [passages[at] for at in ordered]
-
-
-def begin(known: Sequence[int], wanted: Collection[int]) -> list[int]:
-    """The first of the known chunks, up to one that is not wanted, or comes again."""
-    begun = list(itertools.takewhile(wanted.__contains__, known))
-    return begun[: next((at for at, number in enumerate(begun) if number in begun[:at]), None)]

@@ -71,6 +71,16 @@ def test_every_passage_stays_and_little_time_passes() -> None:
     assert watch.seconds() < 6, "at most 4 ms each"
 
 
+def test_long_prompts_that_begin_alike_take_little_time() -> None:
+    """The loop of a gateway waits for it."""
+    prefixes = Prefixes()
+    for last in range(1024):
+        prefixes.order("", passages(*range(127), 1000 + last, tokens=1))
+    watch = Stopwatch()
+    assert names(prefixes.order("", passages(*range(128), tokens=1)))[0] == 0
+    assert watch.seconds() < 0.1
+
+
 @pytest.mark.system
 def test_exact_hits_follow(client: Client) -> None:
     asked = {"recipe": "prefix_cache", "order": "prefix", "max_tokens": 1}
