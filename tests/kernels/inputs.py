@@ -8,7 +8,7 @@ import torch
 
 from fusionkv.kernels.segments import KVSegment, QuerySpan, Rotation
 from tests.commands import run_python
-from tests.examples import ALL
+from tests.examples import ALL, FEW, every
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Whether Triton's kernels run here.
@@ -48,7 +48,8 @@ def interpreted(file: str, chosen: str) -> str:
     """Runs the tests of `file` that `-k chosen` picks, in a process of its own, since Triton chooses its interpreter
     when it is imported; returns what pytest printed.
     """
-    flags = ("-q", "-p", "no:cacheprovider", "-m", "not weights", "--hypothesis-profile", ALL, "-k", chosen)
+    profile = ALL if every() else FEW
+    flags = ("-q", "-p", "no:cacheprovider", "-m", "not weights", "--hypothesis-profile", profile, "-k", chosen)
     # Any of them may take long.
     env = {"TRITON_INTERPRET": "1", "FUSIONKV_TEST_SLOWER": "100"}
     return run_python("-m", "pytest", file, *flags, env=env, timeout=580).stdout

@@ -190,7 +190,7 @@ def check(case: Case, dtype: torch.dtype, atol: float, rtol: float) -> None:
 
 @given(case=cases(), row=st.sampled_from(TOLERANCES))
 @settings(
-    max_examples=examples(40 if len(OPERATIONS) == 2 else 5), deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(40 if len(OPERATIONS) == 2 else 12), deadline=None, suppress_health_check=list(HealthCheck)
 )
 def test_ragged_batches(case: Case, row: tuple[torch.dtype, float, float]) -> None:
     check(case, *row)

@@ -69,7 +69,7 @@ class TestKernel:
             st.booleans(),
         ),
     )
-    @settings(max_examples=examples(10), deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(25), deadline=None, suppress_health_check=list(HealthCheck))
     def test_any_batch(self, prompts: list[list[int]], some: list[int], hidden: float, rest: tuple[Any, ...]) -> None:
         """rest: heads, window, whether the rotation is interleaved."""
         check(*batch(prompts, some[: len(prompts)], hidden), *rest)

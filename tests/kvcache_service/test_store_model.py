@@ -214,7 +214,7 @@ def test_store_behaves_as_its_model(memory: int, disk: int) -> None:
     run_state_machine_as_test(
         make_machine(memory * BLOCK, disk * BLOCK),
         settings=settings(
-            max_examples=examples(16, few=8),
+            max_examples=examples(100, few=8),
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=list(HealthCheck),
