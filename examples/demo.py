@@ -280,19 +280,21 @@ async def run(
                 all(row.right for row in rows[at : at + len(answers)]) for at in range(0, len(rows), len(answers))
             ]
             shown = questions[right.index(True) if True in right else 0]
-            await explain(address, shown, setting.order, out.with_suffix(".html"))
+            await explain(address, shown, setting, out.with_suffix(".html"))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return rows
 
 
-async def explain(address: str, question: Question, order: str, page: Path) -> None:
+async def explain(address: str, question: Question, setting: Setting, page: Path) -> None:
     """Writes the page that explains an answer, with `fusionkv ask --explain`."""
     command = (PROGRAM, "ask", question.corpus, question.question, "--gateway", address)
     process = await asyncio.create_subprocess_exec(
         *command,
         "--order",
-        order,
+        setting.order,
+        "--recipe",
+        setting.recipe,
         "--max-tokens",
         "32",
         "--explain",
