@@ -1,4 +1,4 @@
-"""What the recipe `default` means on a model: what `fusionkv check` recommended, or prophetkv at 0.2."""
+"""What the recipe `default` means on a model: what was measured to be best on it, or prophetkv at 0.2."""
 
 from dataclasses import dataclass
 
