@@ -235,7 +235,9 @@ def summarize(setting: Setting, rows: list[Row]) -> dict[str, Any]:
             "right": sum(row.right for row in chosen),
             "ttft_median_s": statistics.median(row.summary["seconds"]["ttft"] for row in chosen),
             "context_tokens": sum(row.summary["context_tokens"] for row in chosen),
-            "tokens_recomputed": sum(row.summary["tokens_recomputed"] for row in chosen),
+            "tokens_computed": sum(
+                row.summary["tokens_recomputed"] + row.summary["tokens_encoded"] for row in chosen
+            ),
             "recipes": dict(Counter(row.summary["recipe"] for row in chosen)),
         }
     right = zip(*([row.right for row in rows if row.recipe == recipe] for recipe in setting.recipes), strict=True)
@@ -249,7 +251,7 @@ def conclude(console: Console, setting: Setting, made: dict[str, Any]) -> None:
     console.print(f"\n[bold]{made['model']}, {made['questions']} questions[/]")
     for recipe in setting.recipes:
         one = made[recipe]
-        share = one["tokens_recomputed"] / one["context_tokens"]
+        share = one["tokens_computed"] / one["context_tokens"]
         console.print(
             f"  {recipe:16}{one['right']:3} of {made['questions']} right, {one['ttft_median_s']:.2f} s to the first "
             f"token (median), {share:.0%} of the context computed"
