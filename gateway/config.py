@@ -74,7 +74,9 @@ class GatewayConfig:
     )
     milvus_token: Path | None = setting(None, "file with the credentials for Milvus: user:password or an API key")
     milvus_database: str = setting("default", "name of the Milvus database")
-    tenant: str = setting("", "tenant of calls without a token; tenants never share KV entries")
+    tenant: str = setting(
+        "", "tenant of calls without a token, whose operators see the counts of all; tenants never share KV entries"
+    )
 
     chunk_tokens: int = setting(256, "maximum size of a chunk in tokens of the worker's model", low=8, high=65536)
     overlap_tokens: int = setting(0, "number of tokens that a chunk repeats from the end of the previous one", low=0)

@@ -7,6 +7,7 @@ import hmac
 import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
@@ -58,11 +59,21 @@ _MAX_NAME_BYTES = 4 * MAX_NAME
 _MARK_BYTES = 8
 
 
+@dataclass(slots=True)
+class Counts:
+    """What Stats says of a tenant's calls."""
+
+    served: int = 0
+    failed: int = 0
+    degraded: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A call that was let in: its tenant, and the fields of its log record, for the call to add to."""
+    """A call that was let in: its tenant, and that tenant's counts and the fields of the log record, to add to."""
 
     tenant: Tenant
+    counts: Counts
     log_fields: dict[str, Any]
 
 
@@ -93,7 +104,7 @@ class GatewayServicer:
         self._precompute = Precompute(config, workers, self._search)
         self._started = time.monotonic()
         self._active = Shares(config.max_requests, spare=int(config.several_tenants))
-        self._served = self._failed = self._marked_degraded = 0
+        self._counts = defaultdict[str, Counts](Counts)  # by the tenant's name
         self._checking = asyncio.Lock()
         self._ready, self._checked = False, -math.inf
 
@@ -205,7 +216,7 @@ class GatewayServicer:
         async with contextlib.aclosing(answer) as responses:
             async for response in responses:
                 if response.HasField("summary"):
-                    self._summarised(response.summary, call.log_fields)
+                    self._summarised(response.summary, call)
                 yield response
 
     async def GetModel(self, request: pb.GetModelRequest, context: rpc.Call | None) -> pb.GetModelResponse:
@@ -218,13 +229,17 @@ class GatewayServicer:
         )
 
     async def Stats(self, request: pb.StatsRequest, context: rpc.Call | None) -> pb.StatsResponse:
-        tenants = self._tenants.all
+        # The tenant of calls without a token is the gateway's own: its operators see all tenants.
+        name = self._tenants.name()
+        every = name == self._config.tenant
+        tenants = self._tenants.all if every else [await self._tenants.current()]
+        counts = list(self._counts.values()) if every else [self._counts[name]]
         corpora = [c for tenant in tenants for c in await tenant.retrieval.corpora()]
         response = pb.StatsResponse(
             version=version("fusionkv"),
-            requests=self._served,
-            requests_failed=self._failed,
-            requests_degraded=self._marked_degraded,
+            requests=sum(c.served for c in counts),
+            requests_failed=sum(c.failed for c in counts),
+            requests_degraded=sum(c.degraded for c in counts),
             documents=sum(c.documents for c in corpora),
             chunks=sum(c.chunks for c in corpora),
             tenants=len(tenants),
@@ -260,7 +275,8 @@ class GatewayServicer:
         remaining = rpc.time_remaining(context)
         return self._config.request_seconds if remaining is None else remaining
 
-    def _summarised(self, summary: Summary, log_fields: dict[str, Any]) -> None:
+    def _summarised(self, summary: Summary, call: Admitted) -> None:
+        log_fields = call.log_fields
         self._ready, self._checked = True, time.monotonic()  # an answer says more than a check
         log_fields |= {
             "recipe": summary.recipe,
@@ -268,7 +284,7 @@ class GatewayServicer:
             "tokens": summary.tokens_generated,
         }
         if summary.degraded:
-            self._marked_degraded += 1
+            call.counts.degraded += 1
             _degraded.add(1, {"fusionkv.recipe": recipe_label(summary.recipe)})
             log_fields["degraded"] = summary.degraded_reason
             summary.degraded_reason = access.withheld(summary.degraded_reason)
@@ -287,11 +303,12 @@ class GatewayServicer:
             return
         began, status = time.perf_counter(), "CANCELLED"
         log_fields: dict[str, Any] = {}
-        self._served += 1
+        name = self._tenants.name()
+        counts = self._counts[name]
+        counts.served += 1
         _requests.add(1, {"rpc.method": method})
         try:
-            caller = access.CALLER.get()
-            with self._active.holding(caller.tenant if caller else "") as held:
+            with self._active.holding(name) as held:
                 if not held:
                     raise ResourceExhausted(
                         f"{self._active.held} requests are in flight; try again later", retry_after=0.5
@@ -300,7 +317,7 @@ class GatewayServicer:
                 try:
                     tenant = await self._tenants.current()
                     tenant.meter.admit()
-                    _CALL.set(Admitted(tenant, log_fields))
+                    _CALL.set(Admitted(tenant, counts, log_fields))
                     yield
                 finally:
                     _in_flight.add(-1)
@@ -317,7 +334,7 @@ class GatewayServicer:
             raise
         finally:
             if status not in ("OK", "CANCELLED"):
-                self._failed += 1
+                counts.failed += 1
                 _failures.add(1, {"rpc.method": method, "rpc.grpc.status": status})
             log_fields |= {"method": method, "status": status, "seconds": round(time.perf_counter() - began, 6)}
             answer = ""

@@ -235,11 +235,15 @@ class Tenants:
         self._known: dict[str, Tenant] = {}
         self._opening = asyncio.Lock()
 
+    def name(self) -> str:
+        """The name of the current call's tenant."""
+        caller = access.CALLER.get()
+        return caller.tenant if caller else self._own
+
     async def current(self) -> Tenant:
         """The tenant of the current call. Raises Unavailable if the tenant's corpora can't be opened."""
-        caller = access.CALLER.get()
         try:
-            return await self.get(caller.tenant if caller else self._own)
+            return await self.get(self.name())
         except OSError as error:
             _faults.warning("a tenant's corpora can't be opened", error)
             raise Unavailable("the tenant's corpora can't be opened at the moment; try again later") from error

@@ -134,7 +134,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Stats:
-    """Statistics of a gateway, of all `tenants` together; `model` and `worker` are empty without a worker."""
+    """Statistics of a gateway and of `tenants` together; `model` and `worker` are empty without a worker."""
 
     model: str
     model_fingerprint: str

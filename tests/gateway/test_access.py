@@ -116,16 +116,21 @@ def test_nothing_of_a_refused_call_is_read(channel: grpc.Channel) -> None:
         multi(b"\xff" * (60 << 20), timeout=20)
 
 
-def test_stats_say_how_many_tenants_they_count(launch: Launch, tmp_path: Path) -> None:
-    tenants = ("acme", "other")
-    tokens = token_flags(tmp_path, *(token_entry(name, tenant=name) for name in tenants))
-    address = start_gateway(launch, tmp_path, None, *tokens).address
-    counted = []
-    for name in tenants:
+def test_stats_count_the_callers_tenant_and_all_for_the_gateways_own(launch: Launch, tmp_path: Path) -> None:
+    tokens = token_flags(tmp_path, *(token_entry(name, tenant=name) for name in ("acme", "other", "own")))
+    address = start_gateway(launch, tmp_path, None, *tokens, "--tenant", "own").address
+    for name, calls in (("acme", 1), ("other", 3)):
         with Client(address, token=name) as client:
-            client.list()
-            counted.append(client.stats().tenants)
-    assert counted[1] == counted[0] + 1
+            for _ in range(calls):
+                client.list()
+            with pytest.raises(NotFound):
+                client.delete("none")
+    counted = {}
+    for name in ("acme", "other", "own"):
+        with Client(address, token=name) as client:
+            stats = client.stats()
+            counted[name] = stats.tenants, stats.requests, stats.requests_failed
+    assert counted == {"acme": (1, 2, 1), "other": (1, 4, 1), "own": (3, 6, 2)}
 
 
 async def test_both_clients_carry_a_token(gateway: Any, tmp_path: Path) -> None:
