@@ -29,6 +29,8 @@ ALLOWED = {
         "fusionkv.fusion_worker.client",
         # From tokens to text, also of those that vLLM decoded.
         "fusionkv.fusion_worker.decode.text",
+        # From text to tokens, as the evaluation does it.
+        "fusionkv.fusion_worker.decode.plain",
         # Where `fusionkv model get` puts a model of embeddings.
         "fusionkv.fusion_worker.library",
         # Which `fusionkv encode` starts.

@@ -1,5 +1,6 @@
 """How a prompt begins, and what follows its control tokens: the token ids are those of transformers."""
 
+import itertools
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fusionkv.fusion_worker.library.catalog import KNOWN
 from fusionkv.fusion_worker.template import INSTRUCTION, PromptTemplate
+from fusionkv.gateway.ingest.document import Document
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.runtime.errors import FailedPrecondition
@@ -17,6 +19,8 @@ from tests.fusion_worker.oracle import byte_tokenizer
 from tests.fusion_worker.test_models import GEMMA_LIKE, LLAMA_LIKE, QWEN_LIKE
 
 CONTROL = ("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>")
+# What they put in front of a text: nothing, a space or a word mark, to which "first" adds none after control tokens.
+KINDS = ("bytes", "spaced", "gemma", "first", "always", "prepend")
 CHATS = {"plain": None, "qwen": QWEN_LIKE, "llama": LLAMA_LIKE, "gemma": GEMMA_LIKE}
 
 
@@ -24,18 +28,22 @@ def pieces(kind: str) -> Tokenizer:
     """A token for each character, with spaces as word marks."""
     characters = ["\u2581", *map(chr, range(33, 127)), "\n"]
     made = Tokenizer(models.BPE({c: i for i, c in enumerate(characters)}, []))
+    spelt = normalizers.Replace(" ", "\u2581")
     if kind == "gemma":
-        made.normalizer = normalizers.Replace(" ", "\u2581")
+        made.normalizer = spelt
+    elif kind == "prepend":
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), spelt])
     else:
-        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        made.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Metaspace(prepend_scheme=kind)])
     made.decoder = decoders.Metaspace()
     return made
 
 
 def tokenizer(kind: str, folder: Path, **more: Any) -> Any:
     """Saved, and read back as a worker does."""
-    if kind == "bytes":
+    if kind in ("bytes", "spaced"):
         made = byte_tokenizer(**more)
+        made.backend_tokenizer.pre_tokenizer.add_prefix_space = kind == "spaced"
     else:
         made = PreTrainedTokenizerFast(tokenizer_object=pieces(kind), bos_token="<s>", eos_token="</s>", **more)
     made.add_tokens([*CONTROL], special_tokens=True)
@@ -56,7 +64,7 @@ def transformers_ids(made: Any, content: str, system: str = "") -> list[int]:
 
 @pytest.mark.parametrize("begins", [False, True], ids=["", "bos"])
 @pytest.mark.parametrize("chat", CHATS)
-@pytest.mark.parametrize("kind", ["bytes", "metaspace", "gemma"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_begins_as_transformers_does(kind: str, chat: str, begins: bool, tmp_path: Path) -> None:
     more = {"chat_template": CHATS[chat]} if CHATS[chat] else {}
     made = tokenizer(kind, tmp_path, add_bos_token=begins, **more)
@@ -72,9 +80,27 @@ def test_a_prompt_begins_as_transformers_does(kind: str, chat: str, begins: bool
     assert expected[0].count(made.bos_token_id) == (begins if chat == "plain" else chat != "qwen")
 
 
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_have_the_ids_that_their_text_has_in_the_prompt(kind: str, chat: str, tmp_path: Path) -> None:
+    """Also with a tokenizer that puts control tokens around every text."""
+    more = {"chat_template": CHATS[chat]} if CHATS[chat] else {}
+    made = tokenizer(kind, tmp_path, add_bos_token=True, add_eos_token=True, **more)
+    ours, passages = vocabulary(made), ("Ann is a cook.", "(Bob) is not.", "Ann is a cook.")
+    chunks = [ours.chunk(text) for text in passages]
+    assert chunks[0] == chunks[2]
+    assert [ids for _, ids in ours.chunks(Document(passages[0]), 100, 0)] == chunks[:1]
+    asked = "Question: Who?"
+    if chat == "plain":
+        expected = made(f"{INSTRUCTION}\n" + "".join(f"{p}\n" for p in passages) + f"{asked}\nAnswer:").input_ids[:-1]
+    else:
+        expected = transformers_ids(made, f"{INSTRUCTION}\n\n" + "".join(f"{p}\n\n" for p in passages) + asked)
+    assert [*ours.system(), *itertools.chain(*chunks), *ours.question("Who?")] == expected
+
+
 @pytest.mark.parametrize("begins", [False, True], ids=["", "bos"])
 def test_a_layout_begins_as_transformers_does(begins: bool, tmp_path: Path) -> None:
-    made = tokenizer("metaspace", tmp_path, add_bos_token=begins)
+    made = tokenizer("first", tmp_path, add_bos_token=begins)
     ours, layout = vocabulary(made), "Read {passages}Say {question} now."
     for own in ("", "Be brief."):
         text = (f"{own}\n" if own else "") + "Read Say who now."

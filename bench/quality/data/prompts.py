@@ -2,9 +2,8 @@
 
 import re
 
-from tokenizers import Tokenizer
-
 from fusionkv.bench.quality.data.samples import Sample
+from fusionkv.fusion_worker.decode.plain import PlainTokenizers
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
 
@@ -23,11 +22,8 @@ class Prompter:
         # Leaves room for link tokens with all recipes, so that all have the same prompt.
         self._room = model.max_tokens - sum(map(len, model.links))
         self._control = model.tokenizer
-        self._plain = Tokenizer.from_str(model.tokenizer_json.decode())
-        self._plain.no_truncation()
-        self._plain.no_padding()
         # In a data set's text, "<eos>" is plain text; only the chat template may contain control tokens.
-        self._plain.encode_special_tokens = True
+        self._plain = PlainTokenizers.of(model.tokenizer_json.decode())
 
     def prompt(self, sample: Sample, chat: bool, answer_tokens: int) -> tuple[Prompt, int]:
         """The prompt, and the number of chunks dropped from its middle so that it fits with its answer.
@@ -37,7 +33,8 @@ class Prompter:
         """
         template = self._model.template
         head, tail = (template.head, template.tail) if chat else (self._model.begin, "")
-        system = (*self._said(head), *self.ids(sample.instruction))
+        first = self._plain.within if chat and template.tail else self._plain.beginning
+        system = (*self._said(head), *first.encode(sample.instruction, add_special_tokens=False).ids)
         question = (*self.ids(sample.question), *self._said(tail), *self.ids(sample.opening))
         chunks = self.chunks(sample)
         room = self._room - len(system) - len(question) - answer_tokens
@@ -64,15 +61,15 @@ class Prompter:
         return self.ids(answer if spaced else f" {answer}")
 
     def ids(self, text: str) -> tuple[int, ...]:
-        """Tokens of a text, without control tokens."""
-        return tuple(self._plain.encode(text, add_special_tokens=False).ids)
+        """Tokens of a text within a prompt, without control tokens."""
+        return tuple(self._plain.within.encode(text, add_special_tokens=False).ids)
 
     def split(self, text: str) -> list[tuple[int, ...]]:
         """Splits a text into chunks of at most `chunk_tokens` tokens.
 
         A chunk ends with a line, a sentence or a word, in this order of preference, if one ends in its last quarter.
         """
-        encoding = self._plain.encode(text, add_special_tokens=False)
+        encoding = self._plain.within.encode(text, add_special_tokens=False)
         ids, starts = encoding.ids, [start for start, _ in encoding.offsets]
         chunks, at = [], 0
         while len(ids) - at > self._chunk_tokens:
