@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 
 def main() -> int:
     process.end_when_told()
+    process.end_when_interrupted()
     folders.settle()
     parser = argparse.ArgumentParser(prog="fusionkv-worker", description=__doc__)
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file; its table [worker] is read")

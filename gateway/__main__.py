@@ -28,6 +28,7 @@ _CATALOGS = "lance_namespace_urllib3_client"
 
 def main() -> int:
     process.end_when_told()
+    process.end_when_interrupted()
     parser = argparse.ArgumentParser(prog="fusionkv-gateway", description=__doc__)
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file whose table [gateway] is read")
     settings.add_flags(parser, GatewayConfig)

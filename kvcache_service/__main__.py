@@ -34,6 +34,7 @@ _OTHER_FILES = 48
 
 def main(argv: Sequence[str] | None = None) -> int:
     process.end_when_told()
+    process.end_when_interrupted()
     parser = argparse.ArgumentParser(prog="fusionkv-kvcache", description=__doc__)
     parser.add_argument("--config", type=Path, metavar="PATH", help="TOML file; its table [kvcache] is read")
     settings.add_flags(parser, Config)

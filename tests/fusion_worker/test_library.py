@@ -319,10 +319,12 @@ def test_a_conversion_that_was_killed_leaves_no_model(root: Path, tiny: Path) ->
 
 @pytest.mark.system
 def test_a_download_that_is_ended_leaves_nothing(root: Path, tmp_path: Path) -> None:
-    """An index that never answers, and SIGTERM to whoever waits for it."""
+    """An index that never answers, and SIGTERM to whoever waits for it, who does not unload torch first."""
+    (tmp_path / "sitecustomize.py").write_text("import atexit, sys\natexit.register(sys.stderr.write, 'unloading')\n")
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}/simple"
         environment = {**os.environ, "PIP_INDEX_URL": url, "PIP_EXTRA_INDEX_URL": "", "PIP_FIND_LINKS": ""}
+        environment["PYTHONPATH"] = str(tmp_path)
         argv = [sys.executable, "-P", "-m", "fusionkv.fusion_worker.library", "get", "smollm2"]
         getting = subprocess.Popen(argv, env=environment, stderr=subprocess.PIPE, text=True)
         server.settimeout(60)

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from signal import SIGKILL, SIGTERM
+from signal import SIGINT, SIGKILL, SIGTERM, Signals
 from typing import Any
 
 import httpx2
@@ -555,6 +555,21 @@ def test_process_1_of_a_container_ends_while_it_starts(tmp_path: Path, name: str
             assert outer.wait(2 * SLOWER) == 128 + SIGTERM
         finally:
             outer.kill()
+
+
+@pytest.mark.parametrize("number", [SIGINT, SIGTERM])
+def test_a_signal_ends_a_worker_that_loads(tmp_path: Path, number: Signals) -> None:
+    (tmp_path / "torch.py").write_text("import time\nprint('loading', flush=True)\ntime.sleep(60)\n")
+    argv = [sys.executable, "-P", "-m", "fusionkv.fusion_worker", "--model", str(tmp_path), "--listen", "127.0.0.1:0"]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env) as worker:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == b"loading\n"
+        worker.send_signal(number)
+        try:
+            assert worker.wait(2 * SLOWER) == -number
+        finally:
+            worker.kill()
 
 
 @pytest.mark.parametrize("name", ["kvcache", "worker", "gateway"])
