@@ -1,5 +1,6 @@
 """Models as they are in the world, against plain transformers on real text: `make test ARGS="-m weights"`."""
 
+import asyncio
 import copy
 from pathlib import Path
 from typing import Any
@@ -73,3 +74,23 @@ async def test_a_third_recomputed(recipe: str, loaded: Any, parts: Any, rig: Any
     more = {"max_tokens": 3, "expected": lambda said: plain.overlaid([*whole(parts), *said], context, fresh)}
     answer = await rig.ask(*parts, recipe=recipe, ratio=0.3, **more)
     assert answer.summary.tokens_recomputed == fresh.sum()
+
+
+async def test_answers_are_the_same_alone_and_beside_others(loaded: Any, parts: Any, start: Any) -> None:
+    """Bit for bit, with `deterministic`: 12 prompts, 6 at a time, against one after another in another worker."""
+    system, chunks, question = parts
+    prompts = [[chunks[(n + i) % 4][:60] for i in range(3)] for n in range(4)]
+    asked = [(prompt, recipe) for recipe in ("prophetkv", "midlayer", "full_reuse") for prompt in prompts]
+    own = {"replace": lambda _: loaded[0], "max_tokens": loaded[0].max_tokens, "deterministic": True, **_CONFIG}
+
+    async def answer(rig: Any, prompt: list[list[int]], recipe: str) -> tuple[Any, torch.Tensor]:
+        said = await rig.ask(system, prompt, question, recipe=recipe, max_tokens=24)
+        return said.ids, torch.stack(list(said.logits))
+
+    alone, beside = await start("llama", **own), await start("llama", **own)
+    expected = [await answer(alone, *each) for each in asked]
+    for first in (0, 6):
+        found = await asyncio.gather(*(answer(beside, *each) for each in asked[first : first + 6]))
+        for (ids, logits), (own_ids, own_logits) in zip(found, expected[first : first + 6], strict=True):
+            assert ids == own_ids
+            assert torch.equal(logits, own_logits)
