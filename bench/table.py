@@ -26,7 +26,7 @@ from fusionkv.bench.worker.passages import Passages
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.fusion_worker.quality.defaults import MIDLAYER
-from fusionkv.fusion_worker.recipes import find_recipe
+from fusionkv.protos.contract.recipes import find_recipe
 from fusionkv.protos.runtime.process import cores
 
 _ROOT = Path(__file__).parents[1]

@@ -2,9 +2,7 @@
 
 import asyncio
 import contextlib
-import json
-import re
-from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -15,84 +13,10 @@ from fusionkv.protos.fusion.v1 import fusion_pb2_grpc
 from fusionkv.protos.runtime import errors, frames, rpc
 from fusionkv.protos.runtime.tls import ClientTLS
 
-# The name by which a worker takes what was recommended for its model; modifiers may follow it.
-DEFAULT = "default"
 _MODEL_SECONDS = 30.0
 _SERVICE = pb.DESCRIPTOR.services_by_name["FusionService"].full_name
-_PLACE = re.compile(r"\{(?:passages|question)\}")
-# Values for variables of a chat template. Texts can hold neither a control token nor the places of a template.
-_MAX_VALUES, _MAX_NUMBER, _MAX_JSON = 16, 1 << 20, 1024
-_TEXT = re.compile(r"[\w .,:;/+-]{0,64}")
 # Trailing metadata key of FetchPrefill.
 CHECKSUM = "fusionkv-checksum-bin"
-
-
-def full_name(recipe: str, default: str) -> str:
-    """A requested recipe's full name, with another default for an empty name, and in place of the base `default`."""
-    base, plus, modifiers = (recipe or DEFAULT).partition("+")
-    return f"{default}{plus}{modifiers}" if base == DEFAULT else recipe
-
-
-def recipe_label(recipe: str) -> str:
-    """A recipe's name in metrics: its base, and its modifier without numbers, or `+several`.
-
-    Callers choose modifiers and numbers, so that full names would be labels without end.
-    """
-    base, *modifiers = recipe.split("+")
-    if len(modifiers) > 1:
-        return f"{base}+several"
-    return "+".join((base, *(modifier.partition("(")[0] for modifier in modifiers)))
-
-
-def template_error(template: str) -> str:
-    """What is wrong with a prompt template; empty if nothing is, or if there is no template."""
-    if not template or _PLACE.findall(template) == ["{passages}", "{question}"]:
-        return ""
-    return "prompt_template must contain {passages} and, behind it, {question}, each once"
-
-
-def shorten(prompt: int, answer: int, limit: int, context: int) -> str:
-    """What to do about a prompt and an answer that exceed the model's limit together; all are numbers of tokens.
-
-    context: of the prompt's chunks.
-    """
-    ways = [f"ask for at most {limit - prompt} tokens (max_tokens)"] if prompt < limit else []
-    # Leaving out all chunks would do.
-    if prompt - context + answer <= limit:
-        ways.append("use fewer passages (top_k) or shorter ones (chunk_tokens)")
-    return " or ".join(ways) or "shorten the question or the system prompt"
-
-
-def template_values(given: Mapping[str, str]) -> dict[str, bool | float | str]:
-    """Parses values for variables of a chat template, each of which is JSON.
-
-    Raises:
-        InvalidArgument: there are too many, or one is neither true, false, a number nor a short text.
-    """
-    if len(given) > _MAX_VALUES:
-        raise errors.InvalidArgument(f"chat_template_kwargs has {len(given)} values; the maximum is {_MAX_VALUES}")
-    return {name: _value(name, text) for name, text in given.items()}
-
-
-def unknown_variable(name: str, known: Collection[str]) -> str:
-    """The message for a variable that a chat template does not use."""
-    used = ", ".join(sorted(known)) or "none"
-    return f"chat_template_kwargs: the model's chat template has no variable {name[:80]!r}; it has: {used}"
-
-
-def _value(name: str, text: str) -> bool | float | str:
-    try:
-        value = json.loads(text) if len(text) <= _MAX_JSON else None
-    except (ValueError, RecursionError):
-        value = None
-    if isinstance(value, int | float) and abs(value) <= _MAX_NUMBER:
-        return value
-    if isinstance(value, str) and _TEXT.fullmatch(value):
-        return value
-    raise errors.InvalidArgument(
-        f"chat_template_kwargs: {name[:80]!r} must be true, false, a number of at most {_MAX_NUMBER}, or a text of "
-        "at most 64 letters, digits, spaces and .,:;/+-_"
-    )
 
 
 class WorkerClient:

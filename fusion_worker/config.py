@@ -7,9 +7,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from fusionkv.fusion_worker.client import template_error
 from fusionkv.fusion_worker.library.catalog import KNOWN
 from fusionkv.fusion_worker.library.resolve import resolve
+from fusionkv.protos.contract.template import template_error
 from fusionkv.protos.runtime import process, settings
 from fusionkv.protos.runtime.errors import FailedPrecondition
 from fusionkv.protos.runtime.settings import setting

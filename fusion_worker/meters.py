@@ -11,10 +11,10 @@ import torch
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
-from fusionkv.fusion_worker.client import recipe_label
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.prompt import ChunkSource, Prompt
-from fusionkv.fusion_worker.recipes import Recipe
+from fusionkv.protos.contract.names import recipe_label
+from fusionkv.protos.contract.recipes import Recipe
 from fusionkv.protos.observe import telemetry
 
 _meter = metrics.get_meter(__name__)

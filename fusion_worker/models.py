@@ -18,6 +18,7 @@ from fusionkv.fusion_worker.library import directory as files
 from fusionkv.fusion_worker.library.cache import check_fetched, fingerprint, name_of
 from fusionkv.fusion_worker.template import DATE, ChatTemplate, PromptTemplate, beginning
 from fusionkv.kernels.segments import Rotation
+from fusionkv.protos.fusion.v1.fusion_pb2 import Capabilities, GetModelResponse
 from fusionkv.protos.runtime.errors import FailedPrecondition, first_line, printable
 
 log = logging.getLogger(__name__)
@@ -126,6 +127,22 @@ class Model:
     def token_bytes(self) -> int:
         """Bytes of one token's KV over all ranks."""
         return self.kv.token_bytes * self.ranks.count
+
+    def described(self, auxiliary: bool) -> GetModelResponse:
+        """What decides whether a request can be answered. auxiliary: whether there is an auxiliary model."""
+        return GetModelResponse(
+            name=self.name,
+            fingerprint=self.fingerprint,
+            max_tokens=self.max_tokens,
+            capabilities=Capabilities(
+                layers=self.kv.layers,
+                windowed=self.windowed,
+                auxiliary=auxiliary,
+                links=max(map(len, self.links), default=0),
+                linked_chunks=len(self.links),
+                anchors=self.anchors,
+            ),
+        )
 
     @property
     def settings(self) -> dict[str, str]:

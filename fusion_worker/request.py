@@ -28,14 +28,14 @@ from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Prompt, PromptLayout
 from fusionkv.fusion_worker.quality.explain import explain
 from fusionkv.fusion_worker.quality.fallback import Allowed, Fallback, Sample, Shadow
-from fusionkv.fusion_worker.recipes import Recipe
 from fusionkv.fusion_worker.select.auxiliary import Auxiliary
 from fusionkv.fusion_worker.select.base import budget
 from fusionkv.fusion_worker.transfer.handover import Handover
 from fusionkv.protos.answer.v1.answer_pb2 import Explanation, Token
+from fusionkv.protos.contract.recipes import Recipe
 from fusionkv.protos.fusion.v1.fusion_pb2 import FirstToken, PrefilledKV
 from fusionkv.protos.observe import logs
-from fusionkv.protos.runtime.errors import FailedPrecondition, ResourceExhausted
+from fusionkv.protos.runtime.errors import ResourceExhausted
 
 _faults = logs.RateLimitedLog(logging.getLogger(__name__))
 tracer = trace.get_tracer(__name__)
@@ -178,14 +178,6 @@ class Answerer:
         )
         self.handover = Handover(pool, model, engine.tp, config.prefill_bytes, config.prefill_seconds)
 
-    def unusable(self, recipe: Recipe) -> str:
-        """Why the model can't follow a recipe; empty if it can."""
-        try:
-            self._planner.check(recipe, 0)
-        except FailedPrecondition as error:
-            return str(error)
-        return ""
-
     async def answer(
         self, request: Request, seconds_left: float | None = None
     ) -> AsyncGenerator[Explanation | Token | Summary]:
@@ -195,7 +187,7 @@ class Answerer:
 
         Raises:
             ResourceExhausted: the queue is full, the deadline can't be met, or the prompt does not fit the pool.
-            FailedPrecondition: the model can't follow the recipe, or its logits are not finite.
+            FailedPrecondition: the model's logits are not finite.
         """
         answer: list[int] = []
         async with self._prefilled(request, seconds_left) as prefilled:
@@ -221,11 +213,9 @@ class Answerer:
 
         Raises:
             ResourceExhausted: as for `answer`, or there is no room for the KV.
-            FailedPrecondition: as for `answer`, or other engines can't decode from the recipe's KV.
+            FailedPrecondition: as for `answer`.
         """
         prompt, max_tokens = request.prompt, request.params.max_tokens
-        if not request.recipe.portable:
-            raise FailedPrecondition(f"only the fusion worker can decode an answer by {request.recipe.name}")
         request = replace(request, params=replace(request.params, max_tokens=1))
         with self.handover.room(prompt.tokens) as held:
             async with self._prefilled(request, seconds_left) as prefilled:
@@ -253,7 +243,6 @@ class Answerer:
     async def _prefilled(self, request: Request, seconds_left: float | None) -> AsyncIterator[_Prefilled]:
         """Computes an answer's first token; frees what the request holds on exit. Raises as `answer` does."""
         prompt, recipe, params = request.prompt, request.recipe, request.params
-        self._planner.check(recipe, len(prompt.chunks))
         arrived = time.perf_counter()
         summary = Summary(prompt, self._loader.laid(prompt, recipe.encode), recipe, request.ratio)
         allowed = self._guard.ratio(recipe, request.corpus, request.ratio)

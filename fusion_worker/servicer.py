@@ -9,13 +9,7 @@ from typing import Any
 
 import grpc
 
-from fusionkv.fusion_worker.client import (
-    CHECKSUM,
-    DEFAULT,
-    full_name,
-    shorten,
-    template_values,
-)
+from fusionkv.fusion_worker.client import CHECKSUM
 from fusionkv.fusion_worker.compute.engine import Engine, TPGroup
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.config import WorkerConfig
@@ -27,22 +21,23 @@ from fusionkv.fusion_worker.meters import Summary
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.fusion_worker.quality.fallback import Verdict
-from fusionkv.fusion_worker.recipes import MODIFIERS, RECIPES, Recipe, find_recipe, uncorrected
 from fusionkv.fusion_worker.request import Answerer, Request
 from fusionkv.fusion_worker.select.auxiliary import Auxiliary
 from fusionkv.fusion_worker.transfer.handover import HANDLE_BYTES
 from fusionkv.kvcache_service.client import CacheClient
-from fusionkv.kvcache_service.keys import DIGEST_BYTES
 from fusionkv.protos.answer.v1 import answer_pb2
+from fusionkv.protos.contract.capabilities import unusable
+from fusionkv.protos.contract.limits import check_label
+from fusionkv.protos.contract.names import DEFAULT
+from fusionkv.protos.contract.recipes import MODIFIERS, RECIPES, Recipe
+from fusionkv.protos.contract.requests import RequestedRecipe, check_filled, check_model, check_request
+from fusionkv.protos.contract.template import template_values
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime import frames, rpc
 from fusionkv.protos.runtime.checksum import Checksum
-from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument, ResourceExhausted
+from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted
 
 SERVICE = pb.DESCRIPTOR.services_by_name["FusionService"]
-_MAX_LABEL = _MAX_RECIPE = 256
-# The cache service's limit in a lookup.
-_MAX_VARIANTS = 64
 # A page of a listing.
 _MAX_CORPORA = 1000
 _MAX_REASON = 512  # characters
@@ -76,6 +71,11 @@ class FusionServicer:
         self.auxiliary = Auxiliary(config, model, auxiliary, self.cache) if auxiliary is not None else None
         self.answerer = Answerer(config, model, self.pool, self.engine, self.loader, self.auxiliary)
         self._encoder = Encoder(self.loader)
+        default = self._verdict.default
+        self._described = model.described(auxiliary is not None)
+        self._described.default_recipe = default.choice.recipe
+        self._described.default_uncorrected = default.uncorrected.recipe
+        self._described.default_meaning = str(default)
         # Not a thread of those that all share: templates may wait for each other.
         self._renderer = ThreadPoolExecutor(1, "render")
         self._renderings = 0
@@ -102,13 +102,10 @@ class FusionServicer:
     async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
         model = self._model
         template = model.template
-        return pb.GetModelResponse(
-            name=model.name,
+        response = pb.GetModelResponse(
             family=model.family,
-            fingerprint=model.fingerprint,
             tokenizer_json=model.tokenizer_json,
             template=pb.PromptTemplate(**asdict(template)),
-            max_tokens=model.max_tokens,
             kv_bytes_per_token=model.token_bytes,
             recipes=[
                 pb.Recipe(
@@ -117,7 +114,7 @@ class FusionServicer:
                     default_ratio=r.ratio,
                     neighbours=r.neighbours,
                     takes_modifiers=not r.lossless,
-                    unusable=self.answerer.unusable(r),
+                    unusable=unusable(r, 0, self._described),
                 )
                 for r in RECIPES.values()
             ],
@@ -129,13 +126,13 @@ class FusionServicer:
             dtype=str(model.kv.dtype).removeprefix("torch."),
             verdicts=self._verdicts(),
             template_variables=sorted(model.chat.variables),
-            default_recipe=self._verdict.default.choice.recipe,
-            default_meaning=str(self._verdict.default),
             max_new_tokens=self._config.max_new_tokens,
         )
+        response.MergeFrom(self._described)
+        return response
 
     async def RenderTemplate(self, request: pb.RenderTemplateRequest, context: Any) -> pb.RenderTemplateResponse:
-        self._check_model(request.model_fingerprint)
+        check_model(request.model_fingerprint, self._described)
         values = template_values(request.chat_template_kwargs)
         if self._renderings >= _MAX_RENDERINGS:
             raise ResourceExhausted("too many chat templates are being rendered: try again later", retry_after=1.0)
@@ -157,7 +154,7 @@ class FusionServicer:
                     yield pb.GenerateResponse(**self._about(event, replaced))
 
     async def Prefill(self, request: pb.PrefillRequest, context: Any) -> AsyncIterator[pb.PrefillResponse]:
-        checked, replaced = await self._checked(request.prompt)
+        checked, replaced = await self._checked(request.prompt, portable=True)
         async with aclosing(self.answerer.prefill(checked, rpc.time_remaining(context))) as events:
             async for event in events:
                 if isinstance(event, pb.FirstToken):
@@ -193,72 +190,69 @@ class FusionServicer:
         event.verdicts.extend(self._verdicts())
         return {"explanation": event}
 
-    async def _checked(self, request: pb.GenerateRequest) -> tuple[Request, str]:
-        """Validates a request. Also returns why another recipe than the requested one is used, or an empty text."""
-        if len(request.recipe) > _MAX_RECIPE:
-            raise InvalidArgument(f"the recipe's name is longer than {_MAX_RECIPE} characters")
-        corpus = self._label(request.corpus, "corpus")
-        tenant = self._label(request.tenant, "tenant")
-        default = self._verdict.default
-        asked = find_recipe(request.recipe and full_name(request.recipe, default.choice.recipe))
-        recipe, correction, lacking = await self._corrected(request.recipe, asked, tenant, corpus)
+    async def _checked(self, request: pb.GenerateRequest, portable: bool = False) -> tuple[Request, str]:
+        """Validates a request. Also returns why another recipe than the requested one is used, or an empty text.
+
+        portable: whether another engine decodes the answer.
+        """
+        asked = check_request(request, self._described)
+        if portable:
+            asked.check_portable()
+        chunks = tuple(
+            Chunk(self._tokens(chunk.ids, f"chunk {number}"), tuple(chunk.variants))
+            for number, chunk in enumerate(request.chunks)
+        )
+        question = self._tokens(request.question.ids, "the question")
+        system = Chunk(self._tokens(request.system.ids, "the system prompt"))
+        prompt = Prompt(system, chunks, question, request.tenant)
+        recipe, correction, lacking = await self._corrected(asked, request.tenant, request.corpus)
         given = request.ratio if request.HasField("ratio") else None
         if given is None and request.recipe.partition("+")[0] == DEFAULT:
-            given = (default.choice if recipe is asked else default.uncorrected).ratio
+            default = self._verdict.default
+            given = (default.choice if recipe is asked.recipe else default.uncorrected).ratio
         ratio = recipe.ratio_for(given)
         if replaced := self._verdict.unsafe(recipe, ratio):
             recipe, ratio, correction = RECIPES["prefix_cache"], 0.0, None
-        self._check_model(request.model_fingerprint)
-        chunks = tuple(self._chunk(c.ids, f"chunk {i}", c.variants) for i, c in enumerate(request.chunks))
-        if not request.question.ids:
-            raise InvalidArgument("the question is empty")
-        question = self._tokens(request.question.ids, "the question")
-        system = Chunk(self._tokens(request.system.ids, "the system prompt"))
-        prompt = Prompt(system, chunks, question, tenant)
         tokens = prompt.tokens + recipe.links * len(chunks)
         params = self._sampling(request.sampling, self._model.max_tokens - tokens)
-        if tokens + params.max_tokens > self._model.max_tokens:
-            raise InvalidArgument(
-                f"a prompt of {tokens} tokens and an answer of {params.max_tokens} exceed the model's limit of "
-                f"{self._model.max_tokens} together by {tokens + params.max_tokens - self._model.max_tokens}: "
-                f"{shorten(tokens, params.max_tokens, self._model.max_tokens, sum(map(len, chunks)))}"
-            )
-        learns = asked.encode is not None and asked.encode.corrected and not self._verdict.unsafe(asked, ratio)
+        learns = asked.recipe.corrected and not self._verdict.unsafe(asked.recipe, ratio)
         about: dict[str, Any] = {
             "correction": correction,
             "uncorrected": lacking,
             "learns": learns,
             "explained": request.explain,
         }
-        return Request(prompt, recipe, ratio, params, corpus, **about), replaced
+        return Request(prompt, recipe, ratio, params, request.corpus, **about), replaced
 
     async def _corrected(
-        self, name: str, asked: Recipe, tenant: str, corpus: str
+        self, asked: RequestedRecipe, tenant: str, corpus: str
     ) -> tuple[Recipe, Correction | None, str]:
         """The recipe that is followed, with its correction, or why there is none although it was asked for."""
         corrector = self.answerer.corrector
-        if asked.encode is None or not asked.encode.corrected:
-            return asked, None, ""
+        if not asked.recipe.corrected:
+            return asked.recipe, None, ""
         if (correction := await corrector.find(tenant, corpus)) is not None:
-            return asked, correction, ""
-        recipe = find_recipe(uncorrected(full_name(name, self._verdict.default.uncorrected.recipe)))
-        return recipe, None, await corrector.state(tenant, corpus)
+            return asked.recipe, correction, ""
+        return asked.uncorrected, None, await corrector.state(tenant, corpus)
 
     async def Encode(self, request: pb.EncodeRequest, context: Any) -> pb.EncodeResponse:
-        self._check_model(request.model_fingerprint)
+        check_model(request.model_fingerprint, self._described)
+        check_label(request.tenant, "tenant")
+        check_label(request.corpus, "corpus")
         parts = [*request.before, request.chunk]
-        chunks = tuple(self._chunk(part.ids, f"chunk {i}") for i, part in enumerate(parts))
+        for number, part in enumerate(parts):
+            check_filled(part.ids, f"chunk {number}")
+        chunks = tuple(Chunk(self._tokens(part.ids, f"chunk {number}")) for number, part in enumerate(parts))
         system = Chunk(self._tokens(request.system.ids, "the system prompt"))
-        prompt = Prompt(system, chunks, (), self._label(request.tenant, "tenant"))
+        prompt = Prompt(system, chunks, (), request.tenant)
         if request.mode == pb.EncodeRequest.MODE_CORRECTION:
-            return await self._correction(prompt, self._label(request.corpus, "corpus"))
+            return await self._correction(prompt, request.corpus)
         if prompt.tokens > self._model.max_tokens:
             raise InvalidArgument(f"{prompt.tokens} tokens exceed the model's limit of {self._model.max_tokens}")
         if request.mode == pb.EncodeRequest.MODE_EXACT:
             encoded = await self._encoder.exact(prompt)
         elif request.mode == pb.EncodeRequest.MODE_NEIGHBOURS:
-            corpus = self._label(request.corpus, "corpus")
-            correction = await self.answerer.corrector.find(prompt.tenant, corpus) if corpus else None
+            correction = await self.answerer.corrector.find(prompt.tenant, request.corpus) if request.corpus else None
             encoded = await self._encoder.after_neighbours(prompt, correction)
         else:
             raise InvalidArgument("mode must be MODE_EXACT, MODE_NEIGHBOURS or MODE_CORRECTION")
@@ -269,9 +263,10 @@ class FusionServicer:
     async def GetCorrections(self, request: pb.GetCorrectionsRequest, context: Any) -> pb.GetCorrectionsResponse:
         if len(request.corpora) > _MAX_CORPORA:
             raise InvalidArgument(f"{len(request.corpora)} corpora are more than {_MAX_CORPORA}")
-        corpora = [self._label(corpus, "corpus") for corpus in request.corpora]
-        tenant = self._label(request.tenant, "tenant")
-        return pb.GetCorrectionsResponse(states=await self.answerer.corrector.states(tenant, corpora))
+        for corpus in request.corpora:
+            check_label(corpus, "corpus")
+        check_label(request.tenant, "tenant")
+        return pb.GetCorrectionsResponse(states=await self.answerer.corrector.states(request.tenant, request.corpora))
 
     async def _correction(self, sample: Prompt, corpus: str) -> pb.EncodeResponse:
         corrector = self.answerer.corrector
@@ -293,34 +288,12 @@ class FusionServicer:
         judged = self._verdict.judged
         return [answer_pb2.Verdict(recipe=name, ratio=j.ratio, verdict=j.verdict, why=j.why) for name, j in judged]
 
-    def _check_model(self, fingerprint: bytes) -> None:
-        if fingerprint and fingerprint != self._model.fingerprint:
-            raise FailedPrecondition(
-                f"the request is for the model with fingerprint {fingerprint.hex()[:16]}; this worker runs "
-                f"{self._model.name}, with fingerprint {self._model.fingerprint.hex()[:16]}"
-            )
-
     def _tokens(self, ids: Sequence[int], what: str) -> tuple[int, ...]:
         if ids and max(ids) >= self._model.vocabulary:
             raise InvalidArgument(
                 f"{what} holds token id {max(ids)}, but the vocabulary has {self._model.vocabulary} tokens"
             )
         return tuple(ids)
-
-    def _chunk(self, ids: Sequence[int], what: str, variants: Sequence[bytes] = ()) -> Chunk:
-        if not ids:
-            raise InvalidArgument(f"{what} is empty")
-        if len(variants) > _MAX_VARIANTS:
-            raise InvalidArgument(f"{what} has {len(variants)} variants, more than {_MAX_VARIANTS}")
-        if any(len(variant) != DIGEST_BYTES for variant in variants):
-            raise InvalidArgument(f"a variant of {what} is not {DIGEST_BYTES} bytes long")
-        return Chunk(self._tokens(ids, what), tuple(variants))
-
-    @staticmethod
-    def _label(name: str, what: str) -> str:
-        if len(name) > _MAX_LABEL:
-            raise InvalidArgument(f"the {what}'s name is longer than {_MAX_LABEL} characters")
-        return name
 
     def _sampling(self, sampling: pb.Sampling, room: int) -> SamplingParams:
         """room: tokens that the model's limit leaves for the answer."""

@@ -10,8 +10,8 @@ from typing import Any
 from jinja2 import meta
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from fusionkv.fusion_worker.client import unknown_variable
 from fusionkv.fusion_worker.rendering import RENDERER, Conversation, Source, bounded
+from fusionkv.protos.contract.template import check_variables
 from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
 
 log = logging.getLogger(__name__)
@@ -159,8 +159,7 @@ class ChatTemplate:
                 with too much time, memory or text.
             Unavailable: the process that renders ended twice.
         """
-        if unknown := sorted(values.keys() - self.variables):
-            raise InvalidArgument(unknown_variable(unknown[0], self.variables))
+        check_variables(values, self.variables)
         if not getattr(self.tokenizer, "chat_template", None):
             return PromptTemplate.of(self.tokenizer).configured(self.system, self.prompt)
         asked = _conversations(values, self.today)

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from fusionkv.fusion_worker.client import DEFAULT
+from fusionkv.protos.contract.names import DEFAULT
 from fusionkv.protos.runtime import process
 from fusionkv.protos.runtime.settings import setting
 from fusionkv.protos.runtime.tls import ClientTLS, ServerTLS

@@ -7,12 +7,12 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from functools import partial
 from typing import Protocol
 
 from opentelemetry import metrics, trace
 from opentelemetry.trace import SpanKind
 
-from fusionkv.fusion_worker.client import DEFAULT, full_name, recipe_label
 from fusionkv.gateway import plan
 from fusionkv.gateway.auth.tenants import Tenant
 from fusionkv.gateway.client import results
@@ -22,7 +22,12 @@ from fusionkv.gateway.plan import Conversation, Passage, check_question
 from fusionkv.gateway.prefixes import Prefixes
 from fusionkv.gateway.retrieval.base import NO_FILTER, PROVIDER, HybridSearch, check_corpus, remaining, step, within
 from fusionkv.gateway.tokens import Vocabulary
+from fusionkv.gateway.workers.workers import Check
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
+from fusionkv.protos.contract.length import TooLong, prompt_tokens
+from fusionkv.protos.contract.names import DEFAULT, full_name, recipe_label
+from fusionkv.protos.contract.requests import RequestedRecipe
+from fusionkv.protos.contract.template import check_variables
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.observe import telemetry
@@ -59,8 +64,8 @@ _UNSERVED = (ResourceExhausted, Unavailable, InvalidArgument, FailedPrecondition
 class Engine(Protocol):
     """What answers prompts: the fusion workers, or vLLM behind them."""
 
-    async def model(self, timeout: float) -> Vocabulary:
-        """Tokenizer and prompt template of the model. Raises Unavailable."""
+    async def model(self, timeout: float, check: Check = ...) -> Vocabulary:
+        """Tokenizer and prompt template of the model, from a worker that passes `check`. Raises Unavailable."""
 
     async def rendered(self, vocabulary: Vocabulary, values: Mapping[str, str], timeout: float) -> Vocabulary:
         """A vocabulary with values for variables of the chat template. Raises InvalidArgument and Unavailable."""
@@ -133,6 +138,14 @@ class Pipeline:
         plan.check(request, self._config.max_top_k)
         return conversation
 
+    def _asked(self, request: pb.GenerateRequest, model: fusion_pb2.GetModelResponse) -> RequestedRecipe:
+        """The recipe of a request, which a worker can follow. Raises InvalidArgument and FailedPrecondition."""
+        recipe = RequestedRecipe.of(full_name(request.recipe or DEFAULT, self._config.recipe), model)
+        recipe.check(request.ratio if request.HasField("ratio") else None, len(request.passages), model)
+        if self._config.decode == "vllm":
+            recipe.check_portable()
+        return recipe
+
     async def answer(
         self, tenant: Tenant, request: pb.GenerateRequest, timeout: float
     ) -> AsyncGenerator[pb.GenerateResponse]:
@@ -143,11 +156,12 @@ class Pipeline:
             return max(0.001, timeout - (time.perf_counter() - began))
 
         conversation = self.check(request)
-        vocabulary = await self._engine.model(timeout)
+        asked = partial(self._asked, request)
+        vocabulary = await self._engine.model(timeout, asked)
+        recipe = asked(vocabulary.model)
         if values := dict(request.chat_template_kwargs):
-            plan.check_variables(values, vocabulary)
+            check_variables(values, vocabulary.model.template_variables)
             vocabulary = await self._engine.rendered(vocabulary, values, left())
-        recipe = plan.recipe(full_name(request.recipe, self._config.recipe), vocabulary)
         if request.passages:
             with _charged(tenant):
                 passages = await asyncio.to_thread(plan.given, request.passages, vocabulary)
@@ -171,7 +185,7 @@ class Pipeline:
         planned = time.perf_counter()
         # Only after planning: a prompt over the model's length is an error, not half an answer.
         yield pb.GenerateResponse(sources=pb.Sources(passages=[source for _, source in passages]))
-        prompt = plan.tokens(worker_request)
+        prompt = prompt_tokens(worker_request)
         tenant.meter.spend(prompt)
         ttft = 0.0
         model = vocabulary.model.name
@@ -220,7 +234,7 @@ def _charged(tenant: Tenant) -> Iterator[None]:
     """A prompt that turns out to be too long costs the tokens that were made of it."""
     try:
         yield
-    except plan.TooLong as error:
+    except TooLong as error:
         tenant.meter.spend(error.tokens)
         raise
 

@@ -1,16 +1,18 @@
 """Turns a question, or a conversation that ends with it, and its passages into one request for a worker."""
 
 import hashlib
-import math
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fusionkv.fusion_worker.client import DEFAULT, shorten, template_error, template_values, unknown_variable
 from fusionkv.gateway.ingest.text import nfc
 from fusionkv.gateway.retrieval.base import Chunk
 from fusionkv.gateway.tokens import Vocabulary
+from fusionkv.protos.contract.length import TooLong
+from fusionkv.protos.contract.recipes import MODIFIERS
+from fusionkv.protos.contract.requests import RequestedRecipe, check_request
+from fusionkv.protos.contract.sampling import check_sampling
+from fusionkv.protos.contract.template import template_error, template_values
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import InvalidArgument
@@ -26,11 +28,6 @@ MAX_QUESTION = 1 << 16
 MAX_MESSAGES = 1024
 # Key-value pairs of a filter.
 _MAX_PAIRS = 16
-MAX_RECIPE = 256
-# The worker has the same limits; checking here refuses a request before anything is retrieved.
-_MAX_STOPS, _MAX_STOP = 16, 256
-# A modifier and its first number; the worker parses the rest.
-_TERM = re.compile(r"(\w{1,32})(?:\(([0-9]{0,6})[0-9, ]{0,32}\))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +69,6 @@ class Conversation:
         return cls(tuple(map(nfc, _turns(request))), nfc("\n\n".join(systems) or request.system))
 
 
-class TooLong(InvalidArgument):
-    """A prompt over the model's length; `tokens` is the number of tokens that were made to find out."""
-
-    def __init__(self, message: str, tokens: int) -> None:
-        super().__init__(message)
-        self.tokens = tokens
-
-
 def check_question(question: str, what: str = "question") -> None:
     """Raises InvalidArgument if a question has no text, or far more text than any model accepts."""
     if not question.strip():
@@ -114,51 +103,19 @@ def _turns(request: pb.GenerateRequest) -> tuple[str, ...]:
     return tuple(turns)
 
 
-def recipe(name: str, vocabulary: Vocabulary) -> fusion_pb2.Recipe:
-    """The worker's recipe of that name, with the number of neighbours that `recipe+modifier(number)` sets.
-
-    Raises:
-        InvalidArgument: the worker has no recipe or modifier of that name.
-    """
-    if len(name) > MAX_RECIPE:
-        raise InvalidArgument(f"the recipe's name has {len(name)} characters; the maximum is {MAX_RECIPE}")
-    base, *terms = name.split("+")
-    known = {recipe.name: recipe for recipe in vocabulary.model.recipes}
-    # The worker knows what it is for a corpus.
-    known[DEFAULT] = fusion_pb2.Recipe(takes_modifiers=True)
-    if base not in known:
-        raise InvalidArgument(f"unknown recipe {base[:40]!r}; known: {', '.join(known)}")
-    modifiers = {modifier.name: modifier for modifier in vocabulary.model.modifiers}
-    result = fusion_pb2.Recipe()
-    result.CopyFrom(known[base])
-    result.name = name
-    for term in terms:
-        match = _TERM.fullmatch(term)
-        modifier, number = match.groups() if match else ("", "")
-        if modifier not in modifiers:
-            names = ", ".join(modifiers) or "none"
-            raise InvalidArgument(f"unknown recipe modifier {term[:40]!r}; known: {names}")
-        if modifiers[modifier].HasField("neighbours"):
-            default = modifiers[modifier].neighbours
-            # If the default is 0, the number may mean something else, as in `versions(3)`.
-            result.neighbours = int(number) if number and default else default
-    return result
-
-
-def as_encoded(base: fusion_pb2.Recipe, passages: Sequence[Passage], vocabulary: Vocabulary) -> fusion_pb2.Recipe:
+def as_encoded(asked: RequestedRecipe, passages: Sequence[Passage], vocabulary: Vocabulary) -> RequestedRecipe:
     """Adapts a recipe to the way in which most of the passages were encoded ahead of time, if any were.
 
     The recipe's selector stays the same. A recipe that sets the number of neighbours itself, or takes no modifiers,
     is returned unchanged.
     """
-    modifiers = {modifier.name: modifier for modifier in vocabulary.model.modifiers}
-    explicit = (modifiers[term.partition("(")[0]].HasField("neighbours") for term in base.name.split("+")[1:])
+    modifiers = (MODIFIERS[term.partition("(")[0]] for term in asked.name.split("+")[1:])
+    explicit = asked.recipe.neighbours or any(modifier.neighbours is not None for modifier in modifiers)
     counts = Counter(chunk.neighbours for chunk, _ in passages if chunk.variant and chunk.neighbours)
-    guided = next((modifier.name for modifier in modifiers.values() if modifier.neighbours), "")
-    if not (counts and guided and base.takes_modifiers) or base.neighbours or any(explicit):
-        return base
+    if explicit or asked.recipe.lossless or not counts:
+        return asked
     ((count, _),) = counts.most_common(1)
-    return recipe(f"{base.name}+{guided}({count})", vocabulary)
+    return RequestedRecipe.of(f"{asked.name}+similarity_guided({count})", vocabulary.model)
 
 
 def check(request: pb.GenerateRequest, max_passages: int) -> None:
@@ -177,17 +134,7 @@ def check(request: pb.GenerateRequest, max_passages: int) -> None:
     if error := template_error(request.prompt_template):
         raise InvalidArgument(error)
     template_values(request.chat_template_kwargs)
-    if request.HasField("ratio") and not 0 <= request.ratio <= 1:
-        raise InvalidArgument(f"ratio is {request.ratio:g}: it must be from 0 to 1")
-    sampling = request.sampling
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        raise InvalidArgument(f"temperature is {sampling.temperature:g}: it must be 0 (greedy) or more")
-    if not 0 <= sampling.top_p <= 1:
-        raise InvalidArgument(f"top_p is {sampling.top_p:g}: it must be from 0 to 1")
-    if len(sampling.stop) > _MAX_STOPS or any(len(stop) > _MAX_STOP for stop in sampling.stop):
-        raise InvalidArgument(f"a request takes at most {_MAX_STOPS} stop strings of at most {_MAX_STOP} characters")
-    if any(not stop for stop in sampling.stop):
-        raise InvalidArgument("a stop string is empty")
+    check_sampling(request.sampling)
 
 
 def _check_passages(passages: Sequence[pb.Passage]) -> None:
@@ -205,13 +152,6 @@ def _check_passages(passages: Sequence[pb.Passage]) -> None:
             )
     if (length := sum(len(p.text) + len(p.title) for p in passages)) > _MAX_PASSAGES:
         raise InvalidArgument(f"the passages have {length} characters; the maximum is {_MAX_PASSAGES}")
-
-
-def check_variables(values: Mapping[str, str], vocabulary: Vocabulary) -> None:
-    """Raises InvalidArgument for a variable that the chat template does not use. Values are checked by `check`."""
-    known = vocabulary.model.template_variables
-    if unknown := sorted(values.keys() - {*known}):
-        raise InvalidArgument(unknown_variable(unknown[0], known))
 
 
 def check_filter(where: Mapping[str, str]) -> None:
@@ -279,7 +219,7 @@ def order(passages: Sequence[Passage], order: pb.Order) -> list[Passage]:
 def build(
     request: pb.GenerateRequest,
     conversation: Conversation,
-    recipe: fusion_pb2.Recipe,
+    asked: RequestedRecipe,
     passages: Sequence[Passage],
     vocabulary: Vocabulary,
     tenant: str,
@@ -288,34 +228,21 @@ def build(
 
     Raises:
         TooLong: the prompt and its answer exceed the model's length.
+        InvalidArgument, FailedPrecondition: as `check_request`.
     """
     layout = nfc(request.prompt_template)
-    system = vocabulary.system(conversation.system, layout)
-    question = vocabulary.question(*conversation.turns, layout=layout)
-    context = sum(len(chunk.ids) for chunk, _ in passages)
-    prompt = len(system) + context + len(question)
-    # An answer has at least one token.
-    answer, limit = max(1, request.sampling.max_tokens), vocabulary.model.max_tokens
-    if prompt + answer > limit:
-        raise TooLong(
-            f"the prompt has {prompt} tokens ({len(system)} system, {context} in {len(passages)} chunks, "
-            f"{len(question)} question) and {answer} more are requested, "
-            f"{prompt + answer - limit} more than the model's maximum of {limit} in total: "
-            f"{shorten(prompt, answer, limit, context)}",
-            prompt if request.passages else len(system) + len(question),
-        )
     worker_request = fusion_pb2.GenerateRequest(
-        recipe=recipe.name,
-        system=fusion_pb2.Tokens(ids=system),
+        recipe=asked.name,
+        system=fusion_pb2.Tokens(ids=vocabulary.system(conversation.system, layout)),
         chunks=[
             # KV encoded with neighbours is only for recipes with the same number; others would reuse worse KV.
             fusion_pb2.Chunk(
                 ids=chunk.ids,
-                variants=[chunk.variant] if chunk.variant and chunk.neighbours == recipe.neighbours > 0 else [],
+                variants=[chunk.variant] if chunk.variant and chunk.neighbours == asked.recipe.neighbours > 0 else [],
             )
             for chunk, _ in passages
         ],
-        question=fusion_pb2.Tokens(ids=question),
+        question=fusion_pb2.Tokens(ids=vocabulary.question(*conversation.turns, layout=layout)),
         # Both messages have the same fields.
         sampling=fusion_pb2.Sampling(**{field.name: value for field, value in request.sampling.ListFields()}),
         model_fingerprint=vocabulary.model.fingerprint,
@@ -325,12 +252,13 @@ def build(
     )
     if request.HasField("ratio"):
         worker_request.ratio = request.ratio
+    try:
+        check_request(worker_request, vocabulary.model)
+    except TooLong as error:
+        if request.corpus:  # whose chunks were tokenised when it was ingested
+            error.tokens -= sum(len(chunk.ids) for chunk, _ in passages)
+        raise
     return worker_request
-
-
-def tokens(request: fusion_pb2.GenerateRequest) -> int:
-    """Length of a request's prompt in tokens."""
-    return len(request.system.ids) + sum(len(chunk.ids) for chunk in request.chunks) + len(request.question.ids)
 
 
 def corpus_name(tenant: str, corpus: str) -> str:

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from opentelemetry import metrics
 
-from fusionkv.fusion_worker.client import recipe_label
 from fusionkv.gateway.auth import access
 from fusionkv.gateway.auth.tenants import Shares, Tenant, Tenants
 from fusionkv.gateway.config import GatewayConfig
@@ -29,6 +28,7 @@ from fusionkv.gateway.plan import order
 from fusionkv.gateway.retrieval.base import MAX_NAME, HybridSearch, check_corpus, check_document
 from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
+from fusionkv.protos.contract.names import recipe_label
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime import rpc

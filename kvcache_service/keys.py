@@ -8,7 +8,9 @@ import hashlib
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 
-DIGEST_BYTES = 32
+from fusionkv.protos.contract import limits
+
+DIGEST_BYTES = limits.DIGEST_BYTES
 
 
 def namespace(model: bytes, settings: Mapping[str, str], tenant: str) -> bytes:
@@ -80,8 +82,7 @@ def _digest(tag: bytes, parts: Sequence[bytes]) -> bytes:
     return hashlib.sha256(message).digest()
 
 
-MOST_VERSIONS = 16
-VERSIONS = {versions_variant(most): most for most in range(1, MOST_VERSIONS + 1)}
+VERSIONS = {versions_variant(most): most for most in range(1, limits.MOST_VERSIONS + 1)}
 """Maximum number of versions of a chunk behind one system prompt, by variant.
 
 The variant encodes the limit, so all services apply the same one, and no request lowers that of another.

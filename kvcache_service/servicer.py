@@ -19,6 +19,7 @@ from fusionkv.kvcache_service.store.entries import StoredEntry
 from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.tiers.disk import SEGMENT_BYTES, DiskTier, readable_files
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
+from fusionkv.protos.contract.limits import check_variants
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.runtime import frames, rpc
 from fusionkv.protos.runtime.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, ServiceError
@@ -27,8 +28,6 @@ SERVICE = pb.DESCRIPTOR.services_by_name["KVCacheService"]
 
 _KINDS: dict[HitKind, Any] = {kind: pb.HitKind.Value(f"HIT_KIND_{kind.name}") for kind in HitKind}
 _TIERS = {"memory": pb.TIER_MEMORY, "disk": pb.TIER_DISK, "remote": pb.TIER_REMOTE}
-# Lookups run on the event loop; with this limit, one takes less than a millisecond per chunk.
-_MAX_VARIANTS = 64
 _MAX_KEYS = 65536
 # Maximum wait for a message of a Put. Without it, a few clients that stall would hold all places of max_puts.
 _STALL_SECONDS = 30.0
@@ -62,9 +61,7 @@ class KVCacheServicer:
         path = [element.digest for element in request.path]
         _check_path(request.namespace, path, self._config.max_path)
         for element in request.path:
-            _check_digests(element.variants, "a variant")
-            if len(element.variants) > _MAX_VARIANTS:
-                raise InvalidArgument(f"{len(element.variants)} variants of one chunk; at most {_MAX_VARIANTS}")
+            check_variants(element.variants, "a chunk")
         lease_ms = min(request.lease_ms or self._config.lease_ms, self._config.max_lease_ms)
         variants = [list(element.variants) for element in request.path]
         local, lease = self._store.lookup(request.namespace, path, variants, lease_ms / 1000)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fusionkv.fusion_worker.quality.defaults import MIDLAYER, PROPHETKV
-from fusionkv.fusion_worker.recipes import MODIFIERS, RECIPES, Modifier, Recipe, SimilarityGuided
+from fusionkv.protos.contract.recipes import MODIFIERS, RECIPES, Modifier, Recipe, SimilarityGuided
 
 PAGE = Path(__file__).parent.parent / "docs/recipes.md"
 

@@ -122,6 +122,7 @@ def test_nobody_imports_a_bare_package_of_ours() -> None:
         ),
         ("fusionkv.kvcache_service.__main__", {"torch", "transformers", "lancedb"}),
         ("fusionkv.kvcache_service.client", {"torch", "lmdb"}),
+        ("fusionkv.protos.contract.requests", {"torch", "numpy", "transformers", "tokenizers"}),
     ],
 )
 def test_a_light_module_loads_nothing_heavy(module: str, forbidden: set[str]) -> None:

@@ -25,16 +25,16 @@ from fusionkv.bench.quality.data.samples import Task
 from fusionkv.bench.quality.report import report
 from fusionkv.bench.quality.report.cells import Cell, Store, Subject, locked, table
 from fusionkv.bench.quality.report.rows import judged, rows, untested
-from fusionkv.fusion_worker.client import DEFAULT, full_name
 from fusionkv.fusion_worker.config import STORES, WorkerConfig
 from fusionkv.fusion_worker.library.cache import fingerprint, name_of
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.fusion_worker.models import on_cpu
 from fusionkv.fusion_worker.quality.fallback import Verdict
-from fusionkv.fusion_worker.recipes import RECIPES, Versions, find_recipe
-from fusionkv.fusion_worker.select.base import SecondModel
 from fusionkv.models.shipped import shipped
 from fusionkv.models.tasks import CROSS_CHUNK, TASKS
+from fusionkv.protos.contract.names import DEFAULT, full_name
+from fusionkv.protos.contract.recipes import RECIPES, Versions, find_recipe
+from fusionkv.protos.contract.selectors import SecondModel
 from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
 from fusionkv.protos.runtime.process import cores
 from fusionkv.protos.runtime.settings import parse_bytes, positive

@@ -36,8 +36,8 @@ from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.quality.defaults import UNMEASURED
 from fusionkv.fusion_worker.quality.fallback import FILE, SAFE, UNSAFE, Judged, Verdict
-from fusionkv.fusion_worker.recipes import RECIPES, find_recipe
-from fusionkv.fusion_worker.select.base import SecondModel
+from fusionkv.protos.contract.capabilities import unusable
+from fusionkv.protos.contract.recipes import RECIPES, find_recipe
 from fusionkv.protos.runtime.settings import parse_bytes, positive
 
 PASSAGES = Path(__file__).parent / "data/passages.json"
@@ -123,8 +123,8 @@ async def _check(args: argparse.Namespace, console: Console) -> int:
 
 def _cells(model: Model, auxiliary: Model | None) -> list[Cell]:
     """The recipes that the model can follow, at their default ratios, and what may be recommended; by ratio."""
-    links = max(map(len, model.links), default=0)
-    usable = [r for r in RECIPES.values() if r.links <= links and (auxiliary or r.needs != SecondModel())]
+    described = model.described(auxiliary is not None)
+    usable = [recipe for recipe in RECIPES.values() if not unusable(recipe, 0, described)]
     cells = dict.fromkeys(Cell(recipe, recipe.ratio) for recipe in usable)
     cells |= dict.fromkeys(Cell(find_recipe(choice.recipe), choice.ratio) for choice in CANDIDATES)
     return sorted(cells, key=lambda cell: cell.ratio)

@@ -16,9 +16,9 @@ from fusionkv.fusion_worker.load.anchors import AnchoredChunk
 from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.load.lookup import RESTORED, corrected
 from fusionkv.fusion_worker.prompt import Chunk, ChunkSource, LoadedChunk, Prompt, PromptLayout
-from fusionkv.fusion_worker.recipes import Anchored, Isolated, Recipe, SimilarityGuided
 from fusionkv.kernels.segments import Rotation
 from fusionkv.kvcache_service import keys
+from fusionkv.protos.contract.recipes import Anchored, Isolated, Recipe, SimilarityGuided
 
 # Encodings that an evaluation compares: those of `recipes.Encode` that do not depend on earlier chunks.
 Encoding = Isolated | SimilarityGuided | Anchored

@@ -23,7 +23,7 @@ from fusionkv.fusion_worker.decode.eviction import evict
 from fusionkv.fusion_worker.decode.sampling import Sampler, SamplingParams
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Prompt
-from fusionkv.fusion_worker.select.base import SnapKV
+from fusionkv.protos.contract.selectors import SnapKV
 
 GREEDY = Sampler(SamplingParams(max_tokens=1))
 

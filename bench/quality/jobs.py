@@ -12,7 +12,7 @@ from pathlib import Path
 from fusionkv.bench.quality.data.samples import Block, Task
 from fusionkv.bench.quality.report.cells import NO_CONTEXT, Cell, Measured, Store, Subject, key
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.recipes import Recipe
+from fusionkv.protos.contract.recipes import Recipe
 from fusionkv.protos.runtime import process
 
 # Samples of a job, which an interrupted run loses at most for each process: of a reference task, and of a file, whose

@@ -12,7 +12,7 @@ from fusionkv.bench.quality.report.statistics import Estimate, average
 from fusionkv.bench.quality.runner import Runner
 from fusionkv.fusion_worker.quality.defaults import PROPHETKV, UNMEASURED, Choice, Default
 from fusionkv.fusion_worker.quality.fallback import SAFE, UNDECIDED, UNSAFE, Judged
-from fusionkv.fusion_worker.recipes import RECIPES
+from fusionkv.protos.contract.recipes import RECIPES
 
 # Maximum KL divergence from full attention, in nats: full attention's tokens keep exp(-0.1), 90%, of their
 # probability.

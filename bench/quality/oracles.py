@@ -15,7 +15,7 @@ from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.meters import Stages
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
-from fusionkv.fusion_worker.recipes import find_recipe
+from fusionkv.protos.contract.recipes import find_recipe
 
 _CHUNKS = (40, 1, 57, 23)
 _QUESTION = 12

@@ -39,13 +39,15 @@ from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Prompt, PromptLayout
 from fusionkv.fusion_worker.quality import explain
-from fusionkv.fusion_worker.recipes import RECIPES, Anchored, Isolated, Recipe, SimilarityGuided
 from fusionkv.fusion_worker.select.auxiliary import Auxiliary
-from fusionkv.fusion_worker.select.base import Selector, SnapKV, budget
+from fusionkv.fusion_worker.select.base import budget
+from fusionkv.protos.contract.capabilities import check_usable
+from fusionkv.protos.contract.recipes import RECIPES, Anchored, Isolated, Recipe, SimilarityGuided
+from fusionkv.protos.contract.selectors import Selector, SnapKV
 from fusionkv.protos.runtime.errors import ResourceExhausted
 
 _Answered = tuple[Answer, dict[Cell, dict[str, float]]]
-_Scorings = dict[tuple[Any, Selector[Any] | None], Scored]
+_Scorings = dict[tuple[Any, Selector | None], Scored]
 # Maximum concurrent groups of samples: enough rows for full steps of the engine.
 _MAX_GROUPS = 8
 # The same if neighbours come from a whole file, so that the pool has room to keep them for the next samples: all of
@@ -103,8 +105,9 @@ class Runner:
         """
         task = block.task
         asked = [self._ask(task, sample) for sample in block.samples]
+        described = self._model.described(self._auxiliary is not None)
         for cell in cells:
-            self._fuser.check(cell.recipe, max(len(a.prompt.chunks) for a in asked))
+            check_usable(cell.recipe, max(len(a.prompt.chunks) for a in asked), described)
         groups = [asked[i : i + task.group] for i in range(0, len(asked), task.group)]
         slots = asyncio.Semaphore(self._at_once(task, groups, cells))
         corrects = any(encode.corrected for encode in encodings(cells))

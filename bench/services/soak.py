@@ -33,12 +33,12 @@ from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.decode.sampling import SamplingParams
 from fusionkv.fusion_worker.meters import Summary
 from fusionkv.fusion_worker.prompt import Prompt
-from fusionkv.fusion_worker.recipes import find_recipe
 from fusionkv.fusion_worker.request import Request
 from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.models.tasks import TASKS
 from fusionkv.protos.answer.v1.answer_pb2 import Token
+from fusionkv.protos.contract.recipes import find_recipe
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 
 RECIPES = (

@@ -33,10 +33,10 @@ from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.fusion_worker.meters import Summary
 from fusionkv.fusion_worker.prompt import Prompt
 from fusionkv.fusion_worker.quality.defaults import MIDLAYER
-from fusionkv.fusion_worker.recipes import find_recipe
 from fusionkv.fusion_worker.request import Request
 from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.protos.answer.v1.answer_pb2 import Explanation
+from fusionkv.protos.contract.recipes import find_recipe
 
 CHUNK = 512
 COLUMNS = ("name", "context", "r", "baseline_s", "value_s", "ratio", "mean_position", "ideal")

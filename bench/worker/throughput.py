@@ -39,10 +39,10 @@ from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.fusion_worker.meters import Summary
 from fusionkv.fusion_worker.prompt import Prompt
 from fusionkv.fusion_worker.quality.defaults import MIDLAYER
-from fusionkv.fusion_worker.recipes import find_recipe
 from fusionkv.fusion_worker.request import Request
 from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.protos.answer.v1.answer_pb2 import Token
+from fusionkv.protos.contract.recipes import find_recipe
 
 ANSWER = 16
 Systems = Sequence[tuple[str, float]]

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -14,21 +14,12 @@ from fusionkv.fusion_worker.compute.scheduler import ForwardJob, Result, Shallow
 from fusionkv.fusion_worker.decode.sampling import Sampler
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Links, Prompt, PromptLayout, masked
-from fusionkv.fusion_worker.recipes import Recipe
 from fusionkv.fusion_worker.select.auxiliary import Auxiliary
-from fusionkv.fusion_worker.select.base import (
-    CachedAttention,
-    FreshLayer,
-    Nothing,
-    SecondModel,
-    Selector,
-    budget,
-    top_k,
-)
-from fusionkv.fusion_worker.select.fresh_layer import FreshStates
+from fusionkv.fusion_worker.select.base import budget, choose, scores
 from fusionkv.kernels.attention import Temper
 from fusionkv.kernels.segments import KVSegment
-from fusionkv.protos.runtime.errors import FailedPrecondition
+from fusionkv.protos.contract.recipes import Recipe
+from fusionkv.protos.contract.selectors import CachedAttention, FreshLayer, Nothing, SecondModel, Selector
 
 
 @dataclass(slots=True)
@@ -131,40 +122,6 @@ class Planner:
         self._engine = engine
         self._auxiliary = auxiliary
 
-    def check(self, recipe: Recipe, chunks: int) -> None:
-        """Raises FailedPrecondition if the model can't follow the recipe with this many chunks."""
-        if recipe.needs == FreshLayer() and self._model.kv.layers < 2:
-            raise FailedPrecondition(f"{self._model.name} has one layer; {recipe.name} scores tokens at a second")
-        if recipe.needs == SecondModel() and self._auxiliary is None:
-            raise FailedPrecondition(
-                f"{recipe.name} chooses tokens by a small second model: start the worker with --auxiliary DIRECTORY"
-            )
-        if recipe.keep is not None and self._model.windowed:
-            raise FailedPrecondition(
-                f"{self._model.name} sees a window of its context; {recipe.name} would keep tokens outside of it"
-            )
-        if recipe.links:
-            self._check_links(recipe, chunks)
-        if recipe.anchored and recipe.anchored not in self._model.anchors:
-            known = ", ".join(f"+anchored({percent})" for percent in self._model.anchors)
-            use = f"use {known}" if known else "it was not trained with any (models/README.md says how to)"
-            raise FailedPrecondition(
-                f"{self._model.name} has no anchor tokens that save {recipe.anchored}%, as {recipe.name} does: {use}"
-            )
-
-    def _check_links(self, recipe: Recipe, chunks: int) -> None:
-        name, links = self._model.name, self._model.links
-        each = len(links[0]) if links else 0
-        if recipe.links > each:
-            use = f"use +linked({each})" if each else "it was not trained with any"
-            raise FailedPrecondition(
-                f"{name} has {each} link tokens for a chunk; {recipe.name} takes {recipe.links}: {use}"
-            )
-        if chunks > len(links):
-            raise FailedPrecondition(
-                f"{name} has link tokens for {len(links)} chunks; {recipe.name} is asked to link {chunks}"
-            )
-
     def plain(self, placement: PromptLayout, prompt: Prompt) -> PrefillPlan:
         """A plan that reuses nothing: every token is a row."""
         every = torch.arange(prompt.tokens)
@@ -178,16 +135,14 @@ class Planner:
             return None
 
         async def score() -> Scored:
-            return Scored(selector.scores(await self._auxiliary_attention(prompt)), rows=0)
+            return Scored(scores(selector, await self._auxiliary_attention(prompt)), rows=0)
 
         task = asyncio.create_task(score())
         # If loading fails, the scores are not awaited; this marks their error as seen.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return task
 
-    async def score(
-        self, placement: PromptLayout, prompt: Prompt, selectors: Sequence[Selector[Any]]
-    ) -> list[Scored]:
+    async def score(self, placement: PromptLayout, prompt: Prompt, selectors: Sequence[Selector]) -> list[Scored]:
         """Scores by selectors of equal `needs`, whose input is computed once. Scores are valid for every ratio."""
         seen: Sequence[int] | torch.Tensor
         match selectors[0].needs:
@@ -200,7 +155,7 @@ class Planner:
             case FreshLayer():
                 # Each rank scores the states that it holds.
                 return await self._score_at_layer_1(placement, prompt, selectors)
-        return [Scored(selector.scores(seen), rows) for selector in selectors]
+        return [Scored(scores(selector, seen), rows) for selector in selectors]
 
     async def fuse(
         self, placement: PromptLayout, prompt: Prompt, recipe: Recipe, ratio: float, scored: Scored | None = None
@@ -219,8 +174,7 @@ class Planner:
             scored, chosen = None, stale.nonzero()[:count, 0]
         else:
             assert scored is not None
-            choose = top_k if recipe.choose is None else recipe.choose.choose
-            chosen = choose(scored.scores, stale, count)
+            chosen = choose(recipe.choose, scored.scores, stale, count)
         fresh = torch.zeros_like(stale)
         fresh[chosen] = True
         # With no stale token left, every recipe is full attention.
@@ -254,7 +208,7 @@ class Planner:
         return result.scores[: prompt.question_start]
 
     async def _score_at_layer_1(
-        self, placement: PromptLayout, prompt: Prompt, selectors: Sequence[Selector[FreshStates]]
+        self, placement: PromptLayout, prompt: Prompt, selectors: Sequence[Selector]
     ) -> list[Scored]:
         context = _stale(placement, prompt).nonzero()[:, 0]
         starts = torch.tensor([*prompt.starts[1:], prompt.question_start], device=self._model.device)

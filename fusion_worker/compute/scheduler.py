@@ -13,10 +13,11 @@ from fusionkv.fusion_worker.compute.kv_pool import SlotRange, lay_out, slots_of
 from fusionkv.fusion_worker.compute.model_runner import Batch, LeavingRows, ReusedKV, shallow
 from fusionkv.fusion_worker.decode.sampling import Sampler
 from fusionkv.fusion_worker.models import Model
-from fusionkv.fusion_worker.select.base import Selector
+from fusionkv.fusion_worker.select.base import scores
 from fusionkv.fusion_worker.select.fresh_layer import FreshStates
 from fusionkv.kernels.attention import Temper
 from fusionkv.kernels.segments import KVSegment
+from fusionkv.protos.contract.selectors import Selector
 
 # Seconds that a step waits for the next row of an answer whose last token has just been sent. That is short compared
 # with a step, for which a row that misses this one would wait. A slow reader's answer keeps steps short while it
@@ -48,7 +49,7 @@ class ShallowProbe:
     selectors: selectors that need `FreshLayer`. starts: as in `FreshStates`.
     """
 
-    selectors: tuple[Selector[FreshStates], ...]
+    selectors: tuple[Selector, ...]
     starts: torch.Tensor
 
     @torch.inference_mode()
@@ -56,7 +57,7 @@ class ShallowProbe:
         """Scores of the batch's single span, float32 [selectors, last position + 1]."""
         (span,), states = batch.spans, shallow(model, batch)
         fresh = FreshStates(states, batch.pool[1], span, model.rotations[1], self.starts, model.ranks)
-        return torch.stack([selector.scores(fresh) for selector in self.selectors])
+        return torch.stack([scores(selector, fresh) for selector in self.selectors])
 
 
 @dataclass(slots=True, eq=False)

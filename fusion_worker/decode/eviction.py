@@ -9,9 +9,12 @@ from fusionkv.fusion_worker.compute.engine import TPGroup
 from fusionkv.fusion_worker.compute.kv_pool import KVPool, behind, slots_of, stretches
 from fusionkv.fusion_worker.compute.planner import PrefillPlan
 from fusionkv.fusion_worker.models import Model
-from fusionkv.fusion_worker.select.base import SnapKV
 from fusionkv.kernels.segments import QuerySpan
+from fusionkv.protos.contract.selectors import SnapKV
 from fusionkv.protos.runtime.cancellation import to_the_end
+
+# Votes are averaged over neighbouring tokens, so that a fact is kept with the words around it (SnapKV 4.1).
+_POOL = 5
 
 
 async def evict(
@@ -26,12 +29,21 @@ async def evict(
     """
     fresh, low = plan.placement.fresh, len(plan.stale) - plan.context_tokens
     kept = behind(fresh, sum(run.length for run in fresh) - keep.tokens)
-    tokens = keep.choose(votes[..., low : len(plan.stale) + plan.links]) + low
+    tokens = most_voted(votes[..., low : len(plan.stale) + plan.links], keep.tokens) + low
     span, to = QuerySpan(0, 1, plan.positions[-1:].to(pool.kv.device), plan.visible()), slots_of(kept)
     await to_the_end(asyncio.to_thread(tp.copy, partial(copy_kept, span, tokens, to, pool.kv, model)))
     context = stretches(kept, keep.tokens, low, shift=0)
     plan.evict((*(segment for segment in plan.seen if segment.first < low), *context))
     plan.placement.let_go()
+
+
+def most_voted(votes: torch.Tensor, count: int) -> torch.Tensor:
+    """int64 [layers, kv_heads, count]: indices of the context tokens to keep, ascending.
+
+    votes: float32 [layers, kv_heads, context tokens], attention of the question's rows, summed.
+    """
+    smooth = torch.nn.functional.avg_pool1d(votes, _POOL, stride=1, padding=_POOL // 2)
+    return smooth.topk(count, -1).indices.sort(-1).values
 
 
 def copy_kept(span: QuerySpan, tokens: torch.Tensor, to: torch.Tensor, kv: torch.Tensor, model: Model) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
+from fusionkv.protos.runtime.errors import FailedPrecondition
 
 
 class NotFinite(FailedPrecondition):
@@ -28,14 +28,6 @@ class SamplingParams:
     top_k: int = 0
     seed: int | None = None
     stop: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= 100.0):
-            raise InvalidArgument(f"temperature {self.temperature} is outside 0..100")
-        if not 0.0 <= self.top_p <= 1.0:
-            raise InvalidArgument(f"top_p {self.top_p} is outside 0..1")
-        if len(self.stop) > 16 or any(not s or len(s) > 256 for s in self.stop):
-            raise InvalidArgument("at most 16 stop strings of 1 to 256 characters each")
 
 
 class Sampler:

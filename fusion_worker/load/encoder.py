@@ -7,8 +7,8 @@ from fusionkv.fusion_worker.correct.corrector import MADE
 from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.load.lookup import CacheFault, NotFiniteKV, corrected
 from fusionkv.fusion_worker.prompt import ChunkSource, Prompt
-from fusionkv.fusion_worker.recipes import InPlace
 from fusionkv.kvcache_service import keys
+from fusionkv.protos.contract.recipes import InPlace
 from fusionkv.protos.runtime.errors import FailedPrecondition, ServiceError, Unavailable
 
 

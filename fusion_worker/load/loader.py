@@ -23,12 +23,12 @@ from fusionkv.fusion_worker.load.write_back import WriteBack
 from fusionkv.fusion_worker.meters import Stages
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import ChunkSource, LoadedChunk, Prompt, PromptLayout
-from fusionkv.fusion_worker.recipes import ISOLATED, Anchored, Encode
 from fusionkv.fusion_worker.transfer.gpudirect import DirectReader
 from fusionkv.fusion_worker.transfer.signatures import DELETE_SECONDS, Signer
 from fusionkv.fusion_worker.transfer.storage import Storage
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient
+from fusionkv.protos.contract.recipes import ISOLATED, Anchored, Encode
 from fusionkv.protos.runtime.cancellation import to_the_end
 from fusionkv.protos.runtime.errors import FailedPrecondition, NotFound, ServiceError, Unavailable, first_line
 

@@ -9,11 +9,11 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, supp
 from fusionkv.fusion_worker.correct.correction import Correction
 from fusionkv.fusion_worker.meters import Stages
 from fusionkv.fusion_worker.prompt import Chunk, ChunkSource, Prompt
-from fusionkv.fusion_worker.recipes import Anchored, Encode, InPlace, Versions
 from fusionkv.fusion_worker.transfer.signatures import DELETE_SECONDS, Signer
 from fusionkv.fusion_worker.transfer.storage import Storage
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient, Hit, HitKind, Lookup
+from fusionkv.protos.contract.recipes import Anchored, Encode, InPlace, Versions
 from fusionkv.protos.runtime.cancellation import background
 from fusionkv.protos.runtime.errors import ServiceError
 

@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from opentelemetry import metrics
 
-from fusionkv.fusion_worker.client import recipe_label
 from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.compute.planner import Planner
@@ -26,8 +25,9 @@ from fusionkv.fusion_worker.library import catalog
 from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.prompt import Prompt
 from fusionkv.fusion_worker.quality.defaults import UNMEASURED, Choice, Default
-from fusionkv.fusion_worker.recipes import RECIPES, Recipe, find_recipe
-from fusionkv.fusion_worker.select.base import SecondModel
+from fusionkv.protos.contract.names import recipe_label
+from fusionkv.protos.contract.recipes import RECIPES, Recipe, find_recipe
+from fusionkv.protos.contract.selectors import SecondModel
 from fusionkv.protos.observe import telemetry
 from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
 

@@ -1,1 +1,1 @@
-"""Selectors: which tokens of a context to recompute, all with the interface of base.py."""
+"""Scores by which tokens of a context are chosen to be recomputed: the functions of the selectors of recipes."""

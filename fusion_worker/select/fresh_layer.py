@@ -9,9 +9,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fusionkv.fusion_worker.select.base import FreshLayer, Selector
+from fusionkv.fusion_worker.select.base import scores
 from fusionkv.kernels.attention import attention_scores, sparse_attention
 from fusionkv.kernels.segments import KVSegment, QuerySpan, Rotation, Spans
+from fusionkv.protos.contract.selectors import (
+    AttendedDeviation,
+    InterChunkAttention,
+    ShallowQuestionAttention,
+    ValueDeviation,
+)
 
 if TYPE_CHECKING:  # they load transformers, which a table of recipes does not need
     from fusionkv.fusion_worker.compute.model_runner import States
@@ -84,51 +90,28 @@ class FreshStates:
         return self.ranks.total(out)
 
 
-@dataclass(frozen=True, slots=True)
-class ValueDeviation(Selector[FreshStates]):
-    """Squared L2 distance of a token's fresh value to its cached one, at layer 1 (CacheBlend; FusionRAG 2.2.2)."""
-
-    needs = FreshLayer()
-
-    def scores(self, inputs: FreshStates) -> torch.Tensor:
-        """The distance summed over heads and channels."""
-        return inputs.placed(inputs.values_away().square().sum((1, 2)))
+@scores.register
+def value_deviation(selector: ValueDeviation, inputs: FreshStates) -> torch.Tensor:
+    """The distance summed over heads and channels."""
+    return inputs.placed(inputs.values_away().square().sum((1, 2)))
 
 
-@dataclass(frozen=True, slots=True)
-class AttendedDeviation(Selector[FreshStates]):
-    """L1 distance of fresh to cached values, times all attention into the token (KVShare; ProphetKV app. C)."""
-
-    needs = FreshLayer()
-
-    def scores(self, inputs: FreshStates) -> torch.Tensor:
-        """Distance summed over heads and channels, times attention summed over all rows and heads."""
-        return inputs.placed(inputs.values_away().abs().sum((1, 2))) * inputs.attention()
+@scores.register
+def attended_deviation(selector: AttendedDeviation, inputs: FreshStates) -> torch.Tensor:
+    """Distance summed over heads and channels, times attention summed over all rows and heads."""
+    return inputs.placed(inputs.values_away().abs().sum((1, 2))) * inputs.attention()
 
 
-@dataclass(frozen=True, slots=True)
-class ShallowQuestionAttention(Selector[FreshStates]):
-    """Attention of the question's rows into each token, from fresh states at layer 1 (A3, eq. 3)."""
-
-    needs = FreshLayer()
-
-    def scores(self, inputs: FreshStates) -> torch.Tensor:
-        """The attention summed over the question's rows and heads."""
-        return inputs.attention(first_row=inputs.stale)
+@scores.register
+def shallow_question_attention(selector: ShallowQuestionAttention, inputs: FreshStates) -> torch.Tensor:
+    """The attention summed over the question's rows and heads."""
+    return inputs.attention(first_row=inputs.stale)
 
 
-@dataclass(frozen=True, slots=True)
-class InterChunkAttention(Selector[FreshStates]):
-    """A token's attention to the chunks before its own, from fresh states at layer 1 (Cache-Craft).
-
-    The papers give the criterion but no layer; layer 1 is the only one with fresh states of every token.
-    """
-
-    needs = FreshLayer()
-
-    def scores(self, inputs: FreshStates) -> torch.Tensor:
-        """The attention summed over heads: 0 to q_heads."""
-        return inputs.placed(_to_other_chunks(inputs)[: inputs.stale])
+@scores.register
+def inter_chunk_attention(selector: InterChunkAttention, inputs: FreshStates) -> torch.Tensor:
+    """The attention summed over heads: 0 to q_heads."""
+    return inputs.placed(_to_other_chunks(inputs)[: inputs.stale])
 
 
 def _to_other_chunks(inputs: FreshStates) -> torch.Tensor:

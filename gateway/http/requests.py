@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fusionkv.fusion_worker.client import template_values
 from fusionkv.gateway.client import requests
 from fusionkv.gateway.client.results import Passage
 from fusionkv.gateway.plan import MAX_MESSAGES, MAX_NOTES, Conversation
+from fusionkv.protos.contract.template import template_values
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import InvalidArgument
 

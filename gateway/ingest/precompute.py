@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from fusionkv.fusion_worker.client import full_name
 from fusionkv.gateway import plan
 from fusionkv.gateway.auth.tenants import Tenant
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.retrieval.base import Chunk, HybridSearch, check_corpus, check_document, no_document
 from fusionkv.gateway.tokens import ModelIdentity, Vocabulary
 from fusionkv.gateway.workers.workers import Lesson, WorkerPool
+from fusionkv.protos.contract.names import DEFAULT, full_name
+from fusionkv.protos.contract.requests import RequestedRecipe
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime import cancellation
@@ -45,7 +46,7 @@ class _Pass:
 
     tenant: Tenant
     corpus: str
-    recipe: fusion_pb2.Recipe
+    asked: RequestedRecipe
     vocabulary: Vocabulary
     model: ModelIdentity
     neighbours: int
@@ -54,7 +55,7 @@ class _Pass:
     @property
     def corrected(self) -> bool:
         """Whether the recipe uses the corpus's correction, if there is one."""
-        return "corrected" in full_name(self.recipe.name, self.vocabulary.model.default_recipe).split("+")
+        return self.asked.recipe.corrected
 
     @property
     def name(self) -> str:
@@ -189,8 +190,8 @@ class Precompute:
         # Before the worker is called: an unknown corpus is reported as such even if no worker runs.
         await tenant.retrieval.check(corpus)
         vocabulary = await self._workers.model()
-        chosen = _recipe(recipe, self._config.recipe, vocabulary)
-        count = neighbours or chosen.neighbours
+        asked = _asked(recipe, self._config.recipe, vocabulary)
+        count = neighbours or asked.recipe.neighbours
         if count > _MAX_NEIGHBOURS:
             raise InvalidArgument(f"{count} neighbours for each chunk; the maximum is {_MAX_NEIGHBOURS}")
         model = self._search.identity(vocabulary.identity)
@@ -201,7 +202,7 @@ class Precompute:
             sizes = {document: len(stored)}
         else:
             sizes = {d.name: d.chunks for d in await tenant.retrieval.documents(corpus)}
-        return _Pass(tenant, corpus, chosen, vocabulary, model, count, sizes)
+        return _Pass(tenant, corpus, asked, vocabulary, model, count, sizes)
 
     async def _encode(
         self, work: _Pass, batch: list[tuple[Chunk, np.ndarray]], lesson: Lesson | None, existed: list[bool]
@@ -249,9 +250,9 @@ async def _now_and_then(work: Coroutine[Any, Any, None], progress: Sized) -> Asy
         task.cancel()
 
 
-def _recipe(name: str, default: str, vocabulary: Vocabulary) -> fusion_pb2.Recipe:
+def _asked(name: str, default: str, vocabulary: Vocabulary) -> RequestedRecipe:
     """The recipe to encode for; an empty name means the gateway's."""
-    recipe = plan.recipe(full_name(name, default), vocabulary)
-    if not (recipe.takes_modifiers or recipe.neighbours):
-        raise InvalidArgument(f"recipe {recipe.name!r} reuses no chunks: there is nothing to encode ahead of time")
-    return recipe
+    asked = RequestedRecipe.of(full_name(name or DEFAULT, default), vocabulary.model)
+    if asked.recipe.lossless:
+        raise InvalidArgument(f"recipe {asked.name!r} reuses no chunks: there is nothing to encode ahead of time")
+    return asked

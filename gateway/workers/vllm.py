@@ -16,11 +16,11 @@ from typing import Any
 import aiohttp
 
 from fusionkv.fusion_worker.decode.text import TextStream
-from fusionkv.gateway import plan
 from fusionkv.gateway.config import GatewayConfig, secret
 from fusionkv.gateway.tokens import Vocabulary
-from fusionkv.gateway.workers.workers import WorkerPool
+from fusionkv.gateway.workers.workers import Check, WorkerPool
 from fusionkv.protos.answer.v1 import answer_pb2
+from fusionkv.protos.contract.length import prompt_tokens
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime import errors
@@ -123,11 +123,11 @@ class VLLMEngine:
         # They are stored with the salt of their KV, and the summary of their prefill.
         self._remembered: OrderedDict[str, tuple[str, answer_pb2.Summary]] = OrderedDict()
 
-    async def model(self, timeout: float = 30.0) -> Vocabulary:
+    async def model(self, timeout: float = 30.0, check: Check = lambda _: None) -> Vocabulary:
         """The workers' model; the last known one while no worker describes its own."""
         known = self._vocabulary
         try:
-            self._vocabulary = await self._workers.model(min(timeout, _MODEL_SECONDS) if known else timeout)
+            self._vocabulary = await self._workers.model(min(timeout, _MODEL_SECONDS) if known else timeout, check)
         except (Unavailable, DeadlineExceeded):
             if known is None:
                 raise
@@ -218,7 +218,7 @@ class VLLMEngine:
                     summary.ClearField("seconds")
             if not summary.recipe:  # no worker has reported on the prompt
                 summary.recipe, summary.ratio, summary.context_tokens = request.recipe, 1.0, context
-                summary.prompt_tokens = plan.tokens(request)
+                summary.prompt_tokens = prompt_tokens(request)
                 summary.tokens_recomputed = context
             summary.finish_reason, summary.tokens_generated = answer.finish or "max_tokens", answer.tokens
             summary.seconds.decode = time.monotonic() - decoding

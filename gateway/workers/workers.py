@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 _faults = logs.RateLimitedLog(log)
 T = TypeVar("T")
 R = TypeVar("R", pb.GenerateResponse, pb.PrefillResponse, pb.EncodeResponse, pb.PromptTemplate)
+# Raises an error if the worker of this model can't answer a request.
+Check = Callable[[pb.GetModelResponse], object]
 # Affinity, in requests in flight: a worker that holds all chunks of a prompt may have this many more than another;
 # one that holds half of them, half as many.
 _AFFINITY = 2.0
@@ -187,14 +189,18 @@ class WorkerPool:
         resolved = {address: member for members in self._resolved.values() for address, member in members.items()}
         return [*{**resolved, **self._listed}.values()]
 
-    async def model(self, timeout: float = 30.0) -> Vocabulary:
-        """The workers' tokenizer and template, from the first that replies. Raises Unavailable if none does."""
+    async def model(self, timeout: float = 30.0, check: Check = lambda _: None) -> Vocabulary:
+        """The tokenizer and template of the first worker that replies and passes. Raises Unavailable without one.
+
+        check: raises FailedPrecondition if another worker may pass, such as one with an auxiliary model.
+        """
         failures: list[ServiceError] = []
         with _used(await self._order({})) as order:
             for member in order:
                 try:
                     asked = member.client.model(timeout)
                     model = await (asked if member is order[-1] else _monitored(member, asked))
+                    check(model)
                 except _RETRYABLE as error:
                     failures.append(error)
                     continue
@@ -347,8 +353,6 @@ class WorkerPool:
             shared.CopyFrom(model)
             for name in _OF_WORKER:
                 shared.ClearField(name)
-            for recipe in shared.recipes:
-                recipe.ClearField("unusable")
             known = {other.vocabulary for other in self.members if other.vocabulary is not None}
             same = [vocabulary for vocabulary in known if vocabulary.model == shared]
             member.vocabulary = same[0] if same else await asyncio.to_thread(Vocabulary, shared)

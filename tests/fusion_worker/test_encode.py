@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from fusionkv.fusion_worker.encode.batch_encoder import BatchEncoder
-from fusionkv.fusion_worker.recipes import RECIPES
 from fusionkv.kernels.quantised import KINDS, quantise, restore
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import HitKind
+from fusionkv.protos.contract.recipes import RECIPES
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
 from tests.fusion_worker.oracle import CLOSE, Parts, byte_tokenizer, error, join, last_of, oracle, random_ids, saved

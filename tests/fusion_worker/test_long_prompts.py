@@ -2,7 +2,7 @@
 
 import pytest
 
-from fusionkv.fusion_worker.client import shorten
+from fusionkv.protos.contract.length import shorten
 
 FEWER, SHORTER = "ask for at most 10 tokens", "use fewer passages"
 

@@ -3,18 +3,19 @@
 import pytest
 import torch
 
-from fusionkv.fusion_worker.client import full_name
-from fusionkv.fusion_worker.recipes import (
+from fusionkv.fusion_worker.select.base import choose
+from fusionkv.protos.contract.names import full_name
+from fusionkv.protos.contract.recipes import (
     RECIPES,
     Anchored,
     Isolated,
     SimilarityGuided,
     Versions,
 )
-from fusionkv.fusion_worker.recipes import (
+from fusionkv.protos.contract.recipes import (
     find_recipe as find,
 )
-from fusionkv.fusion_worker.select.base import Window, top_k
+from fusionkv.protos.contract.selectors import Window
 from fusionkv.protos.runtime.errors import InvalidArgument
 
 
@@ -51,7 +52,8 @@ def test_modifiers_fill_one_slot_each() -> None:
         ("a3+window(", "unknown recipe modifier"),
         ("a3+window()", "unknown recipe modifier"),
         ("a3+window(1234567)", "unknown recipe modifier"),
-        ("a3+" + "window" * 10_000, "unknown recipe modifier"),
+        ("a3+" + "window" * 40, "unknown recipe modifier"),
+        ("a3+" + "window" * 50, "name has 303 characters; the maximum is 256"),
         ("a3" + "+window" * 9, "9 modifiers, more than 8"),
         ("a3+window(1,2,3)", "window takes 2 numbers"),
         ("a3+window(0)", r"at least 1;"),
@@ -82,13 +84,13 @@ def test_names_that_are_none(name: str, message: str) -> None:
 def test_windows_are_counted_from_the_first_stale_token() -> None:
     stale = torch.tensor([False] * 3 + [True] * 12)
     scores = torch.tensor([9.0] * 3 + [5, 1, 5, 1, 1, 1, 1, 5, 5, 5, 5, 1])
-    assert top_k(scores, stale, 6).tolist() == [3, 5, 10, 11, 12, 13]
+    assert choose(None, scores, stale, 6).tolist() == [3, 5, 10, 11, 12, 13]
     # Windows of 4 begin at 3, 7 and 11: the first holds two chosen tokens, the second one, the third three.
     for least, chosen in ((2, [3, 5, 11, 12, 13]), (3, [11, 12, 13]), (4, [])):
-        assert Window(4, least).choose(scores, stale, 6).tolist() == chosen
+        assert choose(Window(4, least), scores, stale, 6).tolist() == chosen
 
 
 def test_default_stands_for_the_gateways_recipe() -> None:
-    asked = ["", "default", "default+snapkv(64)", "epic", "defaults"]
-    full = ["a3+window", "a3+window", "a3+window+snapkv(64)", "epic", "defaults"]
+    asked = ["default", "default+snapkv(64)", "epic", "defaults"]
+    full = ["a3+window", "a3+window+snapkv(64)", "epic", "defaults"]
     assert [full_name(name, "a3+window") for name in asked] == full

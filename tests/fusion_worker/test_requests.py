@@ -58,9 +58,9 @@ async def test_an_answer_without_a_limit_takes_what_the_models_limit_leaves(star
         )
         answer = await rig.ask(*parts, max_tokens=0)
         assert (answer.summary.finish_reason, len(answer.ids)) == ("max_tokens", count)
-    with pytest.raises(InvalidArgument, match=f"a prompt of {prompt + 1} tokens and an answer of 1 exceed"):
+    with pytest.raises(InvalidArgument, match=f"the prompt has {prompt + 1} tokens .* and 1 more are requested"):
         await rig.ask(system, chunks, [*question, 7], max_tokens=0)
-    with pytest.raises(InvalidArgument, match="and an answer of 2 exceed"):
+    with pytest.raises(InvalidArgument, match="and 2 more are requested, 1 more than"):
         await rig.ask(*parts, max_tokens=2)
 
 
@@ -273,16 +273,16 @@ async def test_more_than_may_wait_are_refused(start: Any, parts: Any) -> None:
     [
         ({"recipe": "magic"}, "unknown recipe 'magic'; known: full_attention"),
         ({"recipe": ""}, "unknown recipe"),
-        ({"ratio": -0.1}, "outside 0..1"),
-        ({"ratio": 1.1}, "outside 0..1"),
-        ({"ratio": float("nan")}, "outside 0..1"),
+        ({"ratio": -0.1}, "it must be from 0 to 1"),
+        ({"ratio": 1.1}, "it must be from 0 to 1"),
+        ({"ratio": float("nan")}, "it must be from 0 to 1"),
         ({"question": []}, "the question is empty"),
         ({"question": [260]}, "the question holds token id 260, but the vocabulary has 260 tokens"),
         ({"chunks": [[1], [2**32 - 1]]}, "chunk 1 holds token id 4294967295"),
         ({"chunks": [[]]}, "chunk 0 is empty"),
         ({"system": [300]}, "the system prompt holds token id 300"),
-        ({"max_tokens": 2043}, "the model's limit of 2048 together"),
-        ({"max_tokens": 2**32 - 1}, "the model's limit of 2048 together"),
+        ({"max_tokens": 2043}, "more than the model's maximum of 2048 in total"),
+        ({"max_tokens": 2**32 - 1}, "more than the model's maximum of 2048 in total"),
         ({"temperature": -1.0}, "temperature"),
         ({"top_p": 1.5}, "top_p"),
         ({"stop": [""]}, "stop strings"),

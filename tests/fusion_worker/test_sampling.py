@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from fusionkv.fusion_worker.decode.sampling import Sampler, SamplingParams
 from fusionkv.fusion_worker.decode.text import TextStream
+from fusionkv.protos.contract.sampling import check_sampling
+from fusionkv.protos.fusion.v1.fusion_pb2 import Sampling
 from fusionkv.protos.runtime.errors import InvalidArgument
 from tests.examples import examples
 from tests.fusion_worker.oracle import byte_tokenizer, fallback_tokenizer
@@ -86,15 +88,15 @@ def test_always_some_token(seed: int, temperature: float, top_p: float, top_k: i
         {"top_p": -0.1},
         {"top_p": 1.1},
         {"top_p": math.nan},
-        {"stop": ("",)},
-        {"stop": ("x" * 257,)},
-        {"stop": ("x",) * 17},
+        {"stop": [""]},
+        {"stop": ["x" * 257]},
+        {"stop": ["x"] * 17},
     ],
     ids=str,
 )
 def test_values_out_of_range(bad: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument):
-        SamplingParams(1, **bad)
+        check_sampling(Sampling(**bad))
 
 
 BYTES = byte_tokenizer().backend_tokenizer

@@ -1,32 +1,27 @@
 """The contract of selectors."""
 
 import dataclasses
-import importlib
-import inspect
 import pickle
-import pkgutil
-from typing import Any
 
 import pytest
 
-from fusionkv.fusion_worker import select
-from fusionkv.fusion_worker.recipes import RECIPES
-from fusionkv.fusion_worker.select.base import CachedAttention, Need, Selector
+from fusionkv.fusion_worker.select import fresh_layer
+from fusionkv.fusion_worker.select.base import scores
+from fusionkv.protos.contract import selectors
+from fusionkv.protos.contract.recipes import RECIPES
+from fusionkv.protos.contract.selectors import CachedAttention, Need, Selector
 
 SELECTORS = [recipe.select for recipe in RECIPES.values() if recipe.select is not None]
 
 
-def test_every_file_is_a_row_of_the_table() -> None:
-    files = [
-        importlib.import_module(f"{select.__name__}.{file.name}") for file in pkgutil.iter_modules(select.__path__)
-    ]
-    kinds = {kind for file in files for kind in vars(file).values() if isinstance(kind, type)}
-    made = {kind for kind in kinds if issubclass(kind, Selector) and not inspect.isabstract(kind)}
-    assert made == {type(selector) for selector in SELECTORS}
+def test_every_selector_is_scored_and_in_a_row_of_the_table() -> None:
+    assert fresh_layer, "registers its own"
+    kinds = {kind for kind in vars(selectors).values() if isinstance(kind, type) and issubclass(kind, Selector)}
+    assert kinds - {Selector} == scores.registry.keys() - {object} == {type(selector) for selector in SELECTORS}
 
 
 @pytest.mark.parametrize("selector", SELECTORS, ids=str)
-def test_another_rank_makes_the_same_one(selector: Selector[Any]) -> None:
+def test_another_rank_makes_the_same_one(selector: Selector) -> None:
     assert pickle.loads(pickle.dumps(selector)) == selector
     assert hash(selector) == hash(dataclasses.replace(selector))  # type: ignore[type-var]
     assert isinstance(selector.needs, Need)

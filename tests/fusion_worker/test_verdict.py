@@ -28,8 +28,8 @@ from fusionkv.fusion_worker.quality.fallback import (
     Sample,
     Verdict,
 )
-from fusionkv.fusion_worker.recipes import find_recipe as find
 from fusionkv.protos.answer.v1.answer_pb2 import Explanation, Summary
+from fusionkv.protos.contract.recipes import find_recipe as find
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime.errors import FailedPrecondition
 from tests.fusion_worker.oracle import CLOSE, error, oracle, whole

@@ -11,11 +11,11 @@ from typing import Any
 import openai
 import pytest
 
-from fusionkv.fusion_worker.client import template_values
 from fusionkv.fusion_worker.quality.fallback import FILE
 from fusionkv.fusion_worker.rendering import RENDERER
 from fusionkv.fusion_worker.template import INSTRUCTION, ChatTemplate, PromptTemplate
 from fusionkv.gateway.client.client import Client
+from fusionkv.protos.contract.template import template_values
 from fusionkv.protos.runtime.errors import InvalidArgument
 from tests.fusion_worker.oracle import byte_tokenizer
 from tests.fusion_worker.test_models import GEMMA_LIKE, LLAMA_LIKE, QWEN_LIKE

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,15 @@ from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.workers import vllm, workers
 from fusionkv.gateway.workers.workers import Lesson, Member, PrefixAffinity, WorkerPool
+from fusionkv.protos.contract.capabilities import check_usable
+from fusionkv.protos.contract.recipes import find_recipe
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.fusion.v1.fusion_pb2_grpc import FusionServiceServicer
 from fusionkv.protos.kvcache.v1 import kvcache_pb2
 from fusionkv.protos.kvcache.v1.kvcache_pb2_grpc import KVCacheServiceServicer
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime import rpc
-from fusionkv.protos.runtime.errors import DeadlineExceeded, ServiceError, Unavailable
+from fusionkv.protos.runtime.errors import DeadlineExceeded, FailedPrecondition, ServiceError, Unavailable
 from tests.gateway import test_tokens
 from tests.gateway.conftest import Serve, Start
 from tests.ports import free_port
@@ -125,6 +128,24 @@ async def test_workers_of_one_model_share_a_vocabulary_and_others_keep_theirs() 
     assert len({*seen}) == 6, "the last two differ in their devices alone"
     assert seen[:7] == seen[7:]
     assert seen[5] is seen[6]
+
+
+async def test_a_recipe_is_refused_only_if_no_worker_can_follow_it() -> None:
+    check = partial(check_usable, find_recipe("cacheclip"), 0)
+    async with contextlib.AsyncExitStack() as stack:
+        models = [Described("cpu") for _ in range(2)]
+        for auxiliary, described in enumerate(models):
+            described.model.capabilities.auxiliary = bool(auxiliary)
+        each = [rpc.handlers(SERVICE, described) for described in models]
+        addresses = [await stack.enter_async_context(listening(handler)) for handler in each]
+        one, both = WorkerPool(addresses[:1]), WorkerPool(addresses)
+        stack.push_async_callback(one.close)
+        stack.push_async_callback(both.close)
+        with pytest.raises(FailedPrecondition, match="start the worker with --auxiliary"):
+            await one.model(check=check)
+        for member in both.members:
+            member.in_flight += 1
+            assert (await both.model(check=check)).model.capabilities.auxiliary
 
 
 class Taught(Described):

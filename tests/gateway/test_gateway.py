@@ -14,7 +14,13 @@ from fusionkv.gateway.client.results import Sources, Summary, Token
 from fusionkv.gateway.http import replies
 from fusionkv.gateway.pipeline import answer_attributes
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
-from fusionkv.protos.runtime.errors import DeadlineExceeded, InvalidArgument, NotFound
+from fusionkv.protos.runtime.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    ServiceError,
+)
 from tests.gateway import sentence_models
 from tests.gateway.conftest import Serve, Stack, Start
 from tests.services import Launch, start_cache
@@ -98,6 +104,23 @@ def test_a_bad_question_is_refused(client: Client, wrong: dict[str, Any], messag
     with pytest.raises(NotFound if wrong == {"corpus": "nowhere"} else InvalidArgument, match=message):
         client.ask(**asked)
     assert client.ask("base", "code of Name0?", max_tokens=1).summary.tokens_generated == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"temperature": 200.0}, InvalidArgument, r"temperature is 200: it must be from 0 \(greedy\) to 100"),
+        ({"recipe": "midlayer+window()"}, InvalidArgument, r"unknown recipe modifier 'window\(\)'"),
+        ({"recipe": "prophetkv", "ratio": 1.5}, InvalidArgument, "ratio is 1.5: it must be from 0 to 1"),
+        ({"recipe": "default+linked(1)"}, InvalidArgument, "midlayer.* takes no link tokens"),
+        ({"recipe": "cacheclip"}, FailedPrecondition, "start the worker with --auxiliary"),
+    ],
+)
+def test_what_a_worker_would_refuse_is_refused_before_any_event(
+    client: Client, wrong: dict[str, Any], error: type[ServiceError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        next(iter(client.stream("base", "code of Name0?", **wrong)))
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ class Workers:
         self.encoded: list[fusion_pb2.EncodeRequest] = []
         self.address = "here"
 
-    async def model(self, timeout: float = 1.0) -> Vocabulary:
+    async def model(self, timeout: float = 1.0, check: Any = None) -> Vocabulary:
         return self.vocabulary
 
     async def encode(
@@ -171,10 +171,9 @@ async def test_a_prompt_that_a_worker_refuses_costs_no_tokens(
         yield
 
     monkeypatch.setattr(rig.workers, "generate", generate, raising=False)
-    rig.workers.vocabulary.model.recipes.add(name="r")
     meter = Meter(lambda: Quota(tokens_per_minute=1), clock=lambda: 0.0)
     meter.admit()
-    asked = requests.generate(question="Which?", passages=["A lake."], recipe="r")
+    asked = requests.generate(question="Which?", passages=["A lake."], recipe="a3")
     with pytest.raises(error):
         _ = [event async for event in rig.pipeline.answer(dataclasses.replace(rig.tenant, meter=meter), asked, 60)]
     with contextlib.nullcontext() if free else pytest.raises(ResourceExhausted):
@@ -189,9 +188,8 @@ async def test_a_prompt_that_is_too_long_costs_what_it_took_to_find_out(rig: Rig
         made += 1
         return [1] * 1000
 
-    vocabulary.model.recipes.add(name="r")
     vocabulary.model.max_tokens = 2500
-    given = requests.generate(question="Which?", passages=["A lake."] * 100, recipe="r")
+    given = requests.generate(question="Which?", passages=["A lake."] * 100, recipe="a3")
     meter = Meter(lambda: Quota(tokens_per_minute=3000), clock=lambda: 0.0)
     meter.admit()
     tenant = dataclasses.replace(rig.tenant, meter=meter)
@@ -200,7 +198,7 @@ async def test_a_prompt_that_is_too_long_costs_what_it_took_to_find_out(rig: Rig
     assert made == 3
     with pytest.raises(ResourceExhausted, match="tokens per minute"):
         meter.admit()
-    long = requests.generate(question="Which? " * 3000, passages=["A lake."], recipe="r")
+    long = requests.generate(question="Which? " * 3000, passages=["A lake."], recipe="a3")
     tenant = dataclasses.replace(rig.tenant, meter=Meter(lambda: Quota(tokens_per_minute=3000), clock=lambda: 0.0))
     tenant.meter.admit()
     with pytest.raises(InvalidArgument, match="the prompt has"):
@@ -215,8 +213,7 @@ async def test_an_answer_that_is_read_too_slowly_ends(rig: Rig, monkeypatch: pyt
             yield fusion_pb2.GenerateResponse(token={"id": 1, "text": "x"})
 
     monkeypatch.setattr(rig.workers, "generate", generate, raising=False)
-    rig.workers.vocabulary.model.recipes.add(name="r")
-    asked = requests.generate(question="Which?", passages=["A lake."], recipe="r")
+    asked = requests.generate(question="Which?", passages=["A lake."], recipe="a3")
 
     async def read() -> None:
         async for _ in rig.pipeline.answer(rig.tenant, asked, 0.3):
@@ -273,11 +270,9 @@ async def test_pieces_take_room_before_they_arrive(rig: Rig) -> None:
 
 @pytest.mark.parametrize("documents", [3, 129, 300])
 async def test_a_correction_is_learned_from_documents_of_the_whole_corpus(rig: Rig, documents: int) -> None:
-    rig.workers.vocabulary.model.modifiers.add(name="corrected")
-    rig.workers.vocabulary.model.recipes.add(name="r", takes_modifiers=True)
     lines = [json.dumps({"id": f"{number:03}", "text": f"It is {number}."}) for number in range(documents)]
     await rig.ingest("d.jsonl", "\n".join(lines))
-    _ = [p async for p in rig.precompute.run(rig.tenant, pb.PrecomputeRequest(corpus="c", recipe="r+corrected"))]
+    _ = [p async for p in rig.precompute.run(rig.tenant, pb.PrecomputeRequest(corpus="c", recipe="a3+corrected"))]
     lesson = rig.workers.encoded[0]
     assert lesson.mode == lesson.MODE_CORRECTION
     numbers = {(await rig.chunks(f"{number:03}"))[0][0].ids: number for number in range(documents)}
@@ -292,9 +287,7 @@ async def test_a_correction_is_learned_from_documents_of_the_whole_corpus(rig: R
 async def test_chunks_are_encoded_where_no_correction_can_be_learned(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rig.workers.vocabulary.model.modifiers.add(name="corrected")
-    rig.workers.vocabulary.model.recipes.add(name="r", takes_modifiers=True)
-    request = pb.PrecomputeRequest(corpus="c", recipe="r+corrected")
+    request = pb.PrecomputeRequest(corpus="c", recipe="a3+corrected")
     for name in ("a.txt", "b.txt", "c.txt"):
         await rig.ingest(name, f"It is {name}.")
         if name == "b.txt":  # from two chunks no worker would learn
@@ -315,9 +308,13 @@ async def test_chunks_are_encoded_where_no_correction_can_be_learned(
 
 
 async def test_what_was_encoded_ahead_of_time_stays_with_its_chunk(rig: Rig) -> None:
-    rig.workers.vocabulary.model.recipes.add(name="r", neighbours=1)
     await rig.ingest("d.txt", "\n\n".join(PARAGRAPHS))
-    _ = [p async for p in rig.precompute.run(rig.tenant, pb.PrecomputeRequest(corpus="c", recipe="r"))]
+    _ = [
+        p
+        async for p in rig.precompute.run(
+            rig.tenant, pb.PrecomputeRequest(corpus="c", recipe="a3+similarity_guided(1)")
+        )
+    ]
     assert len(rig.workers.encoded) == 4
     await rig.ingest("d.txt", "\n\n".join([PARAGRAPHS[2], "A new one tells of something else, at some length."]))
     kept = [(chunk.variant, chunk.neighbours) for chunk, _ in await rig.chunks("d.txt")]

@@ -15,6 +15,7 @@ from fusionkv.gateway.client.results import Passage as Given
 from fusionkv.gateway.plan import Conversation
 from fusionkv.gateway.retrieval.base import Candidate, Chunk, rank
 from fusionkv.gateway.tokens import Vocabulary
+from fusionkv.protos.contract.requests import RequestedRecipe
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import InvalidArgument
@@ -22,28 +23,27 @@ from tests.conftest import ROOT
 from tests.gateway import test_tokens
 
 NAN = float("nan")
-PLAIN = fusion_pb2.Recipe(name="plain", default_ratio=0.2, takes_modifiers=True)
-NEAR = fusion_pb2.Recipe(name="near", default_ratio=0.2, neighbours=3, takes_modifiers=True)
 ONE = pb.Passage(text="one")
-FULL = fusion_pb2.Recipe(name="full", default_ratio=1.0)
 
 
 def vocabulary() -> Vocabulary:
     made = test_tokens.vocabulary(question="{question}", system="s")
     made.model.max_tokens = 100
-    made.model.recipes.extend([PLAIN, NEAR, FULL])
-    for name, neighbours in (("window", None), ("near", 3), ("versions", 0)):
-        made.model.modifiers.add(name=name, neighbours=neighbours)
     return made
 
 
+def asked(name: str) -> RequestedRecipe:
+    return RequestedRecipe.of(name, vocabulary().model)
+
+
+PLAIN, NEAR = asked("a3"), asked("a3+similarity_guided(3)")
 WHY = pb.GenerateRequest(question="why", corpus="c")
 
 
 def build(
-    recipe: fusion_pb2.Recipe, passages: Any, tenant: str = "", asked: pb.GenerateRequest = WHY
+    recipe: RequestedRecipe, passages: Any, tenant: str = "", request: pb.GenerateRequest = WHY
 ) -> fusion_pb2.GenerateRequest:
-    return plan.build(asked, Conversation.of(asked), recipe, passages, vocabulary(), tenant)
+    return plan.build(request, Conversation.of(request), recipe, passages, vocabulary(), tenant)
 
 
 def chunk(document: str, position: int, tokens: int = 10, variant: bytes = b"") -> Chunk:
@@ -84,7 +84,7 @@ def test_the_request_holds_all_parts() -> None:
     made = build(NEAR, PASSAGES, "t", pb.GenerateRequest(question="why", ratio=0.0, sampling=sampling))
     known, same = vocabulary(), fusion_pb2.Sampling.FromString(sampling.SerializeToString())
     assert made == fusion_pb2.GenerateRequest(
-        recipe="near", ratio=0.0, system={"ids": known.system()}, question={"ids": known.question("why")},
+        recipe=NEAR.name, ratio=0.0, system={"ids": known.system()}, question={"ids": known.question("why")},
         chunks=[fusion_pb2.Chunk(ids=range(10), variants=each) for each in ([], [], [b"v" * 32])],
         sampling=same, model_fingerprint=b"f" * 32, tenant="t", corpus=made.corpus,
     )  # fmt: skip
@@ -92,38 +92,12 @@ def test_the_request_holds_all_parts() -> None:
 
 @pytest.mark.parametrize(
     ("name", "neighbours"),
-    [
-        ("plain", 0), ("plain+window", 0), ("near+window(8,5)", 3), ("plain+near", 3), ("plain+window+near(7)", 7),
-        ("near+versions(5)", 0),
-    ],
-)  # fmt: skip
-def test_a_recipe_and_its_modifiers(name: str, neighbours: int) -> None:
-    found = plan.recipe(name, vocabulary())
-    assert (found.name, found.neighbours, found.default_ratio) == (name, neighbours, 0.2)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("far", "unknown recipe 'far'; known: plain, near, full"),
-        ("", "unknown recipe ''"),
-        ("plain+far", "unknown recipe modifier 'far'; known: window, near, versions"),
-        ("plain+", "unknown recipe modifier ''"),
-        ("plain+near(", "unknown recipe modifier 'near\\('"),
-    ],
-)
-def test_recipes_that_are_none(name: str, message: str) -> None:
-    with pytest.raises(InvalidArgument, match=message):
-        plan.recipe(name, vocabulary())
-
-
-@pytest.mark.parametrize(
-    ("name", "neighbours"), [("plain", 3), ("near+near(2)", 3), ("near+near(4)", 3), ("plain", 0), ("near", 0)]
+    [("a3", 3), ("a3+similarity_guided(2)", 3), ("fusionrag+isolated", 3), ("a3", 0), ("fusionrag", 0)],
 )
 def test_what_was_encoded_with_other_neighbours_is_not_sent(name: str, neighbours: int) -> None:
     """Nor to a recipe that uses none, nor with an unknown number of them (0), as corpora of earlier gateways have."""
     encoded = [(replace(chunk, variant=b"v" * 32, neighbours=neighbours), score) for chunk, score in PASSAGES]
-    made = build(plan.recipe(name, vocabulary()), encoded)
+    made = build(asked(name), encoded)
     assert [list(c.variants) for c in made.chunks] == [[], [], []]
     assert not made.HasField("ratio")
     assert not made.sampling.HasField("seed")
@@ -132,14 +106,14 @@ def test_what_was_encoded_with_other_neighbours_is_not_sent(name: str, neighbour
 @pytest.mark.parametrize(
     ("name", "encoded", "expected"),
     [
-        ("plain", (0, 0, 0), "plain"),
-        ("plain", (3, 5, 5), "plain+near(5)"),
-        ("plain+window", (0, 0, 3), "plain+window+near(3)"),
+        ("a3", (0, 0, 0), "a3"),
+        ("a3", (3, 5, 5), "a3+similarity_guided(5)"),
+        ("a3+window", (0, 0, 3), "a3+window+similarity_guided(3)"),
         # These say themselves how chunks are encoded, or take no modifiers.
-        ("near", (5, 5, 5), "near"),
-        ("plain+near(2)", (5, 5, 5), "plain+near(2)"),
-        ("plain+versions(5)", (5, 5, 5), "plain+versions(5)"),
-        ("full", (5, 5, 5), "full"),
+        ("fusionrag", (5, 5, 5), "fusionrag"),
+        ("a3+similarity_guided(2)", (5, 5, 5), "a3+similarity_guided(2)"),
+        ("a3+versions(5)", (5, 5, 5), "a3+versions(5)"),
+        ("full_attention", (5, 5, 5), "full_attention"),
     ],
 )
 def test_the_default_reuses_chunks_as_most_were_encoded(name: str, encoded: tuple[int, ...], expected: str) -> None:
@@ -147,15 +121,15 @@ def test_the_default_reuses_chunks_as_most_were_encoded(name: str, encoded: tupl
         (replace(chunk, variant=b"v" * 32 if count else b"", neighbours=count), score)
         for (chunk, score), count in zip(PASSAGES, encoded, strict=True)
     ]
-    found = plan.as_encoded(plan.recipe(name, vocabulary()), passages, vocabulary())
+    found = plan.as_encoded(asked(name), passages, vocabulary())
     assert found.name == expected
     made = build(found, passages)
-    assert [bool(c.variants) for c in made.chunks] == [count == found.neighbours > 0 for count in encoded]
+    assert [bool(c.variants) for c in made.chunks] == [count == found.recipe.neighbours > 0 for count in encoded]
 
 
 def test_prompt_and_answer_must_fit_the_model() -> None:
     def built(answer: int) -> None:
-        build(PLAIN, PASSAGES, asked=pb.GenerateRequest(question="why", sampling=pb.Sampling(max_tokens=answer)))
+        build(PLAIN, PASSAGES, request=pb.GenerateRequest(question="why", sampling=pb.Sampling(max_tokens=answer)))
 
     built(0)
     built(66)
@@ -166,17 +140,9 @@ def test_prompt_and_answer_must_fit_the_model() -> None:
 @pytest.mark.parametrize(
     ("wrong", "error"),
     [
-        ({"ratio": 1.01}, r"ratio is 1.01: it must be from 0 to 1"),
-        ({"ratio": -0.1}, "ratio is -0.1"),
-        ({"ratio": NAN}, "ratio is nan"),
         ({"prompt_template": "{question}"}, r"must contain \{passages\} and, behind it, \{question\}, each once"),
         ({"prompt_template": "{passages}{question}" + "x" * 65_536}, "the prompt template has 65556 characters"),
-        ({"sampling": pb.Sampling(temperature=-1)}, "temperature is -1"),
         ({"sampling": pb.Sampling(temperature=NAN)}, "temperature is nan"),
-        ({"sampling": pb.Sampling(temperature=float("inf"))}, "temperature is inf"),
-        ({"sampling": pb.Sampling(top_p=1.5)}, "top_p is 1.5"),
-        ({"sampling": pb.Sampling(top_p=NAN)}, "top_p is nan"),
-        ({"sampling": pb.Sampling(stop=["x", ""])}, "stop string is empty"),
         ({"corpus": ""}, "neither a corpus nor passages are given"),
         ({"passages": [ONE]}, "both a corpus and passages are given"),
         ({"query": " "}, "query is empty"),

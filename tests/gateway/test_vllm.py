@@ -296,8 +296,9 @@ async def test_what_vllm_answers_wrong(worker: Any, decoder: Decoder, open_gatew
 
 
 async def test_a_recipe_that_only_the_worker_decodes(worker: Any, decoder: Decoder, open_gateway: Open) -> None:
-    with pytest.raises(FailedPrecondition, match="only the fusion worker can decode an answer by"):
-        await ask(open_gateway(worker, decoder.url), PASSAGES, recipe="ape")
+    client = open_gateway(worker, decoder.url)
+    with pytest.raises(FailedPrecondition, match="only the fusion worker can decode an answer by ape"):
+        await anext(client.stream("", "?", passages=PASSAGES, recipe="ape"))
     assert not decoder.bodies
 
 

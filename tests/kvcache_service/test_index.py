@@ -13,6 +13,7 @@ from fusionkv.bench.cache.integrity import check_index
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.index.index import HitRanker, Index
 from fusionkv.kvcache_service.index.record import HitKind, Record
+from fusionkv.protos.contract import limits
 from fusionkv.protos.runtime.errors import NotFound
 from tests.examples import examples
 from tests.kvcache_service import tools
@@ -185,6 +186,6 @@ async def test_the_coldest_version_goes(service: Any) -> None:
     assert await kept("SEX") == {"SAX", "SDX", "SEX"}
 
 
-@pytest.mark.parametrize("most", [0, keys.MOST_VERSIONS + 1])
+@pytest.mark.parametrize("most", [0, limits.MOST_VERSIONS + 1])
 def test_a_bound_out_of_range_is_none(most: int) -> None:
     assert keys.versions_variant(most) not in keys.VERSIONS

@@ -132,7 +132,7 @@ async def test_every_bad_request_has_its_status(start: Any) -> None:
     cases: list[tuple[str, str, Any]] = [
         ("Lookup", "namespace has 31 bytes", pb.LookupRequest(namespace=short, path=[s])),
         ("Lookup", "path has 31 bytes", pb.LookupRequest(namespace=n, path=[s, pb.PathElement(digest=short)])),
-        ("Lookup", "variant has 31 bytes", pb.LookupRequest(namespace=n, path=[s, bad_variant])),
+        ("Lookup", "variant of a chunk is not 32 bytes", pb.LookupRequest(namespace=n, path=[s, bad_variant])),
         ("Lookup", "65 variants", pb.LookupRequest(namespace=n, path=[s, many])),
         ("Lookup", "path of 0", pb.LookupRequest(namespace=n)),
         ("Lookup", "path of 5", pb.LookupRequest(namespace=n, path=[s] * 5)),

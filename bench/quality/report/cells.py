@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from fusionkv.bench.quality.data.samples import Block, Library, Sample
-from fusionkv.fusion_worker.recipes import Recipe
-from fusionkv.fusion_worker.select.base import SecondModel
+from fusionkv.protos.contract.recipes import Recipe
+from fusionkv.protos.contract.selectors import SecondModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,9 @@ from fusionkv.fusion_worker.config import STORES, WorkerConfig
 from fusionkv.fusion_worker.library.cache import fingerprint
 from fusionkv.fusion_worker.quality.defaults import MIDLAYER, PROPHETKV, Default
 from fusionkv.fusion_worker.quality.fallback import FILE, Verdict
-from fusionkv.fusion_worker.recipes import find_recipe
-from fusionkv.fusion_worker.select.base import CachedAttention, QuestionAttention
 from fusionkv.models.shipped import shipped
+from fusionkv.protos.contract.recipes import find_recipe
+from fusionkv.protos.contract.selectors import CachedAttention, QuestionAttention
 from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted
 from tests.processes import descendants, ended
 from tests.waiting import wait_until

@@ -21,7 +21,7 @@ from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.quality.defaults import MIDLAYER, PROPHETKV, UNMEASURED, Choice
 from fusionkv.fusion_worker.quality.fallback import FILE, SAFE, UNDECIDED, UNSAFE, Verdict
-from fusionkv.fusion_worker.recipes import find_recipe
+from fusionkv.protos.contract.recipes import find_recipe
 from tests.fusion_worker.oracle import saved
 
 PAGES = [f"The {a} stands by the {b}, and {a}s are counted there. " for a, b in zip("abcd", "efgh", strict=True)]

@@ -13,7 +13,7 @@ from fusionkv.bench.quality.data.samples import Sample, Task
 from fusionkv.bench.quality.report import charts, report, statistics
 from fusionkv.bench.quality.report.cells import NO_CONTEXT, Cell, Measured
 from fusionkv.bench.quality.report.rows import Row, _recovered, judged, rows, untested
-from fusionkv.fusion_worker.recipes import find_recipe
+from fusionkv.protos.contract.recipes import find_recipe
 from tests.pages import Page
 
 TASK = Task("chain2", (Sample("", ("p",), "q", ("a",)),) * 8)

@@ -23,13 +23,13 @@ from fusionkv.fusion_worker.correct import corrector, distillation
 from fusionkv.fusion_worker.decode.sampling import SamplingParams
 from fusionkv.fusion_worker.load import loader as loading
 from fusionkv.fusion_worker.models import Model
-from fusionkv.fusion_worker.recipes import Recipe, find_recipe
 from fusionkv.fusion_worker.request import Request
 from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.fusion_worker.transfer.storage import Storage
 from fusionkv.models import evaluate
 from fusionkv.models.tasks import Sample as Story
 from fusionkv.protos.answer.v1.answer_pb2 import Token
+from fusionkv.protos.contract.recipes import Recipe, find_recipe
 from fusionkv.protos.runtime.errors import FailedPrecondition, ResourceExhausted
 from tests.fusion_worker.oracle import Oracle
 

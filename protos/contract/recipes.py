@@ -3,20 +3,22 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from fusionkv.fusion_worker.select import fresh_layer
-from fusionkv.fusion_worker.select.base import (
+from fusionkv.protos.contract.limits import MAX_MODIFIERS, MAX_RECIPE, MOST_VERSIONS
+from fusionkv.protos.contract.selectors import (
+    AttendedDeviation,
     CachedAttention,
+    DistanceToStart,
+    InterChunkAttention,
     Need,
     QuestionAttention,
     SecondModel,
     Selector,
+    ShallowQuestionAttention,
     SnapKV,
+    ValueDeviation,
     Window,
 )
-from fusionkv.fusion_worker.select.distance_to_start import DistanceToStart
-from fusionkv.kvcache_service.keys import MOST_VERSIONS
 from fusionkv.protos.runtime.errors import InvalidArgument
 
 
@@ -94,7 +96,7 @@ class Recipe:
 
     name: str
     description: str
-    select: Selector[Any] | None = None
+    select: Selector | None = None
     ratio: float = 0.0
     encode: Encode | None = ISOLATED
     choose: Window | None = None
@@ -117,6 +119,11 @@ class Recipe:
     def portable(self) -> bool:
         """Whether other engines can decode from its KV: plain attention over exactly the prompt's tokens."""
         return not (self.keep or self.attend or self.links or self.anchored)
+
+    @property
+    def corrected(self) -> bool:
+        """Whether it uses the correction of the request's corpus."""
+        return self.encode is not None and self.encode.corrected
 
     @property
     def in_place(self) -> bool:
@@ -150,7 +157,7 @@ class Recipe:
                 and 1 for chunks that are anchor tokens.
         """
         if asked is not None and not 0.0 <= asked <= 1.0:
-            raise InvalidArgument(f"ratio {asked} is outside 0..1")
+            raise InvalidArgument(f"ratio is {asked:g}: it must be from 0 to 1")
         if self.anchored and asked:
             if asked < 1.0:
                 raise InvalidArgument(
@@ -192,25 +199,25 @@ RECIPES: dict[str, Recipe] = {
         Recipe(
             "cacheblend",
             "recomputes the tokens whose values at layer 1 deviate most, from layer 1 on (CacheBlend)",
-            fresh_layer.ValueDeviation(),
+            ValueDeviation(),
             0.15,
         ),
         Recipe(
             "kvshare",
             "as cacheblend, with each deviation weighted by the attention to the token (KVShare)",
-            fresh_layer.AttendedDeviation(),
+            AttendedDeviation(),
             0.2,
         ),
         Recipe(
             "cache_craft",
             "recomputes the tokens that attend most to earlier chunks (Cache-Craft)",
-            fresh_layer.InterChunkAttention(),
+            InterChunkAttention(),
             0.15,
         ),
         Recipe(
             "a3",
             "recomputes the tokens that the question attends to most at layer 1, from layer 1 on (A3)",
-            fresh_layer.ShallowQuestionAttention(),
+            ShallowQuestionAttention(),
             0.15,
         ),
         Recipe(
@@ -388,29 +395,26 @@ MODIFIERS: dict[str, Modifier] = {
     )
 }
 _TERM = re.compile(r"([a-z0-9_]{1,32})(?:\(([0-9]{1,6}(?:, ?[0-9]{1,6}){0,3})\))?")
-_MAX_MODIFIERS = 8
 
 
 def find_recipe(name: str) -> Recipe:
     """Finds a recipe by name, with modifiers applied: `recipe` or `recipe+modifier+modifier(1,2)`.
 
     Raises:
-        InvalidArgument: the recipe or a modifier is unknown, or a modifier does not fit the recipe.
+        InvalidArgument: the recipe or a modifier is unknown, a modifier does not fit the recipe, or the name is too
+            long.
     """
+    if len(name) > MAX_RECIPE:
+        raise InvalidArgument(f"the recipe's name has {len(name)} characters; the maximum is {MAX_RECIPE}")
     base, *terms = name.split("+")
     if base not in RECIPES:
         raise InvalidArgument(f"unknown recipe {base[:40]!r}; known: {', '.join(RECIPES)}")
-    if len(terms) > _MAX_MODIFIERS:
-        raise InvalidArgument(f"the recipe has {len(terms)} modifiers, more than {_MAX_MODIFIERS}")
+    if len(terms) > MAX_MODIFIERS:
+        raise InvalidArgument(f"the recipe has {len(terms)} modifiers, more than {MAX_MODIFIERS}")
     recipe = RECIPES[base]
     for term in terms:
         recipe = _modified(recipe, term)
     return replace(recipe, name=name)
-
-
-def uncorrected(name: str) -> str:
-    """A recipe's name without the modifier `corrected`."""
-    return "+".join(term for term in name.split("+") if term != "corrected")
 
 
 def _modified(recipe: Recipe, term: str) -> Recipe:

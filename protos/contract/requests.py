@@ -1,0 +1,94 @@
+"""Checks of a worker's request: a worker makes them first, and the gateway before it sends anything to its caller."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fusionkv.protos.contract.capabilities import check_usable
+from fusionkv.protos.contract.length import check_length
+from fusionkv.protos.contract.limits import check_label, check_variants
+from fusionkv.protos.contract.names import full_name, uncorrected
+from fusionkv.protos.contract.recipes import Recipe, find_recipe
+from fusionkv.protos.contract.sampling import check_sampling
+from fusionkv.protos.fusion.v1.fusion_pb2 import GenerateRequest, GetModelResponse
+from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedRecipe:
+    """What the name of a recipe means on a worker.
+
+    Attributes:
+        name: as requested, such as `default`.
+        recipe: what it means; if that corrects, only where a correction was validated.
+        uncorrected: what it means elsewhere.
+    """
+
+    name: str
+    recipe: Recipe
+    uncorrected: Recipe
+
+    @classmethod
+    def of(cls, name: str, model: GetModelResponse) -> "RequestedRecipe":
+        """Raises InvalidArgument if there is no such recipe."""
+        recipe = find_recipe(full_name(name, model.default_recipe))
+        if not recipe.corrected:
+            return cls(name, recipe, recipe)
+        elsewhere = full_name(name, model.default_uncorrected or model.default_recipe)
+        return cls(name, recipe, find_recipe(uncorrected(elsewhere)))
+
+    def check(self, ratio: float | None, chunks: int, model: GetModelResponse) -> None:
+        """Checks that a worker can follow both.
+
+        Args:
+            ratio: as requested; None if the request leaves it to the recipe.
+            chunks: number of chunks in the prompt.
+
+        Raises:
+            InvalidArgument: they take no such ratio.
+            FailedPrecondition: the model can't follow one of them.
+        """
+        for recipe in (self.recipe, self.uncorrected):
+            recipe.ratio_for(ratio)
+            check_usable(recipe, chunks, model)
+
+    def check_portable(self) -> None:
+        """Raises FailedPrecondition if other engines can't decode from the KV of a prompt."""
+        if not (self.recipe.portable and self.uncorrected.portable):
+            raise FailedPrecondition(f"only the fusion worker can decode an answer by {self.name}")
+
+
+def check_request(request: GenerateRequest, model: GetModelResponse) -> RequestedRecipe:
+    """Checks a request as far as it depends on nothing but itself and the model, and returns its recipe.
+
+    Raises:
+        TooLong: the prompt and its answer exceed the model's length.
+        InvalidArgument: another field has a value out of range.
+        FailedPrecondition: the request is for another model, or the model can't follow the recipe.
+    """
+    check_model(request.model_fingerprint, model)
+    check_label(request.tenant, "tenant")
+    check_label(request.corpus, "corpus")
+    check_sampling(request.sampling)
+    asked = RequestedRecipe.of(request.recipe, model)
+    asked.check(request.ratio if request.HasField("ratio") else None, len(request.chunks), model)
+    for number, chunk in enumerate(request.chunks):
+        check_filled(chunk.ids, f"chunk {number}")
+        check_variants(chunk.variants, f"chunk {number}")
+    check_filled(request.question.ids, "the question")
+    check_length(request, max(asked.recipe.links, asked.uncorrected.links), model.max_tokens)
+    return asked
+
+
+def check_filled(ids: Sequence[int], what: str) -> None:
+    """Raises InvalidArgument if a part of a prompt has no tokens."""
+    if not ids:
+        raise InvalidArgument(f"{what} is empty")
+
+
+def check_model(fingerprint: bytes, model: GetModelResponse) -> None:
+    """Raises FailedPrecondition if a request is for another model."""
+    if fingerprint not in (b"", model.fingerprint):
+        raise FailedPrecondition(
+            f"the request is for the model with fingerprint {fingerprint.hex()[:16]}; this worker runs {model.name}, "
+            f"with fingerprint {model.fingerprint.hex()[:16]}"
+        )
