@@ -168,7 +168,7 @@ def completion(body: Any, text: bool = False, max_passages: int = sys.maxsize) -
     if not options["corpus"] and not options["passages"]:
         raise BadRequest("model names no corpus and there are no passages: name a corpus, or send passages", "model")
     request = requests.generate(**options, chat_template_kwargs=values, **_sampling(given))
-    for checked, check in ((field, Conversation.of), (_TEMPLATE, _check_values)):
+    for checked, check in ((field, Conversation.of), (_TEMPLATE, lambda r: template_values(r.chat_template_kwargs))):
         try:
             check(request)
         except InvalidArgument as error:
@@ -204,10 +204,6 @@ def embeddings(body: Any) -> EmbeddingRequest:
 def _has_ids(texts: Any) -> bool:
     """Whether some input is token ids: a list of integers, or of lists of them."""
     return isinstance(texts, list) and any(type(text) in (int, list) for text in texts)
-
-
-def _check_values(request: pb.GenerateRequest) -> None:
-    template_values(request.chat_template_kwargs)
 
 
 def _given(body: Any, ignored: frozenset[str]) -> dict[str, Any]:

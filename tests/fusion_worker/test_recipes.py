@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fusionkv.fusion_worker.select.base import choose
+from fusionkv.protos.contract.capabilities import unusable
 from fusionkv.protos.contract.names import full_name
 from fusionkv.protos.contract.recipes import (
     RECIPES,
@@ -16,6 +17,7 @@ from fusionkv.protos.contract.recipes import (
     find_recipe as find,
 )
 from fusionkv.protos.contract.selectors import Window
+from fusionkv.protos.fusion.v1.fusion_pb2 import Capabilities, GetModelResponse
 from fusionkv.protos.runtime.errors import InvalidArgument
 
 
@@ -79,6 +81,13 @@ def test_modifiers_fill_one_slot_each() -> None:
 def test_names_that_are_none(name: str, message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         find(name)
+
+
+def test_a_second_layer_is_asked_for_unless_a_worker_does_not_say_what_it_can_do() -> None:
+    said = GetModelResponse(name="m", capabilities=Capabilities(layers=1))
+    assert unusable(find("a3"), 0, said) == "m has one layer; a3 scores tokens at a second"
+    assert not unusable(find("prophetkv"), 0, said)
+    assert not unusable(find("a3"), 0, GetModelResponse(name="m"))
 
 
 def test_windows_are_counted_from_the_first_stale_token() -> None:
