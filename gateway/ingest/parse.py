@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 
 from fusionkv.gateway.ingest.document import Document, check_text, json_lines
 from fusionkv.gateway.ingest.media_types import ENDINGS, HTML, JSONL, MARKDOWN, MEDIA_TYPES, PDF
-from fusionkv.gateway.ingest.text import nfc, visible, without_images
+from fusionkv.gateway.ingest.text import nfc, without_images
 from fusionkv.protos.runtime.errors import InvalidArgument
 
 # Maximum ratio of a document's text to its size, and the text that is allowed in any case. Compressed PDFs come near
@@ -74,7 +74,11 @@ def parse(content: bytes, kind: str, limit: int = sys.maxsize, first_line: int =
 
 
 def _cleaned(document: Document, kind: str) -> Document:
-    text = visible(document.text) if kind == MARKDOWN else document.text
+    text = document.text
+    if kind == MARKDOWN:
+        from fusionkv.gateway.ingest.parse_markdown import visible
+
+        text = visible(text)
     return replace(document, text=nfc(without_images(text)), title=nfc(document.title))
 
 

@@ -2,14 +2,17 @@
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from bs4 import BeautifulSoup, NavigableString, ParserRejectedMarkup, ProcessingInstruction, Tag
 from bs4.builder._htmlparser import BeautifulSoupHTMLParser, HTMLParserTreeBuilder
+from bs4.element import PageElement
 from markdownify import MarkdownConverter
 
 from fusionkv.gateway.ingest.document import check_text
-from fusionkv.gateway.ingest.text import is_hidden, is_inline
+from fusionkv.gateway.ingest.hidden import hidden
+from fusionkv.gateway.ingest.text import is_inline
 from fusionkv.protos.runtime.errors import InvalidArgument
 
 _SPACES = re.compile(r"[\t \r\n]+")
@@ -44,12 +47,13 @@ def markdown(text: str, limit: int) -> str:
     try:
         soup = BeautifulSoup(text, builder=_Builder())
         title = soup.title.get_text(strip=True) if soup.title else ""
-        if title and all(_is_hidden(h1) or h1.find_parent(_is_hidden) for h1 in soup("h1")):
+        unseen = hidden(soup)
+        if title and all(_is_in(h1, unseen) for h1 in soup("h1")):
             heading = soup.new_tag("h1")
             heading.string = title
             soup.insert(0, heading)
         _clamp_tables(soup)
-        return _Converter(limit).convert_soup(soup).strip()
+        return _Converter(limit, unseen).convert_soup(soup).strip()
     except ParserRejectedMarkup as error:
         raise InvalidArgument("the HTML can't be read: its markup is broken") from error
     except RecursionError as error:
@@ -100,13 +104,14 @@ def _number(value: object) -> int | None:
 class _Converter(MarkdownConverter):
     """Converts within the limit: each step checks the length, and adds little to its input."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, unseen: Mapping[int, PageElement]) -> None:
         super().__init__(heading_style="ATX")
         self._limit = limit
+        self._unseen = unseen
         self._items: dict[int, int] = {}
 
     def process_tag(self, node: Tag, parent_tags: set[str] | None = None) -> str:
-        if _is_hidden(node):
+        if id(node) in self._unseen:
             return ""
         for name in _URLS:
             if is_inline(str(node.attrs.get(name, ""))):
@@ -116,7 +121,7 @@ class _Converter(MarkdownConverter):
         return text
 
     def process_text(self, el: NavigableString, parent_tags: set[str] | None = None) -> str:
-        if isinstance(el, ProcessingInstruction):  # of XHTML: <?xml version="1.0"?>
+        if id(el) in self._unseen or isinstance(el, ProcessingInstruction):  # of XHTML: <?xml version="1.0"?>
             return ""
         # The regular expression of markdownify takes quadratic time for a row of spaces.
         if "pre" not in (parent_tags or ()) and (text := _SPACES.sub(_newline_or_space, el)) != el:
@@ -156,8 +161,8 @@ class _Converter(MarkdownConverter):
         return bullet + _LINE.sub(" " * len(bullet), text)[len(bullet) :] + "\n"
 
 
-def _is_hidden(el: Tag) -> bool:
-    return is_hidden(el.name, el.attrs)
+def _is_in(el: Tag, elements: Mapping[int, PageElement]) -> bool:
+    return any(id(one) in elements for one in (el, *el.parents))
 
 
 def _is_deep(el: Tag) -> bool:

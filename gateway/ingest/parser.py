@@ -36,7 +36,7 @@ def main() -> None:
     memory = int(sys.argv[1])
     _confine(memory)
     # Imported now, so that the first document does not wait for it.
-    from fusionkv.gateway.ingest import parse_html, parse_pdf  # noqa: F401
+    from fusionkv.gateway.ingest import parse_html, parse_markdown, parse_pdf  # noqa: F401
 
     # Output of libraries is dropped: it may quote a document.
     given, answers = take_pipes(output=os.open(os.devnull, os.O_WRONLY))

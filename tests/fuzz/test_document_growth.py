@@ -34,6 +34,13 @@ _HTML = datas(
     "«<table><tr><td>x</td></tr></table>»", "<code>«`a»</code>",
     "<blockquote>" * 50 + "a« »b", "«<div>»x«</div>»", "«<blockquote>»x«</blockquote>»", "«<ul><li>»x«</li></ul>»",
     "«<table><tr><td>»x«</td></tr></table>»", "«<svg>»x«</svg>»<p>y", "«<meta charset=latin-1»",
+    "<style>«p{display:none}»</style>«<p>x</p>»", "<style>«.a%d p{display:none}»</style><b class='«a%d »'>«<p>x</p>»",
+    "<style>«.a%d»{display:none}</style><b class='«a%d »'>x", "<style>p{«display:none;»}</style>«<p>x</p>»",
+    "<style>«.a>»p{display:none}</style>«<b class=a>x</b>»", "<style>«.a%d,»p{display:none}</style>«<b class=a%d>x»",
+    "<style>«@media{»p{display:none}</style>x", "<style>«p{»display:none</style>x", "<style>none«(»</style>x",
+    "<style>none«/*»</style>x", "<style>none«\\»</style>x", "<style>none«a:b;»</style>x", "<style>none«[a»</style>x",
+    "<p style='«display:none;»'>x", "<p style='display:«(»'>x", "«<style>p{display:none}</style>»<p>x",
+    "«<p style='display:none'>x</p>»y", "<b style='visibility:hidden'>«x<p>y</p>»<u style='visibility:visible'>z",
     "<meta charset« »=utf-8><p>x", "<blockquote>" * 100 + "«x<br>»", "<ul><li>" * 60 + "«x<br>»",
 )  # fmt: skip
 _MARKDOWN = {

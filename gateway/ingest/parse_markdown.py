@@ -1,0 +1,49 @@
+"""Markdown without what is not shown of it: comments and hidden elements of HTML."""
+
+import re
+from collections import defaultdict
+
+from fusionkv.gateway.ingest.hidden import is_hidden
+from fusionkv.gateway.ingest.text import attributes
+
+_VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"}
+# Code of Markdown: between fences, inline and indented. Otherwise a comment, or a tag.
+_TOKEN = re.compile(
+    r"^ {0,3}(?P<fence>`{3,}|~{3,})[^\n]*\n(?s:.*?)(?:^ {0,3}(?P=fence)[`~]*[ \t]*$|\Z)"
+    r"|(?P<ticks>`+)[^`\n]+(?P=ticks)(?!`)"
+    r"|(?:\A|(?<=\n\n))(?:(?: {4}|\t)[^\n]*(?:\n|\Z))+"
+    r"|(?P<comment><!--)|<(?P<end>/?)(?P<name>[a-z][\w:-]*)(?P<attributes>[^<>]*)>",
+    re.MULTILINE | re.IGNORECASE,
+)
+
+
+def visible(markdown: str) -> str:
+    """Markdown without comments and hidden elements of HTML, except in its code."""
+    if "<" not in markdown:
+        return markdown
+    kept, at = [], 0
+    for start, end in sorted(_hidden(markdown)):
+        if start >= at:
+            kept.append(markdown[at:start])
+        at = max(at, end)
+    return "".join([*kept, markdown[at:]])
+
+
+def _hidden(text: str) -> list[tuple[int, int]]:
+    """Where hidden elements and comments are. Elements without an end tag are not among them."""
+    found: list[tuple[int, int]] = []
+    opened: defaultdict[str, list[tuple[int, bool]]] = defaultdict(list)
+    at, last_comment = 0, text.rfind("-->")
+    while token := _TOKEN.search(text, at):
+        at = token.end()
+        if token["comment"]:
+            if at <= last_comment:
+                at = text.index("-->", at) + 3
+                found.append((token.start(), at))
+        elif name := (token["name"] or "").lower():
+            if token["end"]:
+                start, hidden = opened[name].pop() if opened[name] else (0, False)
+                found += [(start, at)] * hidden
+            elif name not in _VOID and not token["attributes"].endswith("/"):
+                opened[name].append((token.start(), is_hidden(name, attributes(token["attributes"]))))
+    return found
