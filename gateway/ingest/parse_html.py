@@ -27,6 +27,11 @@ _MAX_BLANKS = 100
 _MAX_SPAN, _MAX_SPANS = 50, 2_000
 # Rows of a table's head: at each of them, markdownify counts all. A longer head becomes part of the body.
 _MAX_HEAD = 20
+# Blocks whose text markdownify would join with the text beside them.
+_BLOCKS = [
+    *("address", "aside", "center", "details", "dialog", "fieldset", "figure", "footer", "form", "header", "hgroup"),
+    *("legend", "main", "optgroup", "option", "search", "summary"),
+]
 # Attributes that markdownify writes as addresses.
 _URLS = ("src", "href", "poster")
 # Levels of nested quotes and lists that are indented: each level adds a mark to every line.
@@ -52,6 +57,8 @@ def markdown(text: str, limit: int) -> str:
             heading = soup.new_tag("h1")
             heading.string = title
             soup.insert(0, heading)
+        for block in soup(_BLOCKS):
+            block.name = "div"
         _clamp_tables(soup)
         return _Converter(limit, unseen).convert_soup(soup).strip()
     except ParserRejectedMarkup as error:

@@ -93,7 +93,7 @@ def test_where_a_style_stands(page: str, shown: str) -> None:
 @pytest.mark.parametrize(
     ("page", "shown"),
     [
-        ("<details><summary>a</summary> b</details>", "a b"),
+        ("<details><summary>a</summary>b</details>", "a b"),
         ("<dialog>no</dialog><dialog open>a</dialog><div popover>no</div>", "a"),
         ("<p aria-hidden=true>a</p><p inert>b</p>", "a b"),
         ("<p>a</p><template>no</template><template shadowrootmode=open>b</template>", "a b"),

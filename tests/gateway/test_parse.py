@@ -94,6 +94,13 @@ def test_html_becomes_markdown_without_scripts() -> None:
     assert document.text.split() == ["#", "The", "title", "##", "Part", "one", "**two**", "&", "three", "*", "x"]
 
 
+def test_blocks_are_apart() -> None:
+    html = "<header>a</header><main>b<fieldset><legend>c</legend>d</fieldset><select><option>e<option>f</select>"
+    assert parse.parse(html.encode(), HTML)[0].text.split() == ["a", "b", "c", "d", "e", "f"]
+    cells = "<table><tr><td><main>a</main>b</td></tr></table>"
+    assert "| a b |" in " ".join(parse.parse(cells.encode(), HTML)[0].text.split())
+
+
 def test_an_xml_declaration_is_no_text() -> None:
     page = b'<?xml version="1.0"?><?style href="a.css"?><html><body><p>one &lt;?two?&gt;</p></body></html>'
     assert parse.parse(page, HTML) == [Document("one <?two?>", markdown=True)]
