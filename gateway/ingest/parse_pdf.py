@@ -3,9 +3,14 @@
 import io
 import re
 import unicodedata
+from itertools import pairwise
 
 from pypdf import PageObject, PdfReader
+from pypdf._text_extraction._layout_mode import fixed_char_width, fixed_width_page, y_coordinate_groups
+from pypdf._text_extraction._layout_mode._fixed_width_page import BTGroup, recurse_to_target_op, set_font_operation
+from pypdf._text_extraction._layout_mode._text_state_manager import TextStateManager
 from pypdf.errors import DependencyError, FileNotDecryptedError
+from pypdf.generic import ContentStream
 
 from fusionkv.gateway.ingest.document import check_text
 from fusionkv.protos.runtime.errors import InvalidArgument
@@ -37,6 +42,10 @@ _LOGICAL = re.compile(rf"[ךםןףץةى](?![{_RTL}])|(?<![{_RTL}])ال(?=[{_RTL
 _VISUAL = re.compile(rf"(?<![{_RTL}])[ךםןףץةى](?=[{_RTL}])|(?<=[{_RTL}])لا(?![{_RTL}])")
 _MIRRORED = str.maketrans("()[]{}<>«»", ")(][}{><»«")
 _SPACES = re.compile(r"[ \t]+")
+# A column has lines of so many characters on average; the longer one of two so many lines beside the other.
+_MIN_WIDTH, _MIN_LINES = 12, 2
+# Times that drawing may go up on a page whose columns are looked for: each takes time for the pieces before it.
+_MAX_RUNS = 100
 
 
 def pdf(content: bytes, limit: int) -> str:
@@ -83,19 +92,125 @@ def _text(page: PageObject) -> str:
 
 
 def _by_layout(page: PageObject) -> str:
+    """The lines of a page, column by column, as they are seen; empty if only plain extraction can read the page."""
+    try:
+        return "\n".join(_lines(block) for block in _blocks(_drawn(page)))
+    except MemoryError:
+        raise
+    except Exception:
+        return ""
+
+
+def _drawn(page: PageObject) -> list[BTGroup]:
+    """Pieces of text in the order in which they are drawn. pypdf's own layout sorts them from top to bottom."""
     fonts = page._layout_mode_fonts()
     for font in fonts.values():
         # A ligature's letters are in logical order, and would be reversed with the line.
         font.character_map.update({c: t[::-1] for c, t in font.character_map.items() if _LETTERS.match(t)})
-    page._layout_mode_fonts = lambda: fonts  # type: ignore[method-assign]
-    try:
-        return page.extract_text(
-            extraction_mode="layout", layout_mode_space_vertically=False, layout_mode_strip_rotated=False
-        )
-    except MemoryError:
-        raise
-    except Exception:  # of a page that only plain extraction can read
-        return ""
+    operations = iter(ContentStream(page["/Contents"].get_object(), page.pdf, "bytes").operations)
+    state, drawn = TextStateManager(), []
+    for operands, operator in operations:
+        if operator in (b"BT", b"q"):
+            pieces, _ = recurse_to_target_op(operations, state, b"ET" if operator == b"BT" else b"Q", fonts, False)
+            drawn += pieces
+        elif operator == b"Tf":
+            set_font_operation(state, fonts, operands)
+        else:
+            state.set_state_param(operator, operands)
+    return [piece for piece in drawn if piece["text"]]
+
+
+def _lines(block: list[BTGroup]) -> str:
+    left = min(piece["tx"] for piece in block)
+    moved: list[BTGroup] = []
+    for piece in sorted(block, key=lambda piece: (-_height(piece), piece["tx"])):
+        moved.append({**piece, "tx": piece["tx"] - left, "displaced_tx": piece["displaced_tx"] - left})
+    return fixed_width_page(y_coordinate_groups(moved), fixed_char_width(moved), False, 1)
+
+
+def _blocks(drawn: list[BTGroup]) -> list[list[BTGroup]]:
+    """Blocks of pieces of text in the order in which they are read: columns, and what is above and below them.
+
+    Columns are drawn one after another, while a table, which may look alike, is drawn row by row.
+    """
+    runs = [drawn[:1]]
+    for before, piece in pairwise(drawn):
+        if _height(piece) - _height(before) > piece["font_height"]:
+            runs.append([])
+        runs[-1].append(piece)
+    if len(runs) > _MAX_RUNS:
+        return [drawn]
+    blocks: list[list[BTGroup]] = []
+    columns, below = runs[:1], list[BTGroup]()
+    for run in runs[1:]:
+        last = columns[-1]
+        if _is_beside(run, last):
+            above, inside, rest = _around(last, run)
+            if above:
+                blocks += [*_in_order([*columns[:-1], above]), below]
+                columns, below = [], []
+            columns = [*columns[:-1], inside, run]
+            below += rest
+        elif len(columns) == 1 or _top(run) <= _top(last):
+            columns[-1] = last + run
+        else:  # such as a heading that is drawn after all columns
+            blocks += [*_in_order(columns), below]
+            columns, below = [run], []
+    return [block for block in [*blocks, *_in_order(columns), below] if block]
+
+
+def _is_beside(run: list[BTGroup], other: list[BTGroup]) -> bool:
+    """Whether both are columns of text at the same height: not such as bullets beside their items."""
+    top, bottom = min(_top(run), _top(other)), max(_bottom(run), _bottom(other))
+    parts = [[piece for piece in part if bottom <= _height(piece) <= top] for part in (run, other)]
+    if not all(parts):
+        return False
+    lines = [len({int(_height(piece)) for piece in part}) for part in parts]
+    characters = [sum(len(piece["text"].strip()) for piece in part) for part in parts]
+    are_wide = all(many >= _MIN_WIDTH * count for many, count in zip(characters, lines, strict=True))
+    return are_wide and max(lines) >= _MIN_LINES and _are_apart(*map(_sides, parts))
+
+
+def _around(column: list[BTGroup], next_column: list[BTGroup]) -> tuple[list[BTGroup], list[BTGroup], list[BTGroup]]:
+    """Of what is drawn before the second column: what is above it, the first column, and what is below both."""
+    top, bottom = _top(next_column), _bottom(next_column)
+    sides, next_sides = _sides([piece for piece in column if bottom <= _height(piece) <= top]), _sides(next_column)
+    above, inside, below = [], [], []
+    for piece in column:
+        own = _sides([piece])
+        if _height(piece) > top:
+            above.append(piece)
+        elif _height(piece) < bottom and (_are_apart(own, sides) or not _are_apart(own, next_sides)):
+            below.append(piece)
+        else:
+            inside.append(piece)
+    return above, inside, below
+
+
+def _in_order(columns: list[list[BTGroup]]) -> list[list[BTGroup]]:
+    text = "".join(piece["text"] for column in columns for piece in column)
+    is_rtl = len(_LETTERS.findall(text)) > len(_OTHERS.findall(text))
+    return sorted(columns, key=lambda column: column[0]["tx"], reverse=is_rtl)
+
+
+def _height(piece: BTGroup) -> float:
+    return piece["ty"] * piece["flip_sort"]
+
+
+def _top(block: list[BTGroup]) -> float:
+    return max(map(_height, block)) + block[0]["font_height"] / 2
+
+
+def _bottom(block: list[BTGroup]) -> float:
+    return min(map(_height, block)) - block[0]["font_height"] / 2
+
+
+def _sides(block: list[BTGroup]) -> tuple[float, float]:
+    return min(piece["tx"] for piece in block), max(piece["displaced_tx"] for piece in block)
+
+
+def _are_apart(sides: tuple[float, float], others: tuple[float, float]) -> bool:
+    return sides[1] <= others[0] or others[1] <= sides[0]
 
 
 def in_logical_order(seen: str) -> str:

@@ -64,6 +64,13 @@ def _mapped(pattern: str) -> Callable[[int], bytes]:
     return lambda size: file([CATALOGUE, _PAGES, page(), font, stream(_DRAWN), stream(inside(size))])
 
 
+def _turned(pattern: str) -> Callable[[int], bytes]:
+    """A text in Hebrew: of the letter for x."""
+    inside, font = data(f"BT /F1 12 Tf {pattern} ET"), FONT[:-2] + b"/ToUnicode 6 0 R >>"
+    letter = stream(b"begincmap 1 beginbfchar <78> <05d0> endbfchar endcmap")
+    return lambda size: file([CATALOGUE, _PAGES, page(), font, stream(inside(size)), letter])
+
+
 def _forms(size: int) -> bytes:
     """Each draws the next one twice."""
     count = max(1, size // 120)
@@ -74,6 +81,11 @@ def _forms(size: int) -> bytes:
     return file([CATALOGUE, _PAGES, page(b"5 0 R", resources), FONT, stream(b"/X Do"), *forms, last])
 
 
+# Text from right to left: lines, lines that go up, many on a line, a long line, and columns.
+_TURNED = (
+    "«0 -20 Td (xx) Tj »", "«0 20 Td (xx) Tj »", "«1 0 0 1 9 9 Tm (xx) Tj »", "(«x a 1 ») Tj",
+    "«0 -20 Td (xxxxxxxxxxxx) Tj »200 400 Td «0 -20 Td (xxxxxxxxxxxx) Tj »",
+)  # fmt: skip
 # What stands in the content of a page: behind a text, within one, or instead of it.
 _BEHIND = (
     "(x) Tj ", "[(x) 1 (y)] TJ ", "[", "<<", "1 ", "1", "/a ", "%x\n", " ", "q ", "Q ", "1 1 Td (x) Tj ", "(x) ' ",
@@ -84,6 +96,7 @@ SHAPES: Bytes = {
     **{f"behind: {unit}": _drawn(f"BT /F1 12 Tf (x) Tj «{unit}» ET") for unit in _BEHIND},
     **{f"within: {pattern}": _drawn(f"BT /F1 12 Tf {pattern}") for pattern in _WITHIN},
     **{pattern: _drawn(pattern) for pattern in ("BT /«a» 1 Tf ET", "«BT /F1 12 Tf (x) Tj ET »")},
+    **{f"turned: {pattern}": _turned(pattern) for pattern in _TURNED},
     **{f"packed: {unit}": _packed(unit, times) for unit, times in (("(x) Tj ", 4), (" ", 100), ("x", 40))},
     "compressed twice": lambda size: _content(
         zlib.compress(zlib.compress(b"BT " + b"(x) Tj " * size + b" ET", 9), 9),

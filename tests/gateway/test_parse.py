@@ -34,11 +34,12 @@ def mapped_pdf(code: str) -> bytes:
     return file([*objects, stream(b"BT /F1 12 Tf 72 720 Td (x) Tj ET"), unicode])
 
 
-def drawn_pdf(lines: list[str], font_type: int) -> bytes:
-    """A PDF file as a program draws it: shaped, and in visual order."""
-    figure, out = Figure(), io.BytesIO()
-    for number, line in enumerate(lines):
-        figure.text(0.95, 0.9 - 0.1 * number, line, ha="right")
+def drawn_pdf(*columns: tuple[float, float, list[str]], font_type: int = 42) -> bytes:
+    """A PDF file as a program draws it: shaped, and in visual order; each column with its right side and its top."""
+    figure, out = Figure(figsize=(8, 8)), io.BytesIO()
+    for right, top, lines in columns:
+        for number, line in enumerate(lines):
+            figure.text(right, top - 0.1 * number, line, ha="right")
     with matplotlib.rc_context({"pdf.fonttype": font_type}):
         figure.savefig(out, format="pdf")
     return out.getvalue()
@@ -249,8 +250,47 @@ RIGHT_TO_LEFT = [
 
 @pytest.mark.parametrize("font_type", [3, 42])
 def test_pdfs_from_right_to_left_are_in_logical_order(font_type: int) -> None:
-    (document,) = parse.parse(drawn_pdf(RIGHT_TO_LEFT, font_type), PDF)
+    (document,) = parse.parse(drawn_pdf((0.95, 0.9, RIGHT_TO_LEFT), font_type=font_type), PDF)
     assert document.text.split("\n") == RIGHT_TO_LEFT
+
+
+FIRST = ["הטור הראשון מתחיל כאן ונמשך", "בשורה השנייה של הטור הימני", "ומסתיים בשורה שלישית לגמרי"]
+SECOND = ["הטור השני מתחיל לאחר מכן", "والسطر الثاني باللغة العربية", "העמוד עד סופו של הטקסט"]
+ENGLISH = ["The first column begins here", "with the word שלום in its text", "and ends in the third line."]
+THIRD = ["Another column follows it", "and has no foreign words in", "its three lines of text."]
+HEADING, FOOTER = ["כותרת רחבה של המסמך כולו שנפרשת על פני שני הטורים בעמוד הזה לכל רוחבו"], ["17"]
+NUMBERS = ["1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("drawn", "lines"),
+    [
+        ([(0.95, 0.6, FIRST), (0.45, 0.6, SECOND)], FIRST + SECOND),
+        ([(0.45, 0.6, SECOND), (0.95, 0.6, FIRST)], FIRST + SECOND),
+        (
+            [(0.5, 0.1, FOOTER), (0.95, 0.8, HEADING), (0.95, 0.6, FIRST), (0.45, 0.6, SECOND[:2])],
+            [*HEADING, *FIRST, *SECOND[:2], *FOOTER],
+        ),
+        ([(0.95, 0.6, FIRST), (0.63, 0.6, ENGLISH), (0.3, 0.6, SECOND)], FIRST + ENGLISH + SECOND),
+        ([(0.45, 0.6, ENGLISH), (0.95, 0.6, THIRD)], ENGLISH + THIRD),
+        ([(0.95, 0.6, THIRD), (0.45, 0.6, ENGLISH)], ENGLISH + THIRD),
+        (
+            [(0.95, 0.9, FIRST), (0.45, 0.9, SECOND), (0.95, 0.6, HEADING), (0.95, 0.5, SECOND), (0.48, 0.5, FIRST)],
+            FIRST + SECOND + HEADING + SECOND + FIRST,
+        ),
+        (  # a table
+            [(x, 0.6 - 0.1 * row, [cells[row]]) for row in range(3) for x, cells in ((0.95, FIRST), (0.45, SECOND))],
+            [" ".join(row) for row in zip(FIRST, SECOND, strict=True)],
+        ),
+        ([(0.9, 0.6, FIRST), (0.95, 0.6, NUMBERS)], [" ".join(row) for row in zip(NUMBERS, FIRST, strict=True)]),
+        ([(0.95, 0.6, FIRST), (0.95, 0.8, HEADING)], HEADING + FIRST),
+    ],
+)
+def test_columns_of_pdfs_are_read_one_after_another(
+    drawn: list[tuple[float, float, list[str]]], lines: list[str]
+) -> None:
+    (document,) = parse.parse(drawn_pdf(*drawn), PDF)
+    assert document.text.split("\n") == lines
 
 
 @pytest.mark.parametrize(
