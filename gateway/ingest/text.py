@@ -27,8 +27,12 @@ _INLINE = re.compile(
     re.IGNORECASE,
 )
 _TITLE = r"""(?:\s+(?:"[^"]*"|'[^']*'|\([^()]*\)))?"""
-_LINKED = re.compile(rf"!?\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(\s*<?{_MARK}>?{_TITLE}\s*\)")
-_DEFINITION = re.compile(rf"^ {{0,3}}\[[^\[\]\n]+\]:\s*<?{_MARK}>?[^\n]*\n?", re.MULTILINE)
+_TEXT = r"\[((?:[^\[\]]|\[[^\[\]]*\])*)\]"
+_LINKED = re.compile(rf"!?{_TEXT}\(\s*<?{_MARK}>?{_TITLE}\s*\)")
+# In quotes and lists, too.
+_DEFINITION = re.compile(rf"^[ \t>]*\[([^\[\]\n]+)\]:\s*<?{_MARK}>?[^\n]*\n?", re.MULTILINE)
+# Images first, which may be the text of links.
+_REFERENCES = [re.compile(rf"{mark}{_TEXT}(?:\[([^\[\]]*)\])?") for mark in ("!", "")]
 _ELEMENT = re.compile(rf"<[a-z][^<>{_MARK}]*{_MARK}[^<>]*>", re.IGNORECASE)
 _ATTRIBUTE = re.compile(r"""([^\s=/"'<>]+)(?:\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"'<>]+)))?""")
 
@@ -45,9 +49,22 @@ def without_images(text: str) -> str:
     without = _INLINE.sub(_MARK, text)
     if without == text:
         return text
-    without = _DEFINITION.sub("", _LINKED.sub(r"\1", without))
+    without = _LINKED.sub(r"\1", without)
+    if labels := {_label(label) for label in _DEFINITION.findall(without)}:
+
+        def described(found: re.Match[str]) -> str:
+            return found[1] if _label(found[2] or found[1]) in labels else found[0]
+
+        without = _DEFINITION.sub("", without)
+        for reference in _REFERENCES:
+            without = reference.sub(described, without)
     without = _ELEMENT.sub(lambda element: attributes(element[0]).get("alt", ""), without)
     return without.replace(_MARK, "")
+
+
+def _label(text: str) -> str:
+    """A label of Markdown as it is compared."""
+    return " ".join(text.split()).casefold()
 
 
 def is_inline(url: str) -> bool:

@@ -199,7 +199,12 @@ def test_a_page_is_what_is_shown_of_it(page: str, text: str) -> None:
         (f"a ![pump [1]]({IMAGE}) b", "a pump [1] b"),
         (f'a ![pump](<{IMAGE}> "a pump") b', "a pump b"),
         (f"a [![pump]({IMAGE})](https://pumps) b", "a [pump](https://pumps) b"),
-        (f"![pump][1]\n\n[1]: {IMAGE}\n[2]: <{IMAGE}> 'a pump'\nend", "![pump][1]\n\nend"),
+        (f"![pump][1]\n\n[1]: {IMAGE}\n[2]: <{IMAGE}> 'a pump'\nend", "pump\n\nend"),
+        (
+            f"![a [1]][Fig  1] ![b] [fig 1][] [c][d] [![e][b]](/f) [x]\n\n[FIG 1]: {IMAGE}\n[b]: {IMAGE}\n[d]: /d",
+            "a [1] b fig 1 [c][d] [e](/f) [x]\n\n[d]: /d",
+        ),
+        (f"> ![a][b]\n>\n> [b]: {IMAGE}\n\n* [b]\n\n  [b]: {IMAGE}\n", "> a\n>\n\n* b\n\n"),
         (f"a <img alt='a pump' src='{IMAGE}'/> b", "a a pump b"),
         (f'<picture><source srcset="{IMAGE} 1x, {IMAGE} 2x"><img src={IMAGE}></picture>a', "<picture></picture>a"),
         (f"<style>\np {{ background: url({IMAGE}) }}\n</style>a", "a"),
