@@ -32,6 +32,40 @@ _BLOCKS = [
     *("address", "aside", "center", "details", "dialog", "fieldset", "figure", "footer", "form", "header", "hgroup"),
     *("legend", "main", "optgroup", "option", "search", "summary"),
 ]
+# What start tags end if it is open, which html.parser leaves to its users; and elements that hold on to what is open
+# around them.
+_PARAGRAPH, _TERMS, _CELLS, _ROWS = {"p"}, {"dt", "dd", "p"}, {"td", "th"}, {"tr", "td", "th"}
+_PARTS = {"thead", "tbody", "tfoot", *_ROWS}
+_ENDS = {
+    **dict.fromkeys([*_BLOCKS, "article", "blockquote", "div", "dl", "figcaption", "hr", "menu", "nav"], _PARAGRAPH),
+    **dict.fromkeys(["h1", "h2", "h3", "h4", "h5", "h6", "ol", "p", "pre", "section", "table", "ul"], _PARAGRAPH),
+    **dict.fromkeys(["dt", "dd"], _TERMS),
+    **dict.fromkeys(["td", "th"], _CELLS),
+    **dict.fromkeys(["thead", "tbody", "tfoot"], _PARTS),
+    "tr": _ROWS,
+    "li": {"li", "p"},
+    "option": {"option"},
+    "optgroup": {"option", "optgroup"},
+}
+_SCOPES = {
+    *(
+        "article",
+        "aside",
+        "blockquote",
+        "button",
+        "caption",
+        "details",
+        "dialog",
+        "dl",
+        "fieldset",
+        "figure",
+        "footer",
+    ),
+    *("form", "header", "main", "math", "menu", "nav", "object", "ol", "section", "select", "svg", "table", "tbody"),
+    *("td", "template", "tfoot", "th", "thead", "tr", "ul"),
+}
+# Open elements that are searched at a start tag.
+_MAX_OPEN = 32
 # Attributes that markdownify writes as addresses.
 _URLS = ("src", "href", "poster")
 # Levels of nested quotes and lists that are indented: each level adds a mark to every line.
@@ -84,6 +118,17 @@ class _Parser(BeautifulSoupHTMLParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.already_closed_empty_element = _Closed()  # type: ignore[assignment]
+
+    def handle_starttag(self, tag: str, attrs: Any, handle_empty_element: bool = True) -> None:
+        ended = ""
+        for one in reversed(self.soup.tagStack[-_MAX_OPEN:] if tag in _ENDS else ()):
+            if one.name in _ENDS[tag]:
+                ended = one.name
+            elif one.name in _SCOPES:
+                break
+        if ended:
+            self.soup.handle_endtag(ended)
+        super().handle_starttag(tag, attrs, handle_empty_element)
 
 
 class _Builder(HTMLParserTreeBuilder):

@@ -41,6 +41,7 @@ _HTML = datas(
     "<style>none«/*»</style>x", "<style>none«\\»</style>x", "<style>none«a:b;»</style>x", "<style>none«[a»</style>x",
     "<p style='«display:none;»'>x", "<p style='display:«(»'>x", "«<style>p{display:none}</style>»<p>x",
     "«<p style='display:none'>x</p>»y", "<b style='visibility:hidden'>«x<p>y</p>»<u style='visibility:visible'>z",
+    "<p><table>«<b>»«<p></p>»x",
     "<meta charset« »=utf-8><p>x", "<blockquote>" * 100 + "«x<br>»", "<ul><li>" * 60 + "«x<br>»",
 )  # fmt: skip
 _MARKDOWN = {

@@ -102,6 +102,24 @@ def test_blocks_are_apart() -> None:
     assert "| a b |" in " ".join(parse.parse(cells.encode(), HTML)[0].text.split())
 
 
+@pytest.mark.parametrize(
+    ("page", "text"),
+    [
+        ("<p>a<p hidden>no<p>b<div>c</div>d", "a\n\nb\n\nc\n\nd"),
+        ("<ul><li>a<li hidden><p>no<li>b<ul><li>c<li>d</ul><li>e</ul>f", "* a\n* b\n  + c\n  + d\n* e\n\nf"),
+        (
+            "<table><tr><td>a<td>b<tr hidden><td>no<tr><th>c<td>d</table>",
+            "|  |  |\n| --- | --- |\n| a | b |\n| c | d |",
+        ),
+        ("<select><option>a<option hidden>no<option>b</select>", "a\n\nb"),
+        ("<ol>" + "<li>a" * 500 + "</ol>", "\n".join(f"{number}. a" for number in range(1, 501))),
+        ("<p>a<table><tr><td>b<p>c</table>d", "a\n\n|  |\n| --- |\n| b c |\n\nd"),
+    ],
+)
+def test_end_tags_may_be_missing(page: str, text: str) -> None:
+    assert parse.parse(page.encode(), HTML) == [Document(text, markdown=True)]
+
+
 def test_an_xml_declaration_is_no_text() -> None:
     page = b'<?xml version="1.0"?><?style href="a.css"?><html><body><p>one &lt;?two?&gt;</p></body></html>'
     assert parse.parse(page, HTML) == [Document("one <?two?>", markdown=True)]
