@@ -120,7 +120,7 @@ fuzz: setup ## Every decoder and RPC with inputs of any content, each for SECOND
 
 .PHONY: eval
 eval: setup ## Most recipes on the reference models' tasks, 500 samples a cell; report in build/eval/
-	@$(PY) -m fusionkv.bench.quality --auxiliary models/clip/tuned-1 $(ARGS)
+	@.venv/bin/fusionkv eval --auxiliary models/clip/tuned-1 $(ARGS)
 
 .PHONY: bench-peers
 bench-peers: setup ## Speed of the cache service beside Redis, Mooncake Store and LMCache's server; build/bench/peers.json
@@ -135,7 +135,7 @@ vllm: setup ## vLLM with the connector beside vLLM alone and with LMCache; ARGS=
 
 .PHONY: recall
 recall: setup ## What retrieval finds, by words, by embeddings and by both: ARGS="FILE..."; build/bench/recall.json
-	@$(PY) -m fusionkv.bench.quality.retrieval.recall $(ARGS)
+	@$(PY) -m fusionkv.bench.recall $(ARGS)
 
 .PHONY: plots
 plots: setup ## Draws the plots of docs/performance.md and docs/quality.md, from build/bench/ or their tables

@@ -1,16 +1,14 @@
-"""What benchmarks share as commands: their flags, rows as a table and as JSON, and errors in one line."""
+"""What benchmarks share as commands: their flags, and rows as a table and as JSON."""
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-
-from fusionkv.protos.runtime.errors import ServiceError
 
 
 def parser_of(module: str, about: str | None) -> argparse.ArgumentParser:
@@ -30,32 +28,6 @@ def add_data(parser: argparse.ArgumentParser) -> None:
     """Adds --data, the files that `Passages.of` reads."""
     about = "questions with passages (default: the demo's)"
     parser.add_argument("--data", type=Path, nargs="+", default=[], metavar="FILE", help=about)
-
-
-def add_engine(parser: argparse.ArgumentParser) -> None:
-    """Adds --auxiliary, --device and --dtype, as of a worker."""
-    add = parser.add_argument
-    add("--auxiliary", type=Path, metavar="MODEL", help="small second model, for the recipe cacheclip")
-    add("--device", default="auto", help="auto, cpu or cuda[:N] (default: %(default)s)")
-    about = "float32, bfloat16, float16 or auto: the model's, if the device computes in it (default: %(default)s)"
-    add("--dtype", default="auto", help=about)
-
-
-def run(name: str, main: Callable[[], int | None], *errors: type[Exception], resumed: bool = False) -> int:
-    """Runs a command; returns its status, 1 after an error that is expected or one of `errors`, or 130 after Ctrl-C.
-
-    resumed: whether the same command continues from where it was interrupted.
-    """
-    expected: tuple[type[Exception], ...] = (ServiceError, ValueError, OSError, *errors)
-    try:
-        return main() or 0
-    except expected as error:
-        print(f"{name}: {str(error) or type(error).__name__}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        if resumed:
-            print(f"{name}: interrupted; the same command continues from here", file=sys.stderr)
-        return 130
 
 
 def table(title: str | None, columns: Sequence[str], lines: Iterable[Sequence[Any]], texts: int = 0) -> Table:

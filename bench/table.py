@@ -24,6 +24,7 @@ from fusionkv.bench import command
 from fusionkv.bench.worker import bench, throughput
 from fusionkv.bench.worker.passages import Passages
 from fusionkv.fusion_worker import models
+from fusionkv.fusion_worker.evaluate.command import run as run_command
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.fusion_worker.quality.defaults import MIDLAYER
 from fusionkv.protos.contract.recipes import find_recipe
@@ -122,7 +123,7 @@ async def _opened(args: argparse.Namespace) -> tuple[models.Model, Passages]:
 def _quality(args: argparse.Namespace, commit: str) -> _Rows:
     # Cells of another commit are not reused.
     out = args.json.parent / args.json.stem / commit
-    argv = [sys.executable, "-P", "-m", "fusionkv.bench.quality", args.model, "--data", *args.data]
+    argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", "eval", args.model, "--data", *args.data]
     argv += ["--recipes", MIDLAYER.recipe, "--ratios", _DEFAULT.ratio, "--n", args.n, "--out", out]
     subprocess.run([*map(str, argv)], check=True)
     wanted = {*_RECOVERED, "f1"}
@@ -210,4 +211,4 @@ def _processor() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run("table", main, RuntimeError, subprocess.CalledProcessError, resumed=True))
+    sys.exit(run_command("table", main, RuntimeError, subprocess.CalledProcessError, resumed=True))

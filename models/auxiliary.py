@@ -16,11 +16,11 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
+from fusionkv.fusion_worker.evaluate.data import words
+from fusionkv.fusion_worker.evaluate.data.stories import PROMPT, SYSTEM, Page, Question, Sample, sample
 from fusionkv.models import tokenizer as tokenizers
-from fusionkv.models import words
 from fusionkv.models.curriculum import NONE, Encoder, Sequence, Stage, question_pieces
 from fusionkv.models.network import TRAINING_ATTENTION, small_network
-from fusionkv.models.tasks import PROMPT, SYSTEM, Page, Question, Sample, sample
 from fusionkv.models.train import Batch, collate, hidden_states, judge, optimisers, save, update
 
 _RATE, _TUNED_RATE = 4e-3, 2e-3

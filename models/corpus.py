@@ -5,8 +5,8 @@ import json
 import random
 from pathlib import Path
 
-from fusionkv.models.tasks import PROMPT, story
-from fusionkv.models.words import NamePool
+from fusionkv.fusion_worker.evaluate.data.stories import PROMPT, story
+from fusionkv.fusion_worker.evaluate.data.words import NamePool
 
 SHELF = 3  # stories of a folder, which share no person's name; single-token names do not suffice for more
 

@@ -7,8 +7,8 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerFast
 
-from fusionkv.models import words
-from fusionkv.models.tasks import PROMPT, SYSTEM, Mark, Page, Sample, Size, sample
+from fusionkv.fusion_worker.evaluate.data import words
+from fusionkv.fusion_worker.evaluate.data.stories import PROMPT, SYSTEM, Mark, Page, Sample, Size, sample
 from fusionkv.models.tokenizer import anchor_tokens, link_tokens
 
 NONE = -100  # no target

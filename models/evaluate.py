@@ -13,8 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
-from fusionkv.models.shipped import shipped
-from fusionkv.models.tasks import PROMPT, SYSTEM, TASKS, Sample, Size, sample
+from fusionkv.fusion_worker.evaluate.data.stories import PROMPT, SYSTEM, TASKS, Sample, Size, sample
+from fusionkv.fusion_worker.evaluate.data.tasks import shipped
 
 METHODS = ("full_attention", "full_reuse")
 _SEED = 20_000_003  # different from all training seeds

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from fusionkv.models import words
+from fusionkv.fusion_worker.evaluate.data import words
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 # Vocabulary size of CacheClip's auxiliary model: too small for every word and syllable that `build` has.

@@ -13,11 +13,11 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
+from fusionkv.fusion_worker.evaluate.data.stories import PROMPT
 from fusionkv.models import tokenizer as tokenizers
 from fusionkv.models.crew import Crew, means
 from fusionkv.models.curriculum import NONE, RECIPES, Encoder, Sequence
 from fusionkv.models.network import new_network
-from fusionkv.models.tasks import PROMPT
 
 _HIDDEN = -30000.0  # added to the logit of a token that a row must not see
 _MARKED = 3  # first layer that is trained on marks: a link resolved in the last layer helps no later link

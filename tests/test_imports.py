@@ -35,6 +35,8 @@ ALLOWED = {
         "fusionkv.fusion_worker.library",
         # Which `fusionkv encode` starts.
         "fusionkv.fusion_worker.encode",
+        # `fusionkv eval`, `check` and `size`, loaded by these commands alone.
+        "fusionkv.fusion_worker.evaluate",
         "fusionkv.kvcache_service.client",
         "fusionkv.kvcache_service.keys",
     },
@@ -47,7 +49,8 @@ ALLOWED = {
         "fusionkv.kvcache_service.client",
         "fusionkv.kvcache_service.keys",
     },
-    "models": {"fusionkv.protos"},
+    # The tasks that the reference models are trained on.
+    "models": {"fusionkv.protos", "fusionkv.fusion_worker.evaluate.data"},
     # Measures all of them, and nothing imports it.
     "bench": {"fusionkv"},
 }
@@ -89,6 +92,18 @@ def test_imports_run_one_way() -> None:
         if within(name, "fusionkv") and not any(within(name, m) for m in (*ALLOWED[package], f"fusionkv.{package}"))
     ]
     assert wrong == []
+
+
+def test_no_service_or_command_starts_what_only_a_clone_has() -> None:
+    """By a module's name in a string, which no import shows."""
+    named = [
+        f"{file.relative_to(ROOT)} names {node.value}"
+        for file in files_in(*SHIPPED)
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if within(node.value, "fusionkv.bench") or within(node.value, "fusionkv.models")
+    ]
+    assert named == []
 
 
 def test_vllm_is_imported_by_its_connector_alone() -> None:
@@ -171,7 +186,7 @@ FORBIDDEN = {
 _PROCESSES = {"multiprocessing", "concurrent.futures.ProcessPoolExecutor", "concurrent.futures.process"}
 MAY_RUN_CODE = {
     # Commands, and no services, which hand jobs to their own children through pipes that nobody else can write to.
-    "bench/quality/jobs.py": _PROCESSES,
+    "fusion_worker/evaluate/jobs.py": _PROCESSES,
     "fusion_worker/encode/encoders.py": _PROCESSES,
     # A worker sends its other ranks, its children, what they run, through sockets that nobody else can write to.
     "fusion_worker/tensor_parallel/channel.py": {"pickle"},

@@ -23,20 +23,19 @@ from rich.console import Console
 from rich.progress import Progress
 
 from fusionkv.bench import command
-from fusionkv.bench.quality.data.prompts import Prompter
-from fusionkv.bench.quality.data.tasks import reference
 from fusionkv.bench.services.process import Footing
 from fusionkv.bench.worker.bench import PATIENT, cache_service
-from fusionkv.bench.worker.integrity import check_pool
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.decode.sampling import SamplingParams
+from fusionkv.fusion_worker.evaluate.data.prompts import Prompter
+from fusionkv.fusion_worker.evaluate.data.stories import TASKS
+from fusionkv.fusion_worker.evaluate.data.tasks import reference
 from fusionkv.fusion_worker.meters import Summary
 from fusionkv.fusion_worker.prompt import Prompt
 from fusionkv.fusion_worker.request import Request
 from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.kvcache_service.client import CacheClient
-from fusionkv.models.tasks import TASKS
 from fusionkv.protos.answer.v1.answer_pb2 import Token
 from fusionkv.protos.contract.recipes import find_recipe
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
@@ -224,7 +223,7 @@ async def _check_idle(servicer: FusionServicer, cache: CacheClient) -> None:
         await asyncio.sleep(0.05)  # releases may be in flight
     else:
         raise AssertionError("a lease was not released")
-    check_pool(servicer.pool, idle=True)
+    servicer.pool.check_integrity(idle=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from fusionkv.bench import command
 from fusionkv.bench.services.process import Footing
 from fusionkv.bench.worker.bench import show
+from fusionkv.fusion_worker.evaluate.command import run as run_command
 from fusionkv.fusion_worker.library.resolve import resolve
 
 _SETTLING_SECONDS, _PATIENCE_SECONDS = 10.0, 120.0
@@ -118,4 +119,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run("start", main, RuntimeError))
+    sys.exit(run_command("start", main, RuntimeError))

@@ -27,6 +27,7 @@ from fusionkv.bench import command
 from fusionkv.bench.cache.peers import Process, free_port
 from fusionkv.bench.worker.passages import questions
 from fusionkv.fusion_worker.client import WorkerClient
+from fusionkv.fusion_worker.evaluate.command import run as run_command
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.gateway.client.results import Passage
@@ -307,4 +308,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run("vllm", main, RuntimeError))
+    sys.exit(run_command("vllm", main, RuntimeError))

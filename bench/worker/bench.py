@@ -29,6 +29,7 @@ from fusionkv.bench.worker.shapes import SHAPES, build
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.decode.sampling import SamplingParams
+from fusionkv.fusion_worker.evaluate.command import run as run_command
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.fusion_worker.meters import Summary
 from fusionkv.fusion_worker.prompt import Prompt
@@ -262,4 +263,4 @@ async def _run(args: argparse.Namespace) -> list[dict[str, object]]:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run("ttft", main))
+    sys.exit(run_command("ttft", main))

@@ -15,6 +15,7 @@ from fusionkv.bench import command
 from fusionkv.bench.worker.bench import add_model, load, show
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.compute.model_runner import Batch, forward, install
+from fusionkv.fusion_worker.evaluate.command import run as run_command
 from fusionkv.kernels.segments import KVSegment, QuerySpan, Spans
 
 CHUNKS, REQUESTS, RATIO = (1, 8, 20), (1, 8), 0.15
@@ -99,4 +100,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run("decode", main))
+    sys.exit(run_command("decode", main))

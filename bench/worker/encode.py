@@ -14,6 +14,7 @@ from fusionkv.bench.worker.bench import PATIENT, cache_service, first_token, sho
 from fusionkv.bench.worker.passages import Passages
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.evaluate.command import run as run_command
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.fusion_worker.prompt import Chunk
 from fusionkv.fusion_worker.servicer import FusionServicer
@@ -75,4 +76,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run("encode", main))
+    sys.exit(run_command("encode", main))

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fusionkv.bench.quality.data import datasets
 from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.evaluate.data import datasets
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.fusion_worker.servicer import FusionServicer

@@ -35,6 +35,7 @@ from fusionkv.bench.worker.passages import Passages
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.decode.sampling import SamplingParams
+from fusionkv.fusion_worker.evaluate.command import run as run_command
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.fusion_worker.meters import Summary
 from fusionkv.fusion_worker.prompt import Prompt
@@ -341,4 +342,4 @@ async def _run(args: argparse.Namespace, systems: Systems) -> list[dict[str, obj
 
 
 if __name__ == "__main__":
-    sys.exit(command.run("throughput", main, RuntimeError, aiohttp.ClientError))
+    sys.exit(run_command("throughput", main, RuntimeError, aiohttp.ClientError))

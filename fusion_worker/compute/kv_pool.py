@@ -10,6 +10,7 @@ slot has one owner:
 
 import asyncio
 import bisect
+import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -178,6 +179,22 @@ class KVPool:
     def release(self, runs: Sequence[SlotRange]) -> None:
         self._fresh -= sum(run.length for run in runs)
         self._give(runs)
+
+    def check_integrity(self, idle: bool = False) -> None:
+        """Checks that every slot has exactly one owner and, with `idle`, that nothing is pinned or reserved.
+
+        Raises:
+            AssertionError: a check failed.
+        """
+        chunks = (*self._residents.values(), *self._hidden)
+        owned = sorted([*self._free, *(run for r in chunks for run in r.runs)], key=lambda r: r.start)
+        for a, b in itertools.pairwise(owned):
+            assert a.start + a.length <= b.start, f"{a} and {b} overlap"
+        assert sum(run.length for run in owned) + self._fresh == self.capacity, "slots were lost or given out twice"
+        assert all(r.pins >= 0 for r in chunks), "a chunk was unpinned twice"
+        if idle:
+            assert self._fresh == 0, f"{self._fresh} fresh slots are still reserved"
+            assert not any(r.pins for r in chunks), "a chunk is still pinned"
 
     def _evictable(self) -> list[PooledChunk]:
         """Chunks without pins, the least recently used first."""

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -16,8 +17,8 @@ from fusionkv.fusion_worker.library.fetching import fetch
 from fusionkv.protos.runtime.errors import FailedPrecondition, ServiceError
 
 
-def main() -> int:
-    args = _parser().parse_args()
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return _get(args.name, args.json) if args.command == "get" else _list(args.json)

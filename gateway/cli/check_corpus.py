@@ -9,7 +9,6 @@ import asyncio
 import json
 import random
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -19,7 +18,6 @@ from typing import Any
 from fusionkv.gateway.cli import connect, shown
 from fusionkv.gateway.cli.connect import UsageError
 from fusionkv.gateway.cli.console import progress, retry_while_busy
-from fusionkv.gateway.cli.launch import launched
 from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.gateway.client.results import Passage
 from fusionkv.protos.runtime.errors import ServiceError
@@ -33,7 +31,7 @@ _CHARACTERS = 200  # maximum length of a sentence
 _TRIES = 4
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="fusionkv check MODEL --corpus NAME",
         description=__doc__,
@@ -43,7 +41,7 @@ def main() -> int:
     parser.add_argument("--corpus", required=True, metavar="NAME", help="corpus to ask questions about")
     parser.add_argument("--n", type=positive, default=24, help="maximum number of questions (default: %(default)s)")
     connect.add_flags(parser)
-    args, rest = parser.parse_known_args()
+    args, rest = parser.parse_known_args(argv)
     if any(flag.partition("=")[0] == "--data" for flag in rest):
         parser.error("--data and --corpus can't be combined")
     try:
@@ -57,12 +55,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "corpus.json"
         file.write_text(json.dumps(records), encoding="utf-8")
-        module = "fusionkv.bench.quality.check"
-        argv = launched("check", module, [*rest, "--n", str(args.n), "--data", str(file)])
-        try:
-            return subprocess.run(argv).returncode
-        except KeyboardInterrupt:
-            return 130
+        from fusionkv.fusion_worker.evaluate import check  # loads torch, which takes seconds
+
+        return check.main([*rest, "--n", str(args.n), "--data", str(file)])
 
 
 async def _fetch(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -118,7 +113,3 @@ def _sentence(passage: Passage, chance: random.Random) -> str:
     sentences = [sentence.strip()[:_CHARACTERS] for sentence in _SENTENCE.split(passage.text) if sentence.strip()]
     long = [sentence for sentence in sentences if len(sentence.split()) > _WORDS]
     return chance.choice(long or sentences or [passage.text[:_CHARACTERS]])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -21,14 +21,8 @@ MODULES = {
     "worker": "fusionkv.fusion_worker",
     "gateway": "fusionkv.gateway",
 }
-# Commands that use the worker's engine, which this process does not load.
-APART = {
-    "eval": "fusionkv.bench.quality",
-    "check": "fusionkv.bench.quality.check",
-    "model": "fusionkv.fusion_worker.library",
-    "size": "fusionkv.bench.sizing",
-}
-_CHECK_CORPUS = f"{__package__}.check_corpus"
+# Commands that need no gateway, and parse their own flags.
+LOCAL = ("eval", "check", "model", "size")
 _USAGE = 2
 # As a shell reports programs that end by SIGINT and by SIGPIPE.
 _INTERRUPTED, _READER_LEFT = 130, 141
@@ -40,9 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given[:1] == ["serve"] and given[1:2] and given[1] in MODULES:
         # Replace this process by the service, which parses its own flags.
         _replace(f"serve {given[1]}", MODULES[given[1]], given[2:])
-    if given and given[0] in APART:
-        of_corpus = given[0] == "check" and any(flag.partition("=")[0] == "--corpus" for flag in given)
-        _replace(given[0], _CHECK_CORPUS if of_corpus else APART[given[0]], given[1:])
+    if given and given[0] in LOCAL:
+        return _run_local(given[0], given[1:])
     parser = _parser()
     args = parser.parse_args(given)
     if args.command == "serve" and args.service != "all":  # its name did not come first
@@ -68,6 +61,29 @@ def _drop_output() -> None:
 
 def _replace(command: str, module: str, flags: Sequence[str]) -> NoReturn:
     os.execv(sys.executable, launched(command, module, flags))
+
+
+def _run_local(command: str, flags: Sequence[str]) -> int:
+    """Runs a command of `LOCAL`. The worker's engine takes seconds to load, so other commands do not."""
+    try:
+        if command == "check" and any(flag.partition("=")[0] == "--corpus" for flag in flags):
+            from fusionkv.gateway.cli.check_corpus import main as run
+        elif command == "check":
+            from fusionkv.fusion_worker.evaluate.check import main as run
+        elif command == "eval":
+            from fusionkv.fusion_worker.evaluate.evaluation import main as run
+        elif command == "size":
+            from fusionkv.fusion_worker.evaluate.sizing import main as run
+        else:
+            from fusionkv.fusion_worker.library.__main__ import main as run
+        return run(flags)
+    except ModuleNotFoundError as error:
+        print(missing_package(command, error), file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    finally:
+        _drop_output()
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -309,7 +325,7 @@ def _parser() -> argparse.ArgumentParser:
         help="address of the cache service (default: the one of `fusionkv serve all`, else 127.0.0.1:7070)",
     )
 
-    # `main` runs these itself; they are added here for the list of commands.
+    # `main` runs these itself (`LOCAL`); they are added here for the list of commands.
     commands.add_parser("eval", help="evaluate quality and cost of every recipe on tasks, datasets and models")
     commands.add_parser("check", help="compare a model with transformers, and report which recipes are safe on it")
     commands.add_parser("model", help="fetch models by name, or list them")

@@ -85,6 +85,15 @@ class ColdQueue:
             for item in seen:
                 heapq.heappush(self._heap, item)
 
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every row with a place has an item, which is not above its heat."""
+        members = {row for row, place in enumerate(self._places) if place >= 0}
+        assert len(members) == len(self)
+        lowest: dict[int, int] = {}
+        for item in self._heap:
+            lowest[item & _ROW] = min(item, lowest.get(item & _ROW, item))
+        assert all(row in lowest and lowest[row] <= self._item(row) for row in members)
+
     def _item(self, row: int) -> int:
         bits: int = _INT.unpack(_FLOAT.pack(self._heats[row]))[0]
         return bits << _ROW_BITS | row

@@ -103,6 +103,25 @@ class Index:
         row = self._only(group, record.namespace, record.system, record.chunk, record.variant)
         return [] if row is None else [row]
 
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every entry is found by its key and is in its group, which has no others."""
+        self.rows.check_integrity()
+        self._keys.check_integrity()
+        self._single.check_integrity()
+        records = {row: self.rows.record(row) for row in self.rows}
+        assert len(records) == len(self._keys) == len(self.rows)
+        assert all(self.row(record.key) == row for row, record in records.items())
+        assert all(len(crowd) > 1 and crowd == sorted(crowd) for crowd in self._crowds.values())
+        chunks = {row: record for row, record in records.items() if record.depth > 1}
+        assert len(self._single) + sum(map(len, self._crowds.values())) == len(chunks)
+        for row, record in chunks.items():
+            group = group_key(record)
+            crowd = self._crowds.get(group)
+            if crowd is None:
+                assert row in self._single.rows(group)
+            else:
+                assert (record.trail, row) in crowd
+
     def _alternative(self, namespace: bytes, path: Sequence[bytes], variants: Sequence[bytes]) -> int | None:
         for variant in (*variants, b""):
             group = _group_of(namespace, path[0], path[-1], variant)

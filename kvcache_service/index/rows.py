@@ -5,7 +5,7 @@ Rows are found by a hash table from digests to row numbers, 14 bytes per row; di
 
 import struct
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +64,13 @@ class PrefixTable:
 
     def of(self, namespace: bytes) -> list[int]:
         return [number for (name, _), number in self._numbers.items() if name == namespace]
+
+    def check_integrity(self, used: Sequence[int]) -> None:
+        """Raises AssertionError unless each number's count is that in `used`."""
+        numbers, counts = np.unique(np.asarray(used, np.int64), return_counts=True)
+        known = {number: self._uses[number] for number in self._numbers.values()}
+        assert known == dict(zip(numbers.tolist(), counts.tolist(), strict=True))
+        assert len(known) + len(self._free) == len(self._values) - 1
 
 
 class Rows:
@@ -154,6 +161,19 @@ class Rows:
         rows: list[int] = np.flatnonzero(inside).tolist()
         return rows
 
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless free rows are unused, columns of one length, and reference counts right."""
+        assert len(set(self._free)) == len(self._free)
+        assert all(self._behind[row] == 0 for row in self._free)
+        assert all(len(column) == len(self._behind) for column in self.places)
+        assert len(self.heats) == len(self._behind)
+        assert len(self._fixed) == _FIXED.size * len(self._behind)
+        assert len(self._signatures) <= _SIGNATURE.size * len(self._behind)
+        assert len(self._signatures) % _SIGNATURE.size == 0
+        used = [behind for behind in self._behind if behind]
+        assert len(used) == len(self)
+        self._behinds.check_integrity(used)
+
 
 class Table:
     """Rows by digest: open addressing with linear probing. The first 5 bytes of digests must be uniform.
@@ -212,6 +232,17 @@ class Table:
             at = (at + 1) & mask
         slots[gap] = 0
         self._counts[shard] -= 1
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every row is reachable from its home slot, and counts are right."""
+        for slots, count in zip(self._shards, self._counts, strict=True):
+            mask = len(slots) - 1
+            taken = [at for at, slot in enumerate(slots) if slot]
+            assert len(taken) == count
+            assert 4 * count <= 3 * len(slots)
+            for at in taken:
+                home = (slots[at] >> _ROW_BITS) & mask
+                assert all(slots[(home + i) & mask] for i in range((at - home) & mask)), "a probe ends too early"
 
 
 def _grown(slots: "array[int]") -> "array[int]":

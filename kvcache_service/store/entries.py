@@ -6,6 +6,7 @@ import itertools
 import math
 import secrets
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -97,6 +98,12 @@ class Leases:
         now = self._clock()
         while self._expiry and self._expiry[0][0] <= now:
             self.release(heapq.heappop(self._expiry)[1])
+
+    def check_integrity(self, entries: Iterable[StoredEntry]) -> None:
+        """Raises AssertionError unless `entries` count the leases that they have, and every lease will expire."""
+        counts = Counter(id(entry) for held in self._held.values() for entry in held)
+        assert {lease for _, lease in self._expiry} >= set(self._held)
+        assert counts == {id(entry): entry.leases for entry in entries if entry.leases}, "leases and counts disagree"
 
 
 class Residents:
@@ -207,6 +214,44 @@ class Residents:
                 self._counters.add("demotions", tier=tier.name)
         self._reserved[tier.name, place.offset] = place.size
         return place, evicted
+
+    def with_leaving(self) -> list[StoredEntry]:
+        """Visible entries, and invisible ones that are still held."""
+        return [*self, *self._leaving]
+
+    def check_integrity(self, idle: bool = False) -> None:
+        """Checks that index, entries and tiers agree, and that each place has one owner.
+
+        idle: no call is in progress, so nothing is reserved or pinned.
+
+        Raises:
+            AssertionError: a check failed.
+        """
+        self.index.check_integrity()
+        assert all(entry.visible and self.home.name in entry.places for entry in self)
+        assert all(entry.held and not entry.visible for entry in self._leaving), "a deleted entry was not freed"
+        for row, entry in list(self._seen.items()):
+            assert entry.row == row
+            assert entry.record == self.index.rows.record(row)
+            assert entry.heat == self.index.rows.heats[row]
+            offsets = {name: column[row] for name, column in self._places.items() if column[row] >= 0}
+            assert {name: place.offset for name, place in entry.places.items()} == offsets
+        for tier in self.tiers:
+            held: dict[Place, bytes | None] = {
+                Place(offset, size): None for (name, offset), size in self._reserved.items() if name == tier.name
+            }
+            owners = [entry for entry in self.with_leaving() if tier.name in entry.places]
+            for entry in owners:
+                place = entry.places[tier.name]
+                assert place not in held, "two entries at one place, or a reserved place is an entry's"
+                assert place.size == entry.record.size
+                held[place] = entry.record.key if entry.visible else None
+            tier.check_integrity(held)
+            self._cold[tier.name].check_integrity()
+            assert self.count(tier) == sum(entry.visible for entry in owners)
+        if idle:
+            assert not self._reserved, "a reservation leaked"
+            assert all(entry.pins == 0 for entry in self.with_leaving()), "a pin leaked"
 
     def _range(self, tier: Tier, size: int, colder_than: float) -> list[int]:
         """Rows of the entries in the range of `Extents.coldest_range`; none if there is no range."""

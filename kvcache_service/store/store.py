@@ -187,6 +187,18 @@ class Store:
         with self._pin(entry):
             yield entry
 
+    def check_integrity(self, idle: bool = False) -> None:
+        """Checks that index, entries, tiers and leases agree. No thread may be working on the store.
+
+        idle: no call is in progress, so nothing is reserved or pinned.
+
+        Raises:
+            AssertionError: a check failed.
+        """
+        self.residents.check_integrity(idle)
+        self.leases.check_integrity(self.residents.with_leaving())
+        assert not self.committing
+
     @contextlib.contextmanager
     def _pin(self, entry: StoredEntry) -> Iterator[None]:
         entry.pins += 1

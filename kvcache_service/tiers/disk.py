@@ -13,7 +13,7 @@ import errno
 import fcntl
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -54,6 +54,15 @@ class DiskTier(Tier):
         (directory / "segments").mkdir(exist_ok=True)
         self._lock = _lock(directory / "lock")
         self._files: dict[tuple[int, str], int] = {}  # (segment, ending) -> file descriptor
+
+    def check_integrity(self, held: Mapping[Place, bytes | None]) -> None:
+        """As `Extents.check_integrity`, and that the index has a record of each place with a key, and no other."""
+        super().check_integrity(held)
+        recorded = {}
+        for key, known, _ in self._ledger.load():
+            assert known is not None, f"record {key.hex()} is unreadable"
+            recorded[Place(known[1], known[0].size)] = key
+        assert recorded == {place: key for place, key in held.items() if key is not None}, "index and store disagree"
 
     @cached_property
     def _ledger(self) -> DiskIndex:

@@ -1,7 +1,8 @@
 """A first-fit allocator of extents in a linear range of bytes."""
 
+import itertools
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -188,6 +189,24 @@ class Extents:
                 start = line * self._boundary + column * step
                 return start, start + count * step
         return 0, 0
+
+    def check_integrity(self, held: Mapping[Place, bytes | None]) -> None:
+        """Checks that the allocated places are those in `held`: key by place, None for one that is being written.
+
+        Raises:
+            AssertionError: a check failed.
+        """
+        taken = {place.offset: aligned(place.size) for place in held}
+        free = list(zip(self._holes.starts, self._holes.ends, strict=True))
+        at = 0
+        for start, end in sorted([*free, *((s, s + n) for s, n in taken.items())]):
+            assert at == start < end, f"a gap or an overlap at {at}"
+            assert start // self._boundary == (end - 1) // self._boundary, f"{start}..{end} crosses a boundary"
+            at = end
+        assert at == self.capacity_bytes
+        merged = all(e != s or s % self._boundary == 0 for (_, e), (s, _) in itertools.pairwise(free))
+        assert merged, "two holes touch"
+        assert self.used_bytes == sum(taken.values())
 
     def _plan(self, length: int, victims: Iterable[Place]) -> tuple[int, list[Place]]:
         holes, candidates = self._holes.copy(), []

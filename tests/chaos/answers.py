@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from fusionkv.fusion_worker.evaluate.data.stories import PROMPT, story
+from fusionkv.fusion_worker.evaluate.data.words import NamePool
 from fusionkv.gateway.client.results import Answer
 from fusionkv.gateway.tokens import Vocabulary
-from fusionkv.models.tasks import PROMPT, story
-from fusionkv.models.words import NamePool
 from fusionkv.protos.runtime import errors
 from tests.chaos.judge import Judge, Recipe
 from tests.chaos.process import Wrong

@@ -59,8 +59,9 @@ def flags_are_known(words: list[str], *module: str) -> None:
 def heavy(command: str) -> bool:
     """Whether its flags are those of a program that loads torch before it says them."""
     _, *words = shlex.split(command)
-    named = words[1] if words[:1] == ["-m"] else cli.APART.get(words[0], "")
-    return named.startswith(("fusionkv.fusion_worker.", "fusionkv.bench.", "fusionkv.models."))
+    named = words[1] if words[:1] == ["-m"] else ""
+    slow = ("fusionkv.fusion_worker.", "fusionkv.bench.", "fusionkv.models.")
+    return words[0] in cli.LOCAL or named.startswith(slow)
 
 
 @pytest.mark.parametrize(
@@ -80,8 +81,8 @@ def test_a_command_is_one_that_there_is(command: str) -> None:
             # A module may say how it is run without where it lies.
             packages = (ROOT / "kvcache_service", ROOT / "fusion_worker", ROOT / "gateway")
             assert (ROOT / words[0]).exists() or any([*package.rglob(words[0])] for package in packages)
-    elif words[0] in cli.APART:
-        flags_are_known(words[1:], cli.APART[words[0]])
+    elif words[0] in cli.LOCAL:
+        flags_are_known(words[1:], "fusionkv.gateway.cli.main", words[0])
     elif words[0] == "serve" and words[1:] and words[1] in cli.MODULES:
         flags_are_known(words[2:], cli.MODULES[words[1]])
     elif words[1:] and not words[1].startswith("-"):

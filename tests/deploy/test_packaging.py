@@ -106,7 +106,7 @@ def test_the_wheel(root: Path, project: dict[str, Any], tmp_path: Path) -> None:
         stem = f"fusionkv/{proto.relative_to(root).with_suffix('')}"
         assert {f"{stem}.proto", f"{stem}_pb2.py", f"{stem}_pb2.pyi", f"{stem}_pb2_grpc.py"} <= held
     assert "fusionkv/protos/py.typed" in held
-    quality = root / "bench/quality"
+    quality = root / "fusion_worker/evaluate"
     for page in (*(root / "gateway/pages").iterdir(), quality / "report/report.html", quality / "data/passages.json"):
         assert f"fusionkv/{page.relative_to(root)}" in held
     assert not [name for name in held if name.startswith("fusionkv/tests") or name.endswith(".safetensors")]

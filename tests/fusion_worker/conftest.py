@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from fusionkv.bench.worker.integrity import check_pool
 from fusionkv.fusion_worker import models as worker_models
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.fusion_worker.config import WorkerConfig
@@ -161,7 +160,7 @@ class Rig:
 
         def sound() -> bool:
             with suppress(AssertionError):
-                check_pool(self.pool, idle=True)
+                self.pool.check_integrity(idle=True)
                 return True
             return False
 
@@ -221,7 +220,7 @@ async def start(monkeypatch: pytest.MonkeyPatch, corrections: Path, tenant: str)
     for rig in rigs:
         await rig.settled()
         await rig.servicer.close()
-        check_pool(rig.pool, idle=True)
+        rig.pool.check_integrity(idle=True)
 
 
 @pytest.fixture(scope="module")

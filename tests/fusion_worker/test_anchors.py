@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fusionkv.fusion_worker import models as worker_models
+from fusionkv.fusion_worker.evaluate.data.stories import PROMPT, sample
 from fusionkv.kvcache_service import keys
 from fusionkv.models import curriculum, network, tokenizer
-from fusionkv.models.tasks import PROMPT, sample
 from fusionkv.models.train import collate
 from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
 from tests.fusion_worker.compressed import ANCHORS, Cuts, anchored, cut, links

@@ -9,7 +9,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from fusionkv.bench.worker.integrity import check_pool
 from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk, SlotRange
 from fusionkv.fusion_worker.models import KVShape
 from fusionkv.protos.runtime.errors import ResourceExhausted
@@ -46,7 +45,7 @@ class Pool(RuleBasedStateMachine):
             self.pool.unpin(self.pinned.pop())
         while self.fresh:
             self.pool.release(self.fresh.pop())
-        check_pool(self.pool, idle=True)
+        self.pool.check_integrity(idle=True)
         self.pool.clear()
         assert self.pool.free == self.pool.capacity
         assert self.pool._free == [SlotRange(0, PAGE * PAGES)], "what is given back joins up"
@@ -123,7 +122,7 @@ class Pool(RuleBasedStateMachine):
         # A chunk whose loading failed leaves the books at once, its slots with the last one who pins it.
         lost = {id(r): r for r in self.pinned if self.pool._residents.get(r.key) is not r}
         if not lost:
-            check_pool(self.pool)
+            self.pool.check_integrity()
         owners = [slots(r.runs) for r in {id(r): r for r in self.pinned}.values()]
         owners += [slots(runs) for runs in self.fresh]
         used = [s for owned in owners for s in owned]
@@ -162,7 +161,7 @@ async def test_what_is_hidden_goes_with_its_last_pin() -> None:
     hidden.ready.set_result(None)
     assert pool.find(b"a") is None
     pool.unpin(hidden)
-    check_pool(pool, idle=True)
+    pool.check_integrity(idle=True)
     assert pool.free == pool.capacity
 
 
@@ -185,7 +184,7 @@ async def test_room_is_waited_for_and_given_in_turn() -> None:
     pool.release(held)
     await asyncio.wait(tasks)
     assert order == ["big", "last"]
-    check_pool(pool)
+    pool.check_integrity()
 
 
 async def test_what_fits_no_empty_pool_is_refused_at_once() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from fusionkv.bench.worker.integrity import check_pool
 from fusionkv.fusion_worker.compute.kv_pool import SlotRange
 from fusionkv.fusion_worker.compute.scheduler import ForwardJob
 from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted
@@ -190,7 +189,7 @@ async def test_cancelled_at_any_moment(start: Any, parts: Any) -> None:
         asked[(i + 1) % 4].cancel()
         await asyncio.wait(asked, timeout=60)
         assert not any(t.exception() for t in asked if not t.cancelled())
-        check_pool(rig.pool)
+        rig.pool.check_integrity()
 
 
 async def test_cancelled_while_it_waits_for_room(start: Any, parts: Any) -> None:

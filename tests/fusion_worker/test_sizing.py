@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fusionkv.bench import sizing
 from fusionkv.fusion_worker import models
+from fusionkv.fusion_worker.evaluate import sizing
 from fusionkv.kernels import quantised
 from fusionkv.protos.runtime.errors import FailedPrecondition
 from tests.commands import fusionkv

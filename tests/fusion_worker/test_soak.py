@@ -12,9 +12,8 @@ import pytest
 
 from fusionkv.bench.services import soak
 from fusionkv.bench.services.process import Footing
-from fusionkv.bench.worker.integrity import check_pool
 from fusionkv.fusion_worker import models
-from fusionkv.models.shipped import shipped
+from fusionkv.fusion_worker.evaluate.data.tasks import shipped
 from tests.fusion_worker.oracle import oracle, random_ids
 
 pytestmark = pytest.mark.system
@@ -41,7 +40,7 @@ async def test_answers_under_pressure(kind: str, cached: Any) -> None:
     for _ in range(2):
         answers = await asyncio.gather(*(rig.ask(*parts, **more) for parts, more in prompts))
         assert not any(answer.summary.degraded for answer in answers)
-        check_pool(rig.pool)
+        rig.pool.check_integrity()
         await rig.stored()
     assert not any(a.summary.tokens_encoded for a in answers), "the second time all is found"
     assert {"device", "memory"} <= {hit.tier for a in answers for hit in a.summary.hits}

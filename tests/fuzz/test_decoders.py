@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from fusionkv.bench.cache.integrity import check_residents
 from fusionkv.kvcache_service.index import record
 from fusionkv.kvcache_service.index.record import Record
 from fusionkv.kvcache_service.metrics import Counters
@@ -159,7 +158,7 @@ def test_the_index_of_a_disk(folder: Path) -> None:
         checked(list(tier.recover()), 1 << 20)
         residents = Residents([MemoryTier(1 << 20), tier], Counters())
         residents.recover(tier.recover())
-        check_residents(residents)
+        residents.check_integrity()
 
     fuzz(index_on_disk, INDEXES, 60)
     tier.close()

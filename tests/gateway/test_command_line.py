@@ -15,16 +15,16 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import grpc
 import pytest
 
+from fusionkv.fusion_worker.evaluate import check
 from fusionkv.gateway.cli import check_corpus, console
 from fusionkv.gateway.cli import main as cli
 from fusionkv.gateway.cli.connect import UsageError
 from fusionkv.gateway.cli.files import File, find, parts, skipped
-from fusionkv.gateway.cli.launch import launched, missing_package
+from fusionkv.gateway.cli.launch import missing_package
 from fusionkv.gateway.client.results import Item, Passage
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest.media_types import JSONL
@@ -338,7 +338,7 @@ def test_every_command_explains_itself(command: str, capsys: Capsys) -> None:
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["eval", "check"])
-def test_commands_that_are_processes_of_their_own_explain_themselves_too(command: str) -> None:
+def test_commands_that_need_no_gateway_explain_themselves_too(command: str) -> None:
     assert "--json" in fusionkv(command, "--help").stdout
 
 
@@ -462,38 +462,29 @@ def test_the_check_is_given_the_questions(monkeypatch: pytest.MonkeyPatch) -> No
         assert (args.corpus, args.n, args.gateway, args.token) == ("papers", 7, "unix:/g", "t")
         return [{"question": "q", "answers": ["a"], "ctxs": [{"text": "t"}]}]
 
-    def run(argv: list[str]) -> "subprocess.CompletedProcess[str]":
+    def run(argv: list[str]) -> int:
         ran.append(argv)
         file = Path(argv[-1])
         assert json.loads(file.read_text())[0]["question"] == "q"
         assert file.parent.stat().st_mode & 0o077 == 0
-        return subprocess.CompletedProcess(argv, 3)
+        return 3
 
     monkeypatch.setattr(check_corpus, "_fetch", fetch)
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(check, "main", run)
     flags = ["--corpus", "papers", "--n", "7", "--gateway", "unix:/g", "--token", "t", "--json"]
-    monkeypatch.setattr(sys, "argv", ["check", "smollm2", *flags])
-    assert check_corpus.main() == 3
-    ((*started, module, model, as_json, _, n, _, file),) = ran
-    assert started == launched("check", "", [])[:-1], "which tells what is not installed in one line"
-    assert (module, model, as_json, n) == ("fusionkv.bench.quality.check", "smollm2", "--json", "7")
+    assert cli.main(["check", "smollm2", *flags]) == 3
+    ((model, as_json, _, n, _, file),) = ran
+    assert (model, as_json, n) == ("smollm2", "--json", "7")
     assert not Path(file).parent.exists()
 
 
-def test_flags_of_the_check_that_exclude_each_other(monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
-    monkeypatch.setattr(sys, "argv", ["check", "m", "--corpus", "c", "--data", "f"])
+def test_flags_of_the_check_that_exclude_each_other(capsys: Capsys) -> None:
     with pytest.raises(SystemExit):
-        check_corpus.main()
+        cli.main(["check", "m", "--corpus=c", "--data", "f"])
     assert "--data and --corpus can't be combined" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "argv", ["check", "m", "--corpus", "c", "--tls-cert", "f"])
-    assert check_corpus.main() == 2
+    assert cli.main(["check", "m", "--corpus", "c", "--tls-cert", "f"]) == 2
 
 
-@pytest.mark.parametrize("given", [["--corpus", "c"], ["--corpus=c"], []])
-def test_which_process_checks(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    execv = Mock(side_effect=InterruptedError)
-    monkeypatch.setattr("os.execv", execv)
-    with pytest.raises(InterruptedError):
-        cli.main(["check", "m", *given])
-    module = "fusionkv.gateway.cli.check_corpus" if given else "fusionkv.bench.quality.check"
-    assert execv.call_args.args[1] == launched("check", module, ["m", *given])
+def test_a_check_without_a_corpus_needs_no_gateway(tmp_path: Path, capsys: Capsys) -> None:
+    assert cli.main(["check", str(tmp_path / "none")]) == 1
+    assert capsys.readouterr().err.startswith("fusionkv check: ")

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fusionkv.bench.quality.retrieval import recall
+from fusionkv.bench import recall
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.retrieval.base import Chunk, HybridSearch
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from fusionkv.bench.cache import bench, scale
-from fusionkv.bench.cache.integrity import check_store
 from fusionkv.bench.cache.simulation import PAPER, SYSTEM, Baseline, Outcome, Service, compare, simulate
 from fusionkv.bench.cache.workload import Workload
 from fusionkv.bench.services.process import running
@@ -77,10 +76,10 @@ async def test_the_store_that_it_opens_is_whole(tmp_path: Path, monkeypatch: pyt
     scale.write_files(tmp_path, 2000)
     store = scale.make_store(tmp_path, 2000)
     await store.open()
-    check_store(store)
+    store.check_integrity()
     assert len({entry.record.chunk for entry in store.residents}) == 2 * (scale.GROUP - 1)
     scale.add(store, 2000)
-    check_store(store)
+    store.check_integrity()
     assert len(store.residents) == 2100
     await store.close()
 
@@ -126,7 +125,7 @@ def test_the_service_computes_each_chunk_once(workload: Workload, in_place: bool
     known = set(workload.corpus())
     service = Service(2000, in_place=in_place)
     done = outcome(workload, service)
-    check_store(service.store)
+    service.store.check_integrity()
     assert (done.stored, done.missed, done.redundant) == (len(asked | known), len(asked - known), 0)
     assert done.exact + done.alternative + done.missed == workload.queries * workload.chunks
 

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionkv.bench.cache.integrity import check_leases, check_queue, check_table, check_tier
 from fusionkv.kvcache_service.index import heat
 from fusionkv.kvcache_service.index.heat import ColdQueue
 from fusionkv.kvcache_service.index.rows import Table
@@ -61,7 +60,7 @@ def test_queue_gives_the_coldest_first(steps: list[tuple[str, int, float]]) -> N
         assert sorted(given_out) == sorted(row for row in members if row % 2 == 0)
         assert [heat_of_row[row] for row in given_out] == sorted(heat_of_row[row] for row in given_out)
         assert len(queue) == len(members)
-        check_queue(queue)
+        queue.check_integrity()
 
 
 def test_a_queue_forgets_what_left() -> None:
@@ -74,7 +73,7 @@ def test_a_queue_forgets_what_left() -> None:
         queue.remove(row)
     assert len(queue._heap) <= 2 * 10 + 64
     assert list(queue.coldest(lambda _: True)) == list(range(10))
-    check_queue(queue)
+    queue.check_integrity()
 
 
 NO_HEATS = (None, b"", b"1234567", *(struct.pack("<d", number) for number in (-1.0, -0.0, math.nan, math.inf)))
@@ -118,7 +117,7 @@ def test_random_allocations_tile_the_range(data: st.DataObject, blocks: int, bou
                     assert victim < place.offset + size
                     assert place.offset < victim + length, "a victim that was not in the way"
                 held[place.offset] = size
-        check_tier(extents, places(held))
+        extents.check_integrity(places(held))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -172,10 +171,10 @@ def test_restored_extents_leave_the_rest_free(pieces: list[tuple[bool, int]], bo
     held = list(taken.items())[::-1]
     extents = Extents(96 * BLOCK, boundary)
     extents.restore(np.array([s for s, _ in held], np.int64), np.array([n for _, n in held], np.int64))
-    check_tier(extents, places(taken))
+    extents.check_integrity(places(taken))
     for start, size in held:
         extents.free(Place(start, size))
-    check_tier(extents, {})
+    extents.check_integrity({})
 
 
 def test_overlapping_extents_are_not_restored() -> None:
@@ -203,7 +202,7 @@ def test_table_agrees_with_a_dictionary(steps: list[tuple[bool, bytes, int]]) ->
         elif not add:
             with pytest.raises(KeyError):
                 table.remove(digest, row)
-        check_table(table)
+        table.check_integrity()
         found = list(table.rows(digest))
         assert sorted(found) == sorted(rows)
     assert len(table) == sum(map(len, model.values()))
@@ -215,12 +214,12 @@ def test_many_rows_are_found_and_no_others() -> None:
     table = Table()
     for row, digest in enumerate(digests[:20_000]):
         table.add(digest, row)
-    check_table(table)
+    table.check_integrity()
     assert all(row in table.rows(digest) for row, digest in enumerate(digests[:20_000]))
     assert sum(len(list(table.rows(digest))) for digest in digests[20_000:]) <= 1
     for row, digest in enumerate(digests[:15_000]):
         table.remove(digest, row)
-    check_table(table)
+    table.check_integrity()
     assert len(table) == 5_000
     assert all(row in table.rows(digest) for row, digest in enumerate(digests[15_000:20_000], 15_000))
 
@@ -260,5 +259,5 @@ def test_counts_agree_and_nothing_piles_up(steps: list[tuple[str, int]]) -> None
         elif step == "wait":
             now[0] += n / 10
             leases.expire()
-        check_leases(leases, things)
+        leases.check_integrity(things)
         assert len(leases._expiry) <= 2 * len(leases) + 65

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionkv.bench.cache.integrity import check_index
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.index.index import HitRanker, Index
 from fusionkv.kvcache_service.index.record import HitKind, Record
@@ -74,7 +73,7 @@ def test_suffix_search_agrees_with_trying_every_entry(stored: set[str], asked: s
     index = index_of(*entries.values(), variant)
     for key in (variant.key, *(entries.pop(names).key for names in random.sample(sorted(stored), len(stored) // 3))):
         index.remove(key)
-    check_index(index)
+    index.check_integrity()
 
     for i, (kind, row, _) in enumerate(index.find(NAMESPACE, path(asked), [(variant.variant,)] * len(asked))):
         found = None if row is None else index.rows.record(row)
@@ -92,7 +91,7 @@ def test_suffix_search_agrees_with_trying_every_entry(stored: set[str], asked: s
             assert (kind, found) == (HitKind.MISS, None)
     for left in entries.values():
         index.remove(left.key)
-    check_index(index)
+    index.check_integrity()
     assert (len(index.rows), index.namespace_keys(NAMESPACE)) == (0, [])
 
 

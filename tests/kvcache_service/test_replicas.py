@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionkv.bench.cache.integrity import check_store
 from fusionkv.bench.cache.workload import SYSTEM, Workload
 from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.index.heat import FrequencySketch
@@ -32,7 +31,7 @@ class Replicas:
         self.store = Store(Config(**more), [MemoryTier(blocks * BLOCK)], clock=self.clock, wall=self.clock)
 
     def close(self) -> None:
-        check_store(self.store, idle=True)
+        self.store.check_integrity(idle=True)
         self.loop.run_until_complete(self.store.close())
         self.loop.close()
 

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusionkv.bench.cache.integrity import check_rows
 from fusionkv.kvcache_service.index import record
 from fusionkv.kvcache_service.index.record import Record
 from fusionkv.kvcache_service.index.rows import Rows
@@ -61,7 +60,7 @@ def test_rows_know_whose_signature_is_whose(changes: list[tuple[int, bytes]]) ->
         else:
             one = made(signature, last=bytes([number]) * 32)
             known[number] = rows.add(one, 0.0), one
-        check_rows(rows)
+        rows.check_integrity()
         assert all(rows.record(row) == one for row, one in known.values())
 
 

@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from fusionkv.bench.cache.integrity import check_store
 from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.index.record import HitKind, Record
 from fusionkv.kvcache_service.store.store import Store
@@ -196,7 +195,7 @@ def make_machine(memory: int, disk: int) -> type[RuleBasedStateMachine]:
                 self.loop.run_until_complete(asyncio.sleep(0))
             # An aborted put gives its place back when its thread is done.
             self.loop.run_until_complete(until(lambda: not self.store.residents._reserved))
-            check_store(self.store, idle=True)
+            self.store.check_integrity(idle=True)
             assert len(self.store.leases) >= len(self.leases)
 
         def teardown(self) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import lmdb
 import pytest
 
-from fusionkv.bench.cache.integrity import check_tier
 from fusionkv.kvcache_service.index.record import Record, encode
 from fusionkv.kvcache_service.tiers import disk
 from fusionkv.kvcache_service.tiers.base import Place, Tier
@@ -54,7 +53,7 @@ def test_bytes_come_back_whatever_the_pieces(tier: Tier) -> None:
     tier.write(place, 5000, [view[5000:]])
     assert content(tier, place) == data
     assert bytes(tier.read(place, 4000, 200)) == data[4000:4200]
-    check_tier(tier, {place: None})
+    tier.check_integrity({place: None})
 
 
 def test_neighbours_don_t_touch(tier: Tier) -> None:
@@ -65,7 +64,7 @@ def test_neighbours_don_t_touch(tier: Tier) -> None:
         assert place.offset % BLOCK == 0
     assert tier.used_bytes == (1 + 1 + 2 + 2) * BLOCK
     assert tier.capacity_bytes == CAPACITY
-    check_tier(tier, dict.fromkeys(places))
+    tier.check_integrity(dict.fromkeys(places))
 
 
 def test_what_is_over_the_capacity_is_refused(tier: Tier) -> None:
@@ -76,7 +75,7 @@ def test_what_is_over_the_capacity_is_refused(tier: Tier) -> None:
         tier.reserve(1)
     tier.free(place)
     assert tier.used_bytes == 0
-    check_tier(tier, {})
+    tier.check_integrity({})
 
 
 def test_victims_make_room_and_their_space_is_used_again(tier: Tier) -> None:
@@ -88,7 +87,7 @@ def test_victims_make_room_and_their_space_is_used_again(tier: Tier) -> None:
     kept = [p for p in old if p.offset not in freed]
     assert content(tier, place) == data
     assert [content(tier, p) for p in kept] == [payload(old.index(p), 4 * BLOCK) for p in kept]
-    check_tier(tier, dict.fromkeys([place, *kept]))
+    tier.check_integrity(dict.fromkeys([place, *kept]))
 
 
 def test_refusal_frees_no_victim(tier: Tier) -> None:
@@ -96,7 +95,7 @@ def test_refusal_frees_no_victim(tier: Tier) -> None:
     with pytest.raises(NoSpace):
         tier.reserve(9 * BLOCK, [old[0], old[2], old[3]])
     assert [content(tier, p) for p in old] == [payload(i, 4 * BLOCK) for i in range(4)]
-    check_tier(tier, dict.fromkeys(old))
+    tier.check_integrity(dict.fromkeys(old))
 
 
 def test_commit_and_forget_of_entries(tier: Tier) -> None:
@@ -104,9 +103,9 @@ def test_commit_and_forget_of_entries(tier: Tier) -> None:
     record, place = tools.record("S", data), write(tier, data)
     tier.commit(record, place, 1.5)
     tier.save_heat([(record.key, 2.5), (b"u" * 32, 1.0)])
-    check_tier(tier, {place: record.key})
+    tier.check_integrity({place: record.key})
     tier.forget([(record.key, place), (b"u" * 32, place)])
-    check_tier(tier, {place: None})
+    tier.check_integrity({place: None})
     assert content(tier, place) == data, "forgotten, but the place is still the owner's"
 
 
@@ -116,7 +115,7 @@ def test_forget_leaves_a_key_that_is_at_another_place_now(tier: Tier) -> None:
     for place in (first, second):
         tier.commit(record, place, 0.0)
     tier.forget([(record.key, first)])
-    check_tier(tier, {first: None, second: record.key})
+    tier.check_integrity({first: None, second: record.key})
 
 
 LARGE = 64 * BLOCK
@@ -152,7 +151,7 @@ class Filled:
             assert (one.record, one.place) == (record, place)
             assert one.heat == self.keys.index(record.key)
             assert bytes(tier.read(place, 0, place.size)) == data
-        check_tier(tier, {one.place: one.record.key for one in found})
+        tier.check_integrity({one.place: one.record.key for one in found})
         return tier
 
     def edit_index(self, key: bytes, value: bytes) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 from grpc.aio import insecure_channel
 
-from fusionkv.bench.cache.integrity import all_entries, check_index, check_store
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.index.index import Index
@@ -113,8 +112,8 @@ class Service(Caller):
         residents = self.store.residents
         store = self.store
         await until(lambda: not (store.tasks or store.loading or store.prefetching or residents._reserved))
-        await until(lambda: all(entry.pins == 0 for entry in all_entries(residents)))
-        check_store(self.store, idle=True)
+        await until(lambda: all(entry.pins == 0 for entry in residents.with_leaving()))
+        self.store.check_integrity(idle=True)
 
 
 def make_tiers(directory: Path, memory: int, disk: int) -> list[Tier]:
@@ -200,7 +199,7 @@ def index_of(*entries: Record) -> Index:
     index = Index()
     for one in entries:
         index.add(one)
-    check_index(index)
+    index.check_integrity()
     return index
 
 

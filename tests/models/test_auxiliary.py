@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
+from fusionkv.fusion_worker.evaluate.data.stories import PROMPT, SYSTEM, TASKS, sample
 from fusionkv.fusion_worker.select.auxiliary import carry_over, spans_of
 from fusionkv.models import auxiliary
 from fusionkv.models import tokenizer as tokenizers
 from fusionkv.models.auxiliary import PageEncoder, PageRow, Run, last_attention, leads, losses, main, new_model
 from fusionkv.models.curriculum import NONE, question_pieces
-from fusionkv.models.tasks import PROMPT, SYSTEM, TASKS, sample
 from fusionkv.models.train import collate
 
 STORIES = 6

@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
+from fusionkv.fusion_worker.evaluate.data.stories import PROMPT, sample
 from fusionkv.models import curriculum, tokenizer
-from fusionkv.models.tasks import PROMPT, sample
 from fusionkv.models.train import collate
 
 LINKS = 2

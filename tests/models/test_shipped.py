@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from fusionkv.fusion_worker.evaluate.data.stories import CROSS_CHUNK, TASKS
+from fusionkv.fusion_worker.evaluate.data.tasks import shipped
 from fusionkv.models import evaluate
-from fusionkv.models.shipped import shipped
-from fusionkv.models.tasks import CROSS_CHUNK, TASKS
 
 MODELS = shipped()
 AUXILIARIES = sorted(path.parent for path in Path(evaluate.__file__).parent.glob("clip/*/model.safetensors"))

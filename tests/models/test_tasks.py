@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from fusionkv.models import corpus, curriculum, tasks, words
-from fusionkv.models.tasks import Sample, sample
+from fusionkv.fusion_worker.evaluate.data import stories as tasks
+from fusionkv.fusion_worker.evaluate.data import words
+from fusionkv.fusion_worker.evaluate.data.stories import Sample, sample
+from fusionkv.models import corpus, curriculum
 
 NAME = re.compile(r"\b(?:" + "|".join(words.FIRST) + r")(?:" + "|".join(words.SECOND + words.PLACE) + r")\w*")
 

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from fusionkv.fusion_worker.evaluate.data import stories as tasks
+from fusionkv.fusion_worker.evaluate.data import words
 from fusionkv.fusion_worker.load.anchors import cuts
-from fusionkv.models import tasks, words
 from fusionkv.models.curriculum import question_pieces
 from fusionkv.models.tokenizer import anchor_tokens, build
 

@@ -15,17 +15,26 @@ from typing import Any
 
 import pytest
 
-from fusionkv.bench.quality import jobs
-from fusionkv.bench.quality.__main__ import RATIOS, _parser, _plan, _subject, main
-from fusionkv.bench.quality.data.samples import Library, Sample, Task
-from fusionkv.bench.quality.data.tasks import reference
-from fusionkv.bench.quality.jobs import BLOCK, cells_of, missing
-from fusionkv.bench.quality.report.cells import NO_CONTEXT, Cell, Measured, Store, Subject, _read, key, locked, table
 from fusionkv.fusion_worker.config import STORES, WorkerConfig
+from fusionkv.fusion_worker.evaluate import jobs
+from fusionkv.fusion_worker.evaluate.data.samples import Library, Sample, Task
+from fusionkv.fusion_worker.evaluate.data.tasks import reference, shipped
+from fusionkv.fusion_worker.evaluate.evaluation import RATIOS, _parser, _plan, _subject, main
+from fusionkv.fusion_worker.evaluate.jobs import BLOCK, cells_of, missing
+from fusionkv.fusion_worker.evaluate.report.cells import (
+    NO_CONTEXT,
+    Cell,
+    Measured,
+    Store,
+    Subject,
+    _read,
+    key,
+    locked,
+    table,
+)
 from fusionkv.fusion_worker.library.cache import fingerprint
 from fusionkv.fusion_worker.quality.defaults import MIDLAYER, PROPHETKV, Default
 from fusionkv.fusion_worker.quality.fallback import FILE, Verdict
-from fusionkv.models.shipped import shipped
 from fusionkv.protos.contract.recipes import find_recipe
 from fusionkv.protos.contract.selectors import CachedAttention, QuestionAttention
 from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted
@@ -182,14 +191,12 @@ def test_what_was_measured_belongs_to_one_way_of_storing_and_one_kind_of_device(
     keys = {key(subject, FIRST, CELL) for subject in subjects}
     assert len(keys) == len({subject.model for subject in subjects}) == len(STORES)
     # The dtype `auto` and the seconds are others on a GPU.
-    monkeypatch.setattr("fusionkv.bench.quality.__main__.on_cpu", lambda device: device == "cpu")
+    monkeypatch.setattr("fusionkv.fusion_worker.evaluate.evaluation.on_cpu", lambda device: device == "cpu")
     args.device = "cuda"
     assert key(_subject(shipped()[0], "plain", args), FIRST, CELL) not in keys
 
 
-def test_what_a_report_could_not_tell_apart_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_report_could_not_tell_apart_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """RULER has files of the same name for every length of context."""
     for length in ("4096", "8192"):
         (tmp_path / length).mkdir()
@@ -203,18 +210,15 @@ def test_what_a_report_could_not_tell_apart_is_refused(
         model.mkdir(parents=True)
         (model / "config.json").write_text(json.dumps({"run": model.parent.name}))
     flags = ("--tasks", "single", "--n", "1", "--out", str(tmp_path / "out"))
-    monkeypatch.setattr(sys, "argv", ["eval", *map(str, models), *flags])
-    assert main() == 1
+    assert main([*map(str, models), *flags]) == 1
     assert "two of the model model, " in capsys.readouterr().err
 
 
-def test_a_folder_that_another_process_measures_into(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["eval", "--tasks", "single", "single", "--n", "1", "--out", str(tmp_path)])
+def test_a_folder_that_another_process_measures_into(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--tasks", "single", "single", "--n", "1", "--out", str(tmp_path)]
     file = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(file, fcntl.LOCK_EX)
-    assert main() == 1
+    assert main(flags) == 1
     assert capsys.readouterr().err == (
         f"fusionkv eval: {tmp_path} is in use by another process: give each one an --out of its own\n"
     )
@@ -244,7 +248,7 @@ def test_when_a_job_fails_the_others_end(reference_model: Path) -> None:
 @pytest.mark.slow
 def test_an_evaluation_that_is_killed_leaves_no_process(reference_model: Path, tmp_path: Path) -> None:
     flags = ("--tasks", "single", "--processes", "2", "--out", str(tmp_path))
-    command = (sys.executable, "-P", "-m", "fusionkv.bench.quality", str(reference_model), *flags)
+    command = (sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", "eval", str(reference_model), *flags)
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as started:
         wait_until(lambda: len(descendants(started.pid)) >= 3, 120)  # the third one tracks resources
         found = descendants(started.pid)
@@ -259,7 +263,7 @@ def test_after_a_kill_the_same_command_goes_on(reference_model: Path, tmp_path: 
     asked = {"question": "Report Balban: code of Dorfek?", "answers": ["123"]}
     (tmp_path / "p.json").write_text(json.dumps([{**asked, "ctxs": [{"text": page}] * 2} for page in pages]))
     flags = ("--data", str(tmp_path / "p.json"), "--recipes", "full_reuse", "--n", "15", "--processes", "1")
-    command = (sys.executable, "-P", "-m", "fusionkv.bench.quality", str(reference_model), *flags)
+    command = (sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", "eval", str(reference_model), *flags)
     path = tmp_path / "cells.jsonl"
     with subprocess.Popen((*command, "--out", str(tmp_path)), stderr=subprocess.DEVNULL) as started:
         wait_until(lambda: path.exists() and path.stat().st_size > 0, 240)
@@ -285,7 +289,7 @@ def test_after_a_kill_the_same_command_goes_on(reference_model: Path, tmp_path: 
 @pytest.mark.slow
 def test_a_process_that_is_killed_is_told(reference_model: Path, tmp_path: Path) -> None:
     flags = ("--tasks", "single", "--processes", "2", "--out", str(tmp_path))
-    command = (sys.executable, "-P", "-m", "fusionkv.bench.quality", str(reference_model), *flags)
+    command = (sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", "eval", str(reference_model), *flags)
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as started:
         wait_until(lambda: len(descendants(started.pid, "spawn_main")) == 2, 120)
         descendants(started.pid, "spawn_main")[0].kill()

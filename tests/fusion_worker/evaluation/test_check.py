@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from fusionkv.bench.quality import check
-from fusionkv.bench.quality.data import datasets
-from fusionkv.bench.quality.data.samples import Block, Sample, Task
-from fusionkv.bench.quality.judge import LEAST, Tally, judge, recommend
-from fusionkv.bench.quality.oracles import compare
-from fusionkv.bench.quality.report.cells import Cell, Measured
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.evaluate import check
+from fusionkv.fusion_worker.evaluate.data import datasets
+from fusionkv.fusion_worker.evaluate.data.samples import Block, Sample, Task
+from fusionkv.fusion_worker.evaluate.judge import LEAST, Tally, judge, recommend
+from fusionkv.fusion_worker.evaluate.oracles import compare
+from fusionkv.fusion_worker.evaluate.report.cells import Cell, Measured
 from fusionkv.fusion_worker.quality.defaults import MIDLAYER, PROPHETKV, UNMEASURED, Choice
 from fusionkv.fusion_worker.quality.fallback import FILE, SAFE, UNDECIDED, UNSAFE, Verdict
 from fusionkv.protos.contract.recipes import find_recipe
@@ -238,9 +237,6 @@ def test_no_samples_are_no_check(count: str, capsys: pytest.CaptureFixture[str])
     assert "--n" in capsys.readouterr().err
 
 
-def test_questions_that_cannot_be_read(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["check", str(model), "--data", str(tmp_path / "none.json")])
-    assert check.main() == 1
+def test_questions_that_cannot_be_read(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.main([str(model), "--data", str(tmp_path / "none.json")]) == 1
     assert capsys.readouterr().err.startswith(f"fusionkv check: {tmp_path}/none.json: can't be read")

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from fusionkv.bench.quality.data import datasets
-from fusionkv.bench.quality.data.datasets import DatasetError, UnknownDataset, load
+from fusionkv.fusion_worker.evaluate.data import datasets
+from fusionkv.fusion_worker.evaluate.data.datasets import DatasetError, UnknownDataset, load
 
 QA = ("f1", "exact_match", "contains")
 NEEDLE = {

@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from fusionkv.bench.quality import metrics
-from fusionkv.bench.quality.metrics import exact_match, f1, kl, number_match, rouge_l
-from fusionkv.bench.quality.report import statistics
+from fusionkv.fusion_worker.evaluate import metrics
+from fusionkv.fusion_worker.evaluate.metrics import exact_match, f1, kl, number_match, rouge_l
+from fusionkv.fusion_worker.evaluate.report import statistics
 
 
 def test_normalising_drops_case_signs_articles_and_spaces() -> None:

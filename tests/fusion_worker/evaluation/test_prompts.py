@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from fusionkv.bench.quality.data import tasks
-from fusionkv.bench.quality.data.neighbours import Neighbours, Similarity
-from fusionkv.bench.quality.data.prompts import Prompter
-from fusionkv.bench.quality.data.samples import Library, Sample
+from fusionkv.fusion_worker.evaluate.data import tasks
+from fusionkv.fusion_worker.evaluate.data.neighbours import Neighbours, Similarity
+from fusionkv.fusion_worker.evaluate.data.prompts import Prompter
+from fusionkv.fusion_worker.evaluate.data.samples import Library, Sample
+from fusionkv.fusion_worker.evaluate.data.stories import Sample as Story
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Chunk
 from fusionkv.models import evaluate
-from fusionkv.models.tasks import Sample as Story
 
 TEXT = "The lake is wide. Ada owns the lamp.\nBen chose the rope. The sky\u00e9 is calm.\n" * 9
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from fusionkv.bench.quality.data.samples import Sample, Task
-from fusionkv.bench.quality.report import charts, report, statistics
-from fusionkv.bench.quality.report.cells import NO_CONTEXT, Cell, Measured
-from fusionkv.bench.quality.report.rows import Row, _recovered, judged, rows, untested
+from fusionkv.fusion_worker.evaluate.data.samples import Sample, Task
+from fusionkv.fusion_worker.evaluate.report import charts, report, statistics
+from fusionkv.fusion_worker.evaluate.report.cells import NO_CONTEXT, Cell, Measured
+from fusionkv.fusion_worker.evaluate.report.rows import Row, _recovered, judged, rows, untested
 from fusionkv.protos.contract.recipes import find_recipe
 from tests.pages import Page
 

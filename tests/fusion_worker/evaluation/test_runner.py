@@ -11,23 +11,23 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from fusionkv.bench.quality import metrics
-from fusionkv.bench.quality.data import tasks
-from fusionkv.bench.quality.data.prompts import Prompter
-from fusionkv.bench.quality.data.samples import Block, Library, Sample, Task
-from fusionkv.bench.quality.report.cells import NO_CONTEXT, Cell, Measured
-from fusionkv.bench.quality.runner import Runner
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.correct import corrector, distillation
 from fusionkv.fusion_worker.decode.sampling import SamplingParams
+from fusionkv.fusion_worker.evaluate import metrics
+from fusionkv.fusion_worker.evaluate.data import tasks
+from fusionkv.fusion_worker.evaluate.data.prompts import Prompter
+from fusionkv.fusion_worker.evaluate.data.samples import Block, Library, Sample, Task
+from fusionkv.fusion_worker.evaluate.data.stories import Sample as Story
+from fusionkv.fusion_worker.evaluate.report.cells import NO_CONTEXT, Cell, Measured
+from fusionkv.fusion_worker.evaluate.runner import Runner
 from fusionkv.fusion_worker.load import loader as loading
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.request import Request
 from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.fusion_worker.transfer.storage import Storage
 from fusionkv.models import evaluate
-from fusionkv.models.tasks import Sample as Story
 from fusionkv.protos.answer.v1.answer_pb2 import Token
 from fusionkv.protos.contract.recipes import Recipe, find_recipe
 from fusionkv.protos.runtime.errors import FailedPrecondition, ResourceExhausted

@@ -2,8 +2,8 @@
 
 import re
 
-from fusionkv.bench.quality.data.samples import Sample
 from fusionkv.fusion_worker.decode.plain import PlainTokenizers
+from fusionkv.fusion_worker.evaluate.data.samples import Sample
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fusionkv.bench.quality.data.samples import Library, Sample, Task
+from fusionkv.fusion_worker.evaluate.data.samples import Library, Sample, Task
 
 log = logging.getLogger(__name__)
 _SUBSETS = ("validation", "test", "dev")

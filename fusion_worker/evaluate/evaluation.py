@@ -18,20 +18,18 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from fusionkv.bench import command
-from fusionkv.bench.quality import jobs
-from fusionkv.bench.quality.data import datasets, tasks
-from fusionkv.bench.quality.data.samples import Task
-from fusionkv.bench.quality.report import report
-from fusionkv.bench.quality.report.cells import Cell, Store, Subject, locked, table
-from fusionkv.bench.quality.report.rows import judged, rows, untested
 from fusionkv.fusion_worker.config import STORES, WorkerConfig
+from fusionkv.fusion_worker.evaluate import command, jobs
+from fusionkv.fusion_worker.evaluate.data import datasets, tasks
+from fusionkv.fusion_worker.evaluate.data.samples import Task
+from fusionkv.fusion_worker.evaluate.data.stories import CROSS_CHUNK, TASKS
+from fusionkv.fusion_worker.evaluate.report import report
+from fusionkv.fusion_worker.evaluate.report.cells import Cell, Store, Subject, locked, table
+from fusionkv.fusion_worker.evaluate.report.rows import judged, rows, untested
 from fusionkv.fusion_worker.library.cache import fingerprint, name_of
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.fusion_worker.models import on_cpu
 from fusionkv.fusion_worker.quality.fallback import Verdict
-from fusionkv.models.shipped import shipped
-from fusionkv.models.tasks import CROSS_CHUNK, TASKS
 from fusionkv.protos.contract.names import DEFAULT, full_name
 from fusionkv.protos.contract.recipes import RECIPES, Versions, find_recipe
 from fusionkv.protos.contract.selectors import SecondModel
@@ -53,8 +51,8 @@ _UNTRAINED = [name for name, recipe in RECIPES.items() if not (recipe.in_place o
 _BY_ITSELF = [name for name in _UNTRAINED if RECIPES[name].needs != SecondModel()]
 
 
-def main() -> int:
-    args = _parser().parse_args()
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
 
     def evaluate() -> int:
         with locked(args.out):
@@ -129,7 +127,7 @@ def _evaluate(args: argparse.Namespace, console: Console) -> int:
     plan = _plan(args)
     configs = {
         _subject(directory, store, args): _config(directory, store, args)
-        for directory in args.models or shipped()
+        for directory in args.models or tasks.shipped()
         for store in args.store
     }
     _each_once("model", [subject.model for subject in configs])
@@ -160,7 +158,7 @@ def _evaluate(args: argparse.Namespace, console: Console) -> int:
 def _plan(args: argparse.Namespace) -> list[tuple[Task, list[Cell]]]:
     """All tasks, each with its cells."""
     wanted = args.recipes or [*(_UNTRAINED if args.auxiliary else _BY_ITSELF), DEFAULT]
-    defaults = dict.fromkeys(_default(directory) for directory in args.models or shipped())
+    defaults = dict.fromkeys(_default(directory) for directory in args.models or tasks.shipped())
     named = (full_name(name, default) for name in wanted for default in defaults)
     recipes = [find_recipe(name) for name in dict.fromkeys(["full_attention", "full_reuse", *named])]
     if history := [recipe.name for recipe in recipes if isinstance(recipe.encode, Versions)]:
@@ -260,7 +258,3 @@ def _ratio(text: str) -> float:
     if not 0.0 <= value <= 1.0:
         raise argparse.ArgumentTypeError(f"{text} is outside 0..1")
     return value
-
-
-if __name__ == "__main__":
-    sys.exit(main())

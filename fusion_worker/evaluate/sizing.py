@@ -2,7 +2,7 @@
 
 import argparse
 import json
-import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from fusionkv.bench import command
+from fusionkv.fusion_worker.evaluate import command
 from fusionkv.protos.runtime.errors import FailedPrecondition, first_line
 from fusionkv.protos.runtime.settings import positive
 
@@ -63,8 +63,8 @@ class Size:
     cache: int
 
 
-def main() -> int:
-    args = _parser().parse_args()
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
     return command.run("fusionkv size", lambda: report(args))
 
 
@@ -183,7 +183,3 @@ def _rows(shape: "KVShape", size: Size, load: Load, store: str) -> list[tuple[st
 
 def _name(shape: "KVShape") -> str:
     return str(shape.dtype).removeprefix("torch.")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from math import fsum, inf
 
-from fusionkv.bench.quality.data.samples import Block, Task
-from fusionkv.bench.quality.report.cells import Cell
-from fusionkv.bench.quality.report.statistics import Estimate, average
-from fusionkv.bench.quality.runner import Runner
+from fusionkv.fusion_worker.evaluate.data.samples import Block, Task
+from fusionkv.fusion_worker.evaluate.report.cells import Cell
+from fusionkv.fusion_worker.evaluate.report.statistics import Estimate, average
+from fusionkv.fusion_worker.evaluate.runner import Runner
 from fusionkv.fusion_worker.quality.defaults import PROPHETKV, UNMEASURED, Choice, Default
 from fusionkv.fusion_worker.quality.fallback import SAFE, UNDECIDED, UNSAFE, Judged
 from fusionkv.protos.contract.recipes import RECIPES

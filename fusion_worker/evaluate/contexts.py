@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fusionkv.bench.quality.data.neighbours import Neighbours
-from fusionkv.bench.quality.data.samples import Library
-from fusionkv.bench.quality.report.cells import Cell
 from fusionkv.fusion_worker.compute.kv_pool import PooledChunk, slots_of
 from fusionkv.fusion_worker.correct.correction import Correction
 from fusionkv.fusion_worker.correct.corrector import MADE
+from fusionkv.fusion_worker.evaluate.data.neighbours import Neighbours
+from fusionkv.fusion_worker.evaluate.data.samples import Library
+from fusionkv.fusion_worker.evaluate.report.cells import Cell
 from fusionkv.fusion_worker.load.anchors import AnchoredChunk
 from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.load.lookup import RESTORED, corrected

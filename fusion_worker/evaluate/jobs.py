@@ -9,9 +9,9 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 
-from fusionkv.bench.quality.data.samples import Block, Task
-from fusionkv.bench.quality.report.cells import NO_CONTEXT, Cell, Measured, Store, Subject, key
 from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.evaluate.data.samples import Block, Task
+from fusionkv.fusion_worker.evaluate.report.cells import NO_CONTEXT, Cell, Measured, Store, Subject, key
 from fusionkv.protos.contract.recipes import Recipe
 from fusionkv.protos.runtime import process
 
@@ -134,8 +134,8 @@ class _Bench:
     _current: "_Bench | None" = None
 
     def __init__(self, config: WorkerConfig, chunk_tokens: int) -> None:
-        from fusionkv.bench.quality.runner import Runner
         from fusionkv.fusion_worker import models
+        from fusionkv.fusion_worker.evaluate.runner import Runner
 
         self.key = (config, chunk_tokens)
         self._loop = asyncio.new_event_loop()

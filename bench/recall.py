@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import track
 
 from fusionkv.bench import command
+from fusionkv.fusion_worker.evaluate.command import run as run_command
 from fusionkv.gateway.config import NONE, GatewayConfig
 from fusionkv.gateway.embed.base import Embedder
 from fusionkv.gateway.embed.choose import open_embedder
@@ -135,7 +136,7 @@ def main() -> int:
     parser.add_argument("--embedder", help="as the gateway's setting (default: minilm, if fetched)")
     parser.add_argument("--json", type=Path, default=Path("build/bench/recall.json"), help="results (%(default)s)")
     args = parser.parse_args()
-    return command.run("recall", partial(_show, args))
+    return run_command("recall", partial(_show, args))
 
 
 def _show(args: argparse.Namespace) -> None:

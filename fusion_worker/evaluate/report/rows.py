@@ -7,11 +7,11 @@ from functools import partial
 
 import numpy as np
 
-from fusionkv.bench.quality import metrics
-from fusionkv.bench.quality.data.samples import Task
-from fusionkv.bench.quality.report import statistics
-from fusionkv.bench.quality.report.cells import NO_CONTEXT, Cell, Measured
-from fusionkv.bench.quality.report.statistics import Estimate
+from fusionkv.fusion_worker.evaluate import metrics
+from fusionkv.fusion_worker.evaluate.data.samples import Task
+from fusionkv.fusion_worker.evaluate.report import statistics
+from fusionkv.fusion_worker.evaluate.report.cells import NO_CONTEXT, Cell, Measured
+from fusionkv.fusion_worker.evaluate.report.statistics import Estimate
 
 _NAMES = {"recomputed": "recomputed_tokens", "stored": "stored_tokens"}
 _SHARES = {*metrics.SCORES, *(f"{name}_full" for name in metrics.SCORES), "agreement", "answer_agreement"}

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fusionkv.bench.quality.data.prompts import Prompter
-from fusionkv.bench.quality.data.samples import Library
+from fusionkv.fusion_worker.evaluate.data.prompts import Prompter
+from fusionkv.fusion_worker.evaluate.data.samples import Library
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
 
 # Cosines are rounded to this many digits, so that rounding errors of sums do not decide ties.

@@ -3,8 +3,8 @@
 import random
 from dataclasses import dataclass, field, replace
 
-from fusionkv.models import words
-from fusionkv.models.words import NamePool
+from fusionkv.fusion_worker.evaluate.data import words
+from fusionkv.fusion_worker.evaluate.data.words import NamePool
 
 SYSTEM = "Answer the question using the passages.\n"
 TASKS = ("single", "multikey", "multiquery", "multivalue", "twohop", "chain1", "chain2", "coref")

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fusionkv.bench.quality.data.samples import Block, Library, Sample
+from fusionkv.fusion_worker.evaluate.data.samples import Block, Library, Sample
 from fusionkv.protos.contract.recipes import Recipe
 from fusionkv.protos.contract.selectors import SecondModel
 

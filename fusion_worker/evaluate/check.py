@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,15 +22,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from fusionkv.bench import command
-from fusionkv.bench.quality.data import datasets
-from fusionkv.bench.quality.data.samples import Task
-from fusionkv.bench.quality.judge import CANDIDATES, Tally, judge, recommend
-from fusionkv.bench.quality.oracles import Oracles, compare
-from fusionkv.bench.quality.report.cells import Cell
-from fusionkv.bench.quality.runner import Runner
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.evaluate import command
+from fusionkv.fusion_worker.evaluate.data import datasets
+from fusionkv.fusion_worker.evaluate.data.samples import Task
+from fusionkv.fusion_worker.evaluate.judge import CANDIDATES, Tally, judge, recommend
+from fusionkv.fusion_worker.evaluate.oracles import Oracles, compare
+from fusionkv.fusion_worker.evaluate.report.cells import Cell
+from fusionkv.fusion_worker.evaluate.runner import Runner
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.quality.defaults import UNMEASURED
@@ -44,8 +43,8 @@ PASSAGES = Path(__file__).parent / "data/passages.json"
 _CHUNK_TOKENS = 512
 
 
-def main() -> int:
-    args = _parser().parse_args()
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
     return command.run("fusionkv check", lambda: asyncio.run(_check(args, Console(stderr=True, highlight=False))))
 
 
@@ -163,7 +162,3 @@ def _table(model: Model, oracles: Oracles, verdict: Verdict) -> Table:
         table.add_row(name, f"{found.ratio:g}", found.verdict, *figures)
     table.caption = f"default: {verdict.default}" if oracles.held else next(verdict.judged)[1].why
     return table
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,11 +8,11 @@ from typing import Any
 from jinja2 import Environment
 from rich.table import Table
 
-from fusionkv.bench.quality.data.samples import Task
-from fusionkv.bench.quality.metrics import SCORES
-from fusionkv.bench.quality.report import charts
-from fusionkv.bench.quality.report.cells import Cell, Measured
-from fusionkv.bench.quality.report.rows import Row, untested
+from fusionkv.fusion_worker.evaluate.data.samples import Task
+from fusionkv.fusion_worker.evaluate.metrics import SCORES
+from fusionkv.fusion_worker.evaluate.report import charts
+from fusionkv.fusion_worker.evaluate.report.cells import Cell, Measured
+from fusionkv.fusion_worker.evaluate.report.rows import Row, untested
 
 # The ratio of the first table and of the pictures, or the measured one closest to it.
 _RATIO = 0.15

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusionkv.bench.quality import metrics
-from fusionkv.bench.quality.data.samples import Sample, Task
-from fusionkv.bench.quality.report.cells import Measured
 from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.compute.planner import PrefillPlan
 from fusionkv.fusion_worker.decode.eviction import evict
 from fusionkv.fusion_worker.decode.sampling import Sampler, SamplingParams
+from fusionkv.fusion_worker.evaluate import metrics
+from fusionkv.fusion_worker.evaluate.data.samples import Sample, Task
+from fusionkv.fusion_worker.evaluate.report.cells import Measured
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Prompt
 from fusionkv.protos.contract.selectors import SnapKV

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from fusionkv.bench.quality.report.rows import Row
+from fusionkv.fusion_worker.evaluate.report.rows import Row
 
 _WIDTH, _HEIGHT = 340, 210
 _LEFT, _RIGHT, _TOP, _BOTTOM = 34, 8, 8, 26

@@ -1,15 +1,24 @@
-"""The reference models' tasks: generated stories of several pages."""
+"""The reference models of a clone, and their tasks: generated stories of several pages."""
 
 import random
 from functools import lru_cache
+from pathlib import Path
 
-from fusionkv.bench.quality.data.samples import Sample, Task
-from fusionkv.models import tasks as stories
-from fusionkv.models.tasks import PROMPT, SYSTEM, Question
+from fusionkv.fusion_worker.evaluate.data import stories
+from fusionkv.fusion_worker.evaluate.data.samples import Sample, Task
+from fusionkv.fusion_worker.evaluate.data.stories import PROMPT, SYSTEM, Question
 
 # Stories among whose pages neighbours are found, as in a folder of documents.
 _GROUP = 4
+# Models trained for reuse: they are no test of how much quality a recipe recovers.
+_TUNED = ("linked-", "anchored-")
 _SEED = 30_000_001  # different from all training seeds
+
+
+def shipped() -> list[Path]:
+    """Directories of the reference models, without those trained for reuse; none outside of a clone."""
+    found = (file.parent for file in (Path(__file__).parents[3] / "models").glob("*/model.safetensors"))
+    return sorted(path for path in found if not path.name.startswith(_TUNED))
 
 
 def reference(name: str, count: int) -> Task:

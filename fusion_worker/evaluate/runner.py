@@ -11,8 +11,14 @@ from typing import Any
 
 import torch
 
-from fusionkv.bench.quality import metrics
-from fusionkv.bench.quality.contexts import (
+from fusionkv.fusion_worker.compute.engine import Engine
+from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk, slots_of
+from fusionkv.fusion_worker.compute.planner import Planner, Scored
+from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.correct.correction import Correction
+from fusionkv.fusion_worker.correct.corrector import Corrector
+from fusionkv.fusion_worker.evaluate import metrics
+from fusionkv.fusion_worker.evaluate.contexts import (
     Contexts,
     Encoding,
     deviation,
@@ -22,18 +28,11 @@ from fusionkv.bench.quality.contexts import (
     hold,
     whole,
 )
-from fusionkv.bench.quality.data.neighbours import Neighbours
-from fusionkv.bench.quality.data.prompts import Prompter
-from fusionkv.bench.quality.data.samples import Block, Sample, Task
-from fusionkv.bench.quality.examiner import Answer, Asked, Examiner, Given, clock, together
-from fusionkv.bench.quality.report.cells import NO_CONTEXT, Cell, Measured
-from fusionkv.bench.worker.integrity import check_pool
-from fusionkv.fusion_worker.compute.engine import Engine
-from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk, slots_of
-from fusionkv.fusion_worker.compute.planner import Planner, Scored
-from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.correct.correction import Correction
-from fusionkv.fusion_worker.correct.corrector import Corrector
+from fusionkv.fusion_worker.evaluate.data.neighbours import Neighbours
+from fusionkv.fusion_worker.evaluate.data.prompts import Prompter
+from fusionkv.fusion_worker.evaluate.data.samples import Block, Sample, Task
+from fusionkv.fusion_worker.evaluate.examiner import Answer, Asked, Examiner, Given, clock, together
+from fusionkv.fusion_worker.evaluate.report.cells import NO_CONTEXT, Cell, Measured
 from fusionkv.fusion_worker.library import cache
 from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.models import Model
@@ -123,7 +122,7 @@ class Runner:
         first = [await one(groups.pop(0), True)] if timed else []
         others = await asyncio.gather(*(one(group, False) for group in groups))
         answers = [answer for group in (*first, *others) for answer in group]
-        check_pool(self._pool, idle=True)
+        self._pool.check_integrity(idle=True)
         return [together([of_sample[i] for of_sample in answers]) for i in range(len(cells))]
 
     async def _learned(self, task: Task, like: Prompt) -> Correction | None:

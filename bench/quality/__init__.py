@@ -1,1 +1,0 @@
-"""`fusionkv eval` and `fusionkv check`: the answer quality of recipes, on tasks, questions and models."""
