@@ -7,20 +7,15 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-# Folder -> package below `fusionkv`. A folder named `vllm` would hide vLLM itself from whoever runs it here.
-TOP = {
-    **{
-        name: name for name in ("protos", "kvcache_service", "fusion_worker", "kernels", "gateway", "models", "bench")
-    },
-    "vllm_connector": "vllm",
-}
+# The folders below the package `fusionkv`, under their own names.
+TOP = ("protos", "kvcache_service", "fusion_worker", "kernels", "gateway", "vllm_connector", "models", "bench")
 
 
 def packages() -> list[str]:
     """Every folder of Python, protos or pages, by its name below `fusionkv`."""
     files = [f for top in TOP for kind in ("py", "proto", "html") for f in (ROOT / top).rglob(f"*.{kind}")]
     folders = {folder for f in files for folder in f.relative_to(ROOT).parents if folder.parts}
-    return ["fusionkv", *sorted(".".join(("fusionkv", TOP[f.parts[0]], *f.parts[1:])) for f in folders)]
+    return ["fusionkv", *sorted(".".join(("fusionkv", *f.parts)) for f in folders)]
 
 
 def generate_stubs(target: Path = ROOT / "protos") -> None:

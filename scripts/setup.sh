@@ -73,10 +73,9 @@ make_stubs() {
     $venv/bin/python -c 'import setup; setup.generate_stubs()'
     local package
     mkdir -p build/types/fusionkv
-    for package in protos kvcache_service fusion_worker kernels gateway models bench; do
+    for package in protos kvcache_service fusion_worker kernels gateway vllm_connector models bench; do
         ln -sfn "../../../$package" "build/types/fusionkv/$package"
     done
-    ln -sfn ../../../vllm_connector build/types/fusionkv/vllm
     ln -sfn ../../../gateway/api/__init__.py build/types/fusionkv/__init__.py
 }
 

@@ -41,7 +41,6 @@ ALLOWED = {
         "fusionkv.kvcache_service.keys",
     },
     "vllm_connector": {
-        "fusionkv.vllm",
         "fusionkv.protos",
         "fusionkv.fusion_worker.client",
         # What tells whether vLLM has the worker's model.

@@ -13,7 +13,7 @@ from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos.runtime.errors import ServiceError
 from fusionkv.protos.runtime.tls import ClientTLS
-from fusionkv.vllm.prompts import FusedPrompt
+from fusionkv.vllm_connector.prompts import FusedPrompt
 
 log = logging.getLogger("vllm.fusionkv")
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""The KV connector that vLLM loads: `FusionKVConnector` at `kv_connector_module_path` fusionkv.vllm.connector.
+"""The KV connector that vLLM loads: `kv_connector_module_path` is fusionkv.vllm_connector.connector.
 
 Written for vLLM 0.17 to 0.32. With sliding-window layers, vLLM keeps all pages of all layers, because the connector
 does not declare support for its hybrid memory manager.
@@ -17,11 +17,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from fusionkv.protos.runtime.tls import ClientTLS
-from fusionkv.vllm.background import Background
-from fusionkv.vllm.moving import Moving
-from fusionkv.vllm.pages import Pages
-from fusionkv.vllm.prompts import KVLayout, Load, Save, alterations
-from fusionkv.vllm.scheduling import Scheduling
+from fusionkv.vllm_connector.background import Background
+from fusionkv.vllm_connector.moving import Moving
+from fusionkv.vllm_connector.pages import Pages
+from fusionkv.vllm_connector.prompts import KVLayout, Load, Save, alterations
+from fusionkv.vllm_connector.scheduling import Scheduling
 
 
 @dataclass(frozen=True, slots=True)

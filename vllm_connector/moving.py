@@ -15,9 +15,9 @@ from fusionkv.kvcache_service.client import HitKind
 from fusionkv.protos.runtime.cancellation import to_the_end
 from fusionkv.protos.runtime.checksum import checksum
 from fusionkv.protos.runtime.errors import DataLoss, NotFound
-from fusionkv.vllm.background import Background
-from fusionkv.vllm.pages import Pages
-from fusionkv.vllm.prompts import FusedPrompt, Load, Prefix, Save
+from fusionkv.vllm_connector.background import Background
+from fusionkv.vllm_connector.pages import Pages
+from fusionkv.vllm_connector.prompts import FusedPrompt, Load, Prefix, Save
 
 log = logging.getLogger("vllm.fusionkv")
 # Limits host memory: requests whose pages are copied but not yet put. Further saves are dropped.

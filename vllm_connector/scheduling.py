@@ -12,8 +12,8 @@ from fusionkv.fusion_worker.library.cache import fingerprint
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.kvcache_service import keys
 from fusionkv.protos.runtime.errors import ServiceError
-from fusionkv.vllm.background import Background
-from fusionkv.vllm.prompts import FusedPrompt, KVLayout, Load, Prefix, Save
+from fusionkv.vllm_connector.background import Background
+from fusionkv.vllm_connector.prompts import FusedPrompt, KVLayout, Load, Prefix, Save
 
 log = logging.getLogger("vllm.fusionkv")
 _LOOKUP_SECONDS = 2.0

@@ -198,7 +198,7 @@ class Servers:
         """The configuration of FusionKV's connector."""
         return {
             "kv_connector": "FusionKVConnector",
-            "kv_connector_module_path": "fusionkv.vllm.connector",
+            "kv_connector_module_path": "fusionkv.vllm_connector.connector",
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"cache": cache},
         }

@@ -99,7 +99,7 @@ def test_several_gpus_share_the_model(render: Render) -> None:
 def test_the_connector_takes_what_it_is_told(render: Render, root: Path) -> None:
     found = render(ON)
     told, extra = transfer(found)
-    module = {"kv_connector": "FusionKVConnector", "kv_connector_module_path": "fusionkv.vllm.connector"}
+    module = {"kv_connector": "FusionKVConnector", "kv_connector_module_path": "fusionkv.vllm_connector.connector"}
     assert told == {**module, "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
     # It can't be imported without vLLM.
     code = (root / "vllm_connector/connector.py").read_text()

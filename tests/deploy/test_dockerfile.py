@@ -27,7 +27,7 @@ module.KVConnectorBase_V1 = module.KVConnectorMetadata = module.KVConnectorRole 
 sys.modules["grpc_tools"] = None
 import numpy, torch
 there = set(sys.modules)
-import fusionkv.vllm.connector
+import fusionkv.vllm_connector.connector
 print(json.dumps(sorted({name.partition(".")[0] for name in set(sys.modules) - there})))
 """
 

@@ -21,10 +21,10 @@ from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime.checksum import checksum
 from fusionkv.protos.runtime.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
-from fusionkv.vllm.background import Background
-from fusionkv.vllm.moving import Moving
-from fusionkv.vllm.pages import Pages
-from fusionkv.vllm.prompts import FusedPrompt, Load
+from fusionkv.vllm_connector.background import Background
+from fusionkv.vllm_connector.moving import Moving
+from fusionkv.vllm_connector.pages import Pages
+from fusionkv.vllm_connector.prompts import FusedPrompt, Load
 from tests.fusion_worker.oracle import Parts, oracle, whole
 from tests.waiting import until
 

@@ -16,10 +16,10 @@ import torch
 
 from fusionkv.kvcache_service.client import Entry, Hit, HitKind, Lookup
 from fusionkv.kvcache_service.keys import chunk_digest
-from fusionkv.vllm.background import Background
-from fusionkv.vllm.pages import Pages
-from fusionkv.vllm.prompts import FusedPrompt, KVLayout, Prefix, alterations, digest
-from fusionkv.vllm.scheduling import Scheduling
+from fusionkv.vllm_connector.background import Background
+from fusionkv.vllm_connector.pages import Pages
+from fusionkv.vllm_connector.prompts import FusedPrompt, KVLayout, Prefix, alterations, digest
+from fusionkv.vllm_connector.scheduling import Scheduling
 from tests.kvcache_service.tools import serving
 from tests.waiting import until
 
@@ -206,7 +206,7 @@ async def test_a_request_that_ends_during_its_lookup_leaves_no_lease(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = threading.Event()
-    monkeypatch.setattr("fusionkv.vllm.scheduling.fingerprint", lambda _: known.wait(30) and b"f" * 32)
+    monkeypatch.setattr("fusionkv.vllm_connector.scheduling.fingerprint", lambda _: known.wait(30) and b"f" * 32)
     async with serving(tmp_path / "data") as service:
         with scheduling_over(service.client.address, tmp_path) as found:
             prefix = Prefix.of(PROMPT, "", 4)
