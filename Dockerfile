@@ -22,8 +22,6 @@ COPY fusion_worker fusion_worker
 COPY kernels kernels
 COPY gateway gateway
 COPY vllm_connector vllm_connector
-COPY models/*.py models/
-COPY bench bench
 RUN pip wheel --no-cache-dir --no-build-isolation --no-deps --wheel-dir /wheels . \
     && python -m venv /opt/fusionkv
 

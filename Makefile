@@ -4,7 +4,6 @@ SHELL := /bin/bash
 # -P: the folder `kernels` would otherwise be taken for the package of that name.
 PY := .venv/bin/python -P
 PROTOS := $(wildcard protos/*/v1/*.proto)
-CODE := protos kvcache_service fusion_worker kernels gateway vllm_connector models bench examples scripts tests setup.py
 ARGS ?=
 # Services are started hundreds of times: modules are compiled once, also where containers turn that off.
 unexport PYTHONDONTWRITEBYTECODE
@@ -49,8 +48,8 @@ test-all: setup ## All tests, and all examples of each: ARGS as for `make test`
 
 .PHONY: lint
 lint: setup ## ruff, mypy, buf, hadolint
-	$(PY) -m ruff check $(CODE)
-	$(PY) -m ruff format --check $(CODE)
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
 	$(PY) -m mypy -p fusionkv
 	.venv/bin/buf lint protos
 	.venv/bin/buf format --diff --exit-code protos
@@ -58,8 +57,8 @@ lint: setup ## ruff, mypy, buf, hadolint
 
 .PHONY: format
 format: setup ## Formats Python and protos
-	$(PY) -m ruff check --fix $(CODE)
-	$(PY) -m ruff format $(CODE)
+	$(PY) -m ruff check --fix
+	$(PY) -m ruff format
 	.venv/bin/buf format --write protos
 
 .PHONY: proto

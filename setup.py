@@ -1,21 +1,28 @@
 """Lists the packages, and generates the gRPC stubs from protos/ whenever they are built or installed."""
 
 import re
+import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.build_py import build_py
+from setuptools.command.editable_wheel import editable_wheel
 
 ROOT = Path(__file__).parent
-# The folders below the package `fusionkv`, under their own names.
-TOP = ("protos", "kvcache_service", "fusion_worker", "kernels", "gateway", "vllm_connector", "models", "bench")
+_TOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
+# Top-level folders, imported as `fusionkv.<folder>`: those of the wheel, and those of a clone alone.
+PRODUCT = tuple(folder for folder in _TOOLS["setuptools"]["package-dir"].values() if "/" not in folder)
+CLONE = tuple(_TOOLS["fusionkv"]["clone"])
+# What is imported as `fusionkv` itself.
+API = Path(_TOOLS["setuptools"]["package-dir"]["fusionkv"])
 
 
-def packages() -> list[str]:
-    """Every folder of Python, protos or pages, by its name below `fusionkv`."""
-    files = [f for top in TOP for kind in ("py", "proto", "html") for f in (ROOT / top).rglob(f"*.{kind}")]
-    folders = {folder for f in files for folder in f.relative_to(ROOT).parents if folder.parts}
-    return ["fusionkv", *sorted(".".join(("fusionkv", *f.parts)) for f in folders)]
+def packages(folders: Iterable[str] = PRODUCT) -> list[str]:
+    """Every folder of Python, protos or pages in these top-level folders, by its name below `fusionkv`."""
+    files = [f for top in folders for kind in ("py", "proto", "html") for f in (ROOT / top).rglob(f"*.{kind}")]
+    found = {folder for f in files for folder in f.relative_to(ROOT).parents if folder.parts}
+    return ["fusionkv", *sorted(".".join(("fusionkv", *f.parts)) for f in found - {API, API.parent})]
 
 
 def generate_stubs(target: Path = ROOT / "protos") -> None:
@@ -43,5 +50,14 @@ class BuildPy(build_py):
         super().run()
 
 
+class EditableWheel(editable_wheel):
+    """editable_wheel, which maps the folders of a clone too."""
+
+    def finalize_options(self) -> None:
+        self.distribution.packages = packages((*PRODUCT, *CLONE))
+        self.distribution.package_dir |= {f"fusionkv.{folder}": folder for folder in CLONE}
+        super().finalize_options()
+
+
 if __name__ == "__main__":
-    setup(packages=packages(), cmdclass={"build_py": BuildPy})
+    setup(packages=packages(), cmdclass={"build_py": BuildPy, "editable_wheel": EditableWheel})

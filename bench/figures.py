@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import runpy
 import sys
 import tempfile
 import threading
@@ -27,7 +28,7 @@ from fusionkv.kvcache_service.config import Config
 from fusionkv.protos.runtime.errors import ServiceError
 
 ROOT = Path(__file__).parents[1]
-PRODUCT = ("protos", "kvcache_service", "fusion_worker", "kernels", "gateway", "vllm_connector")
+PRODUCT: tuple[str, ...] = runpy.run_path(str(ROOT / "setup.py"))["PRODUCT"]
 REFERENCE = ("configuration", "structure", "kernels")
 START_SECONDS = 60
 PAGES = 4

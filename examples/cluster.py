@@ -23,10 +23,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fusionkv.gateway.client.client import AsyncClient
-from fusionkv.gateway.client.results import Answer
-from fusionkv.protos.runtime.errors import ServiceError
-from fusionkv.protos.runtime.process import listens
+from fusionkv import Answer, AsyncClient, ServiceError
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = Path(sys.executable).parent / "fusionkv"
@@ -57,10 +54,17 @@ class Process:
             command = self._command(self._port)
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
         end = time.monotonic() + START_SECONDS
-        while not listens(self.address):
+        while not self._listens():
             if self._process.poll() is not None or time.monotonic() > end:
                 raise Failed(f"{self.name} did not start:\n{self._log.read_text()[-3000:]}")
             time.sleep(0.05)
+
+    def _listens(self) -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", self._port), timeout=1.0).close()
+        except OSError:
+            return False
+        return True
 
     def kill(self) -> None:
         assert self._process is not None

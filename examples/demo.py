@@ -22,10 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fusionkv.gateway.client import ORDER_NAMES
-from fusionkv.gateway.client.client import AsyncClient
-from fusionkv.gateway.client.results import fields
-from fusionkv.protos.runtime.errors import ServiceError
+from fusionkv import ORDER_NAMES, AsyncClient, ServiceError, as_dict
 
 ROOT = Path(__file__).parent.parent
 REAL_MODEL, EMBEDDER = "smollm2", "minilm"
@@ -209,7 +206,7 @@ async def ask(client: AsyncClient, question: Question, recipe: str, order: str) 
         recipe=recipe,
         answer=answer.text.strip(),
         right=any(expected.lower() in answer.text.lower() for expected in question.answers),
-        summary=fields(answer.summary),
+        summary=as_dict(answer.summary),
     )
 
 

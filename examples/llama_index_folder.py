@@ -5,7 +5,7 @@ import argparse
 from llama_index.core import SimpleDirectoryReader, SimpleKeywordTableIndex
 from llama_index.core.schema import MetadataMode
 
-from fusionkv.gateway.client.llama_index import FusionKV
+from fusionkv.llama_index import FusionKV
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("folder")

@@ -3,9 +3,7 @@
 import argparse
 import asyncio
 
-from fusionkv.gateway.client.client import DEFAULT_ADDRESS, AsyncClient
-from fusionkv.gateway.client.results import Sources, Summary, Token
-from fusionkv.protos.runtime.errors import ServiceError
+from fusionkv import DEFAULT_ADDRESS, AsyncClient, ServiceError, Sources, Summary, Token
 
 PAGES = {
     "ballakmi-01.txt": "Report Ballakmi. The city of Tanvan is Janberg. The code of Bervek is 535.",

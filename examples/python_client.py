@@ -2,9 +2,7 @@
 
 import argparse
 
-from fusionkv.gateway.client.client import DEFAULT_ADDRESS, Client
-from fusionkv.gateway.client.results import Sources, Summary, Token
-from fusionkv.protos.runtime.errors import NotFound, ServiceError
+from fusionkv import DEFAULT_ADDRESS, Client, NotFound, ServiceError, Sources, Summary, Token
 
 PAGES = {
     "ballakmi-01.txt": "Report Ballakmi. The garden is blue. Tanvan lives in Janberg.",

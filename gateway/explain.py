@@ -4,7 +4,7 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from fusionkv.gateway.cli.connect import UsageError
-from fusionkv.gateway.client.results import Answer, Explanation, Passage, fields
+from fusionkv.gateway.client.results import Answer, Explanation, Passage, as_dict
 from fusionkv.protos.answer.v1.answer_pb2 import ExplainedChunk, StageSeconds
 from fusionkv.protos.runtime.settings import extra
 
@@ -66,7 +66,7 @@ def render(
         shown=_shown,
         stages=STAGES,
         timelines=[(name, _timeline(a.summary.seconds, longest), a.summary.seconds) for name, a in answers],
-        seconds=[fields(a.summary.seconds) for _, a in answers],
+        seconds=[as_dict(a.summary.seconds) for _, a in answers],
         verdicts=explanation.verdicts,
         ends=ENDS,
         longest=longest,

@@ -71,12 +71,12 @@ pip_install() {
 # Separate from the package's build, so that editing a .proto needs no reinstallation.
 make_stubs() {
     $venv/bin/python -c 'import setup; setup.generate_stubs()'
-    local package
+    local path
+    rm -rf build/types
     mkdir -p build/types/fusionkv
-    for package in protos kvcache_service fusion_worker kernels gateway vllm_connector models bench; do
-        ln -sfn "../../../$package" "build/types/fusionkv/$package"
+    for path in $($venv/bin/python -c 'import setup; print(*setup.PRODUCT, *setup.CLONE, *setup.API.glob("*.py"))'); do
+        ln -s "../../../$path" build/types/fusionkv/
     done
-    ln -sfn ../../../gateway/api/__init__.py build/types/fusionkv/__init__.py
 }
 
 install_tools() {

@@ -1,10 +1,12 @@
 """Prints docs/structure.md: its text up to the heading "Files", then a line for each file from its docstring."""
 
 import ast
+import runpy
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("protos", "kvcache_service", "fusion_worker", "kernels", "gateway", "vllm_connector", "models", "bench")
+_SETUP = runpy.run_path(str(ROOT / "setup.py"))
+PACKAGES = (*_SETUP["PRODUCT"], *_SETUP["CLONE"])
 HEADING = "## Files\n"
 
 

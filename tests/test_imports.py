@@ -1,6 +1,7 @@
 """Who may import whom, what the gateway never loads, what every file must be, and what no source may hold."""
 
 import ast
+import runpy
 from collections import Counter
 from collections.abc import Set
 from functools import cache
@@ -12,7 +13,9 @@ import pytest
 from tests.commands import run_python
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("protos", "kvcache_service", "fusion_worker", "kernels", "gateway", "vllm_connector", "models", "bench")
+SETUP = runpy.run_path(str(ROOT / "setup.py"))
+PRODUCT, CLONE, API = SETUP["PRODUCT"], SETUP["CLONE"], ROOT / SETUP["API"]
+PACKAGES = (*PRODUCT, *CLONE)
 # Beside itself and protos, which everything may use but kernels.
 ALLOWED = {
     "protos": set(),
@@ -97,10 +100,10 @@ def test_no_service_or_command_starts_what_only_a_clone_has() -> None:
     """By a module's name in a string, which no import shows."""
     named = [
         f"{file.relative_to(ROOT)} names {node.value}"
-        for file in files_in(*SHIPPED)
+        for file in files_in(*PRODUCT)
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        if within(node.value, "fusionkv.bench") or within(node.value, "fusionkv.models")
+        if any(within(node.value, f"fusionkv.{folder}") for folder in CLONE)
     ]
     assert named == []
 
@@ -138,6 +141,7 @@ def test_nobody_imports_a_bare_package_of_ours() -> None:
         ("fusionkv.kvcache_service.__main__", {"torch", "transformers", "lancedb"}),
         ("fusionkv.kvcache_service.client", {"torch", "lmdb"}),
         ("fusionkv.protos.contract.requests", {"torch", "numpy", "transformers", "tokenizers"}),
+        ("fusionkv", {"grpc", "google.protobuf", "numpy", "asyncio"}),
     ],
 )
 def test_a_light_module_loads_nothing_heavy(module: str, forbidden: set[str]) -> None:
@@ -148,7 +152,8 @@ def test_a_light_module_loads_nothing_heavy(module: str, forbidden: set[str]) ->
 def modules() -> dict[str, Path]:
     """All modules of the packages by their import names, packages themselves left out."""
     inside = [f for f in sources() if f.relative_to(ROOT).parts[0] in PACKAGES and f.name != "__init__.py"]
-    return {".".join(("fusionkv", *f.relative_to(ROOT).with_suffix("").parts)): f for f in inside}
+    names = {f: f.relative_to(API if f.is_relative_to(API) else ROOT).with_suffix("").parts for f in inside}
+    return {".".join(("fusionkv", *parts)): f for f, parts in names.items()}
 
 
 def test_folders_are_small() -> None:
@@ -190,7 +195,6 @@ MAY_RUN_CODE = {
     # A worker sends its other ranks, its children, what they run, through sockets that nobody else can write to.
     "fusion_worker/tensor_parallel/channel.py": {"pickle"},
 }
-SHIPPED = ("protos", "kvcache_service", "fusion_worker", "kernels", "gateway", "vllm_connector")
 
 
 def files_in(*folders: str) -> list[Path]:
@@ -232,7 +236,7 @@ def faults(text: str, shipped: bool, allowed: Set[str] = frozenset()) -> list[st
 
 @pytest.mark.parametrize("shipped", [True, False], ids=["services", "the rest"])
 def test_nothing_reads_what_can_run_code(shipped: bool) -> None:
-    folders = SHIPPED if shipped else ("models", "bench", "examples", "scripts")
+    folders = PRODUCT if shipped else (*CLONE, "examples", "scripts")
     files = {str(file.relative_to(ROOT)): file.read_text() for file in files_in(*folders)}
     assert len(files) > 5
     found = {name: faults(text, shipped, MAY_RUN_CODE.get(name, frozenset())) for name, text in files.items()}

@@ -24,7 +24,7 @@ from fusionkv.gateway.cli import connect, encode, files, shown
 from fusionkv.gateway.cli.console import print_json, progress, retry_while_busy
 from fusionkv.gateway.client import results
 from fusionkv.gateway.client.client import AsyncClient
-from fusionkv.gateway.client.results import Event, Explanation, Ingested, Item, Progress, Summary, Token, fields
+from fusionkv.gateway.client.results import Event, Explanation, Ingested, Item, Progress, Summary, Token, as_dict
 from fusionkv.protos.kvcache.v1.kvcache_pb2 import Tier
 from fusionkv.protos.runtime import cancellation
 from fusionkv.protos.runtime.errors import AlreadyExists, InvalidArgument, NotFound, ServiceError
@@ -189,7 +189,7 @@ async def ask(args: argparse.Namespace) -> int:
             args.explain.write_text(explain.render(page, args.question, answer, explanation, full), "utf-8")
     summary = answer.summary
     if args.json:
-        print_json({"text": answer.text, "sources": [asdict(s) for s in answer.sources], "summary": fields(summary)})
+        print_json({"text": answer.text, "sources": [asdict(s) for s in answer.sources], "summary": as_dict(summary)})
         return 0
     print(flush=True)
     console = Console(stderr=True, highlight=False, markup=False, emoji=False)
@@ -214,7 +214,7 @@ def _answer_figures(summary: Summary) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     table.add_column()
-    stages = fields(summary.seconds)
+    stages = as_dict(summary.seconds)
     first, total = stages.pop("ttft"), stages.pop("total")
     breakdown = "  ".join(f"{name} {1e3 * s:.1f}" for name, s in stages.items() if s >= 5e-5)
     table.add_row("time (ms)", f"first token {1e3 * first:.1f}, total {1e3 * total:.1f}:  {breakdown}")
@@ -333,7 +333,7 @@ async def _worker_stats(address: str, tls: ClientTLS | None) -> dict[str, Any]:
         "fingerprint": model.fingerprint.hex(),
         "recipes": [{"name": r.name, "ratio": r.default_ratio, "neighbours": r.neighbours} for r in usable],
         "modifiers": [m.name for m in model.modifiers],
-        "verdicts": [fields(verdict) for verdict in model.verdicts],
+        "verdicts": [as_dict(verdict) for verdict in model.verdicts],
     }
 
 
@@ -342,7 +342,7 @@ async def _cache_stats(address: str, tls: ClientTLS | None) -> dict[str, Any]:
 
     client = CacheClient(address, tls)
     try:
-        found = fields(await client.stats())
+        found = as_dict(await client.stats())
     finally:
         await client.close()
     tiers = [{**tier, "tier": Tier.Name(tier["tier"]).removeprefix("TIER_").lower()} for tier in found["tiers"]]

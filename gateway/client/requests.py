@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack
 
 from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.message import Message
+from google.protobuf.message import Message as ProtoMessage
 
 from fusionkv.gateway.client import ORDER_NAMES
 from fusionkv.gateway.client.results import Passage
@@ -18,7 +18,7 @@ from fusionkv.protos.runtime import errors
 _NUMBERS = (pb.ORDER_DOCUMENT, pb.ORDER_RANK, pb.ORDER_RANK_REVERSED, pb.ORDER_ENDS, pb.ORDER_PREFIX)
 ORDERS = dict(zip(ORDER_NAMES, _NUMBERS, strict=True))
 
-T = TypeVar("T", bound=Message)
+T = TypeVar("T", bound=ProtoMessage)
 # The highest max_document_bytes.
 _MAX_CONTENT = 60 << 20
 # A document with a larger content is sent in such pieces.
@@ -28,13 +28,23 @@ NO_FILTER: Mapping[str, str] = {}
 ROLES = {"system": pb.ROLE_SYSTEM, "user": pb.ROLE_USER, "assistant": pb.ROLE_ASSISTANT}
 
 
+class Message(TypedDict):
+    """A turn of a conversation.
+
+    Attributes:
+        role: system, user or assistant.
+    """
+
+    role: str
+    content: str
+
+
 class Options(TypedDict, total=False):
     """Options of a question; those left out use the gateway's or the worker's defaults.
 
     Attributes:
         passages: texts to answer over instead of a corpus.
-        messages: a conversation instead of a question, each message with a `role` (system, user or assistant) and
-            `content`; the last one is the question.
+        messages: a conversation instead of a question; the last one is the question.
         system: the system prompt.
         prompt_template: the user message, with `{passages}` and behind it `{question}`.
         chat_template_kwargs: values for variables of the model's chat template, as `{"enable_thinking": False}`.
@@ -56,7 +66,7 @@ class Options(TypedDict, total=False):
     """
 
     passages: Sequence[str | Passage]
-    messages: Sequence[Mapping[str, str]]
+    messages: Sequence[Message]
     system: str
     prompt_template: str
     chat_template_kwargs: Mapping[str, Any]
@@ -132,7 +142,7 @@ def _passage(number: int, passage: str | Passage) -> pb.Passage:
     return of(pb.Passage, f" of passage {number}", **fields)
 
 
-def _message(number: int, message: Mapping[str, str]) -> pb.Message:
+def _message(number: int, message: Message) -> pb.Message:
     if not isinstance(message, Mapping):
         raise errors.InvalidArgument(f"message {number} must be a mapping with role and content")
     if unknown := sorted(map(str, message.keys() - {"role", "content"})):
@@ -258,7 +268,7 @@ def of(kind: type[T], where: str = "", /, **values: Any) -> T:
         raise
 
 
-def _wanted(kind: type[Message], name: str) -> str:
+def _wanted(kind: type[ProtoMessage], name: str) -> str:
     field = kind.DESCRIPTOR.fields_by_name[name]
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         return _MAPPING

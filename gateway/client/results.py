@@ -187,11 +187,11 @@ def answer(events: Iterable[Event]) -> Answer:
     return Answer(text, sources.passages, summary)
 
 
-def fields(message: Message) -> dict[str, Any]:
+def as_dict(message: Message) -> dict[str, Any]:
     """A message as a JSON-compatible dictionary with every field; nested messages are dictionaries too."""
 
     def plain(value: Any) -> Any:
-        return fields(value) if isinstance(value, Message) else value
+        return as_dict(value) if isinstance(value, Message) else value
 
     return {
         f.name: [plain(v) for v in getattr(message, f.name)] if f.is_repeated else plain(getattr(message, f.name))

@@ -14,7 +14,7 @@ import grpc
 import numpy as np
 
 from fusionkv.gateway.client import results
-from fusionkv.gateway.client.results import Event, Passage, Sources, Summary, Token, cached_tokens, fields
+from fusionkv.gateway.client.results import Event, Passage, Sources, Summary, Token, as_dict, cached_tokens
 from fusionkv.gateway.http.requests import BadRequest, Chat, EmbeddingRequest
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.observe import telemetry
@@ -48,7 +48,7 @@ async def whole(chat: Chat, events: AsyncIterator[Event]) -> dict[str, Any]:
         **_frame(chat, "chat.completion"),
         "choices": [{**choice, "finish_reason": _finish(answer.summary)}],
         "usage": _usage(answer.summary),
-        _OWNER: {**_listed(answer.sources), "summary": fields(answer.summary)},
+        _OWNER: {**_listed(answer.sources), "summary": as_dict(answer.summary)},
     }
 
 
@@ -79,7 +79,7 @@ async def chunks(chat: Chat, events: AsyncIterator[Event]) -> AsyncIterator[dict
         elif isinstance(event, Summary):
             summary = event
             choice = {**_delta(chat), "finish_reason": _finish(event)}
-            yield {**frame, "choices": [choice], _OWNER: {"summary": fields(event)}}
+            yield {**frame, "choices": [choice], _OWNER: {"summary": as_dict(event)}}
             if chat.usage:
                 yield {**frame, "choices": [], "usage": _usage(event)}
     if summary is None:

@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -91,12 +92,12 @@ def test_the_connector_finds_what_it_imports_in_vllms_image(text: str) -> None:
     assert {module for module, names in wanted.items() if not names & (brought | OF_VLLM)} == set()
 
 
-def test_every_file_that_is_copied_is_let_in_and_exists(root: Path, text: str) -> None:
+def test_the_product_and_what_builds_it_are_copied_and_let_in(root: Path, text: str) -> None:
     let_in = {line[1:] for line in (root / ".dockerignore").read_text().splitlines() if line.startswith("!")}
-    for line in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE):
-        for source in line.split():
-            assert source in let_in
-            assert list(root.glob(source)), f"{source} does not exist"
+    copied = {s for line in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE) for s in line.split()}
+    product = {*runpy.run_path(str(root / "setup.py"))["PRODUCT"]}
+    assert copied == let_in == {"constraints.txt", "pyproject.toml", "setup.py", "README.md", "LICENSE", *product}
+    assert [name for name in copied if not (root / name).exists()] == []
 
 
 def test_what_a_service_is_told_in_its_image_it_knows(text: str) -> None:

@@ -3,6 +3,7 @@
 import ast
 import importlib.metadata
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,8 @@ EXTRAS = {
     "models": {"worker"},
     "bench": {"worker", "cache", "gateway", "gguf", "gpu", "gds", "http", "mooncake"},
 }
+# All that a wheel and the images hold: neither benchmarks nor the training of models.
+SHIPPED = {"protos", "kernels", "kvcache_service", "fusion_worker", "gateway", "vllm_connector"}
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +86,26 @@ def test_all_holds_what_the_known_models_need(project: dict[str, Any]) -> None:
     assert {"cache", "worker", "gateway", "gguf", "embed"} <= held <= extras.keys()
 
 
+def test_the_wheel_holds_the_product_alone(root: Path) -> None:
+    setup = runpy.run_path(str(root / "setup.py"))
+    packages = setup["packages"]()
+    assert {name.split(".")[1] for name in packages if "." in name} == {*setup["PRODUCT"]} == SHIPPED
+    assert {*setup["PRODUCT"], *setup["CLONE"]} == EXTRAS.keys()
+    wanted = {
+        "fusionkv",
+        "fusionkv.fusion_worker.evaluate.report",
+        "fusionkv.gateway.pages",
+        "fusionkv.protos.kvcache.v1",
+    }
+    assert wanted <= {*packages}
+    assert not [name for name in packages if "api" in name], "it is imported as fusionkv"
+
+
+def test_every_folder_is_imported_under_its_own_name(root: Path) -> None:
+    folders = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
+    assert {name for name, folder in folders.items() if name != f"fusionkv.{folder}"} == {"fusionkv"}
+
+
 @pytest.mark.slow
 def test_the_wheel(root: Path, project: dict[str, Any], tmp_path: Path) -> None:
     source = tmp_path / "source"
@@ -98,13 +121,15 @@ def test_the_wheel(root: Path, project: dict[str, Any], tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     wheel = zipfile.ZipFile(next(tmp_path.glob("*.whl")))
     held = set(wheel.namelist())
-    for folder in EXTRAS:
-        for file in (root / folder).rglob("*.py"):
-            assert f"fusionkv/{file.relative_to(root)}" in held
+    assert {parts[1] for name in held if len(parts := name.split("/")) > 2 and parts[0] == "fusionkv"} == SHIPPED
+    api = root / "gateway/api/fusionkv"
+    for file in (file for folder in SHIPPED for file in (root / folder).rglob("*.py")):
+        where = file.relative_to(api if file.is_relative_to(api) else root)
+        assert f"fusionkv/{where}" in held
     for proto in (root / "protos").glob("*/v1/*.proto"):
         stem = f"fusionkv/{proto.relative_to(root).with_suffix('')}"
         assert {f"{stem}.proto", f"{stem}_pb2.py", f"{stem}_pb2.pyi", f"{stem}_pb2_grpc.py"} <= held
-    assert "fusionkv/protos/py.typed" in held
+    assert "fusionkv/py.typed" in held
     quality = root / "fusion_worker/evaluate"
     for page in (*(root / "gateway/pages").iterdir(), quality / "report/report.html", quality / "data/passages.json"):
         assert f"fusionkv/{page.relative_to(root)}" in held

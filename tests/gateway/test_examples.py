@@ -18,9 +18,9 @@ from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, TextBlock
 from llama_index.core.query_engine import RetrieverQueryEngine
 
-from fusionkv.gateway.client import llama_index
+from fusionkv import llama_index
 from fusionkv.gateway.client.client import Client
-from fusionkv.gateway.client.langchain import ChatFusionKV, FusionKVRetriever
+from fusionkv.langchain import ChatFusionKV, FusionKVRetriever
 from fusionkv.protos.runtime.errors import InvalidArgument, NotFound
 from tests.commands import run_python
 from tests.conftest import ROOT

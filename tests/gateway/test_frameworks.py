@@ -12,12 +12,12 @@ from langchain_core.globals import set_llm_cache
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from pydantic import ValidationError
 
-from fusionkv.gateway.client import langchain, llama_index
+from fusionkv import langchain, llama_index
 from fusionkv.gateway.client.client import Client
 from fusionkv.gateway.client.fields import Asking, Search
-from fusionkv.gateway.client.langchain import ChatFusionKV
 from fusionkv.gateway.client.requests import IngestOptions, Options
 from fusionkv.gateway.client.results import Passage
+from fusionkv.langchain import ChatFusionKV
 from fusionkv.protos.answer.v1.answer_pb2 import Summary, Token
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.gateway.v1.gateway_pb2_grpc import GatewayServiceServicer

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from fusionkv.gateway.client import ORDER_NAMES, langchain, requests, results
+from fusionkv import langchain
+from fusionkv.gateway.client import ORDER_NAMES, requests, results
 from fusionkv.gateway.client.client import Client
 from fusionkv.gateway.client.results import Sources, Summary, Token
 from fusionkv.gateway.http import replies

@@ -10,7 +10,7 @@ from langchain_tests.integration_tests import ChatModelIntegrationTests, Retriev
 from langchain_tests.unit_tests import ChatModelUnitTests
 
 from fusionkv.gateway.client.client import Client
-from fusionkv.gateway.client.langchain import ChatFusionKV, FusionKVRetriever
+from fusionkv.langchain import ChatFusionKV, FusionKVRetriever
 
 pytestmark = pytest.mark.system
 

@@ -23,7 +23,7 @@ from pydantic import ConfigDict
 
 from fusionkv.gateway.client import requests
 from fusionkv.gateway.client.fields import Asking, Search, with_metadata
-from fusionkv.gateway.client.results import Event, Passage, Sources, Summary, Token, cached_tokens, fields
+from fusionkv.gateway.client.results import Event, Passage, Sources, Summary, Token, as_dict, cached_tokens
 from fusionkv.protos.runtime.errors import InvalidArgument
 
 _ROLES = {"human": "user", "ai": "assistant"}
@@ -173,7 +173,7 @@ class ChatFusionKV(Asking, BaseChatModel):
         return self.call_options({**own, "stop": stop} if stop else own)
 
 
-def _turn(number: int, message: BaseMessage) -> dict[str, str]:
+def _turn(number: int, message: BaseMessage) -> requests.Message:
     """A message of a request. Raises InvalidArgument for one with an image, for example."""
     parts = message.content if isinstance(message.content, list) and message.type != "ai" else []
     for part in parts:
@@ -216,7 +216,7 @@ def _chunk(event: Event, metadata: Sequence[dict[str, Any]]) -> ChatGenerationCh
             total_tokens=event.prompt_tokens + event.tokens_generated,
             input_token_details={"cache_read": cached_tokens(event)},
         )
-        about = {"summary": fields(event), "finish_reason": event.finish_reason, "model_name": event.model}
+        about = {"summary": as_dict(event), "finish_reason": event.finish_reason, "model_name": event.model}
         message = AIMessageChunk(content="", response_metadata=about, usage_metadata=usage, chunk_position="last")
         return ChatGenerationChunk(message=message)
     return None

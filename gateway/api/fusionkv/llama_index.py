@@ -25,7 +25,7 @@ from pydantic import ConfigDict, PrivateAttr
 
 from fusionkv.gateway.client import requests
 from fusionkv.gateway.client.fields import Asking, Search, with_metadata
-from fusionkv.gateway.client.results import Event, Model, Passage, Sources, Summary, Token, fields
+from fusionkv.gateway.client.results import Event, Model, Passage, Sources, Summary, Token, as_dict
 from fusionkv.protos.runtime.errors import InvalidArgument
 
 # The text so far, the new text and, in the last part, the sources and the summary.
@@ -218,7 +218,7 @@ def _node(passage: Passage) -> NodeWithScore:
     return NodeWithScore(node=node, score=passage.score)
 
 
-def _turn(number: int, message: ChatMessage) -> dict[str, str]:
+def _turn(number: int, message: ChatMessage) -> requests.Message:
     """A message of a request. Raises InvalidArgument for one with an image, for example."""
     for block in message.blocks if message.role != MessageRole.ASSISTANT else ():
         if block.block_type != "text":
@@ -266,7 +266,7 @@ class _Reader:
             known = with_metadata(event.passages, self._metadata)
             self._sources = [replace(source, metadata=metadata) for source, metadata in known]
         if isinstance(event, Summary):
-            return self._text, "", {"sources": self._sources, "summary": fields(event)}
+            return self._text, "", {"sources": self._sources, "summary": as_dict(event)}
         return None
 
 
