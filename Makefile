@@ -47,10 +47,11 @@ test-all: setup ## All tests, and all examples of each: ARGS as for `make test`
 	@$(PYTEST) -m "not weights" --hypothesis-profile all $(ARGS)
 
 .PHONY: lint
-lint: setup ## ruff, mypy, buf, hadolint
+lint: setup ## ruff, mypy, pyright, buf, hadolint
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) -m mypy -p fusionkv
+	.venv/bin/pyright -p build/paths/fusionkv
 	.venv/bin/buf lint protos
 	.venv/bin/buf format --diff --exit-code protos
 	.venv/bin/hadolint Dockerfile

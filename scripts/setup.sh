@@ -72,8 +72,9 @@ pip_install() {
 make_stubs() {
     $venv/bin/python -c 'import setup; setup.generate_stubs()'
     local path
-    rm -rf build/types
-    mkdir -p build/types/fusionkv
+    rm -rf build/types build/paths
+    mkdir -p build/types/fusionkv build/paths
+    ln -s ../.. build/paths/fusionkv
     for path in $($venv/bin/python -c 'import setup; print(*setup.PRODUCT, *setup.CLONE, *setup.API.glob("*.py"))'); do
         ln -s "../../../$path" build/types/fusionkv/
     done

@@ -26,9 +26,10 @@ def table(folder: Path) -> str:
     files = [file for file in files_of(folder) if file.parent == folder]
     rows = "".join(f"| `{file.name}` | {sentence(file)} |\n" for file in files)
     found = [f"| file | what it is |\n|---|---|\n{rows}"] if rows else []
-    for inner in sorted({file.parent for file in files_of(folder)} - {folder}):
-        if inner.parent == folder:
-            found.append(f"**{inner.relative_to(ROOT)}/** {sentence(inner / '__init__.py')}\n\n{table(inner)}")
+    for inner in sorted({folder / file.relative_to(folder).parts[0] for file in files_of(folder)} - {*files}):
+        about = inner / "__init__.py"
+        heading = f"**{inner.relative_to(ROOT)}/** {sentence(about)}\n\n" if about.exists() else ""
+        found.append(f"{heading}{table(inner)}")
     return "\n".join(found)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # pyright: ignore[reportMissingImports]
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
@@ -115,7 +115,7 @@ class FusionKVConnector(KVConnectorBase_V1):
     # Worker side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank  # pyright: ignore[reportMissingImports]
 
         layers = self._vllm_config.compilation_config.static_forward_context
         pages = Pages(kv_caches, layers, self._kv_cache_config.num_blocks)

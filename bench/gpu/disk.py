@@ -64,7 +64,7 @@ def _direct(file: int, device: torch.Tensor) -> Callable[[], object] | None:
     if not device.is_cuda:
         return None
     try:
-        import kvikio
+        import kvikio  # pyright: ignore[reportMissingImports]
     except (ImportError, OSError):
         return None
     source = kvikio.CuFile(f"/proc/self/fd/{file}")

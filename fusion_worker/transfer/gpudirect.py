@@ -46,7 +46,7 @@ class DirectReader:
         try:
             # kvikio imports without the driver, but then every read fails.
             ctypes.CDLL("libcuda.so.1")
-            import kvikio
+            import kvikio  # pyright: ignore[reportMissingImports]
         except (ImportError, OSError) as error:
             log.info("GPUDirect Storage is not available; the disk tier is read through host memory: %s", error)
             return None
