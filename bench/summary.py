@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from fusionkv.bench import command
 from fusionkv.bench.worker import throughput
-from fusionkv.fusion_worker.quality.defaults import MIDLAYER
+from fusionkv.fusion_worker.quality.defaults import PRIMED
 
 _MIB = 1 << 20
 _SHORT = 2000  # tokens of context below which the goal of the time to the first token is lower
@@ -29,7 +29,7 @@ class Figure(NamedTuple):
 
 def _first_tokens(rows: Sequence[dict[str, Any]]) -> Iterator[Figure]:
     for row in rows:
-        if row["name"] == MIDLAYER.recipe:
+        if row["name"] == PRIMED.recipe:
             yield Figure(
                 f"first token, {row['context']:,} tokens",
                 f"{row['value_s']:.2f} s",
@@ -79,7 +79,7 @@ def _load(rows: list[dict[str, Any]]) -> Iterator[Figure]:
             f"{'>= ' * more}{rate:.2f}",
             f"full attention {base:.2f}, at the same p99",
             f"{rate / base:.1f}x",
-            "4x" if name == MIDLAYER.recipe else "",
+            "4x" if name == PRIMED.recipe else "",
         )
 
 

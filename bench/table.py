@@ -26,14 +26,14 @@ from fusionkv.bench.worker.passages import Passages
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.evaluate.command import run as run_command
 from fusionkv.fusion_worker.library.resolve import resolve
-from fusionkv.fusion_worker.quality.defaults import MIDLAYER
+from fusionkv.fusion_worker.quality.defaults import PRIMED
 from fusionkv.protos.contract.recipes import find_recipe
 from fusionkv.protos.runtime.process import cores
 
 _ROOT = Path(__file__).parents[1]
-_DEFAULT = find_recipe(MIDLAYER.recipe)
+_DEFAULT = find_recipe(PRIMED.recipe)
 # The columns: recipes and their ratios.
-RECIPES = (("full_attention", 1.0), ("full_reuse", 0.0), (MIDLAYER.recipe, _DEFAULT.ratio))
+RECIPES = (("full_attention", 1.0), ("full_reuse", 0.0), (PRIMED.recipe, _DEFAULT.ratio))
 # Shares of full reuse's loss that `fusionkv eval` reports, with their titles.
 _RECOVERED = {
     "answer_kl_back": "quality recovered, by KL divergence",
@@ -124,7 +124,7 @@ def _quality(args: argparse.Namespace, commit: str) -> _Rows:
     # Cells of another commit are not reused.
     out = args.json.parent / args.json.stem / commit
     argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", "eval", args.model, "--data", *args.data]
-    argv += ["--recipes", MIDLAYER.recipe, "--ratios", _DEFAULT.ratio, "--n", args.n, "--out", out]
+    argv += ["--recipes", PRIMED.recipe, "--ratios", _DEFAULT.ratio, "--n", args.n, "--out", out]
     subprocess.run([*map(str, argv)], check=True)
     wanted = {*_RECOVERED, "f1"}
     rows = json.loads((out / "report.json").read_text(encoding="utf-8"))
@@ -173,7 +173,7 @@ def _questions(parts: Mapping[str, _Rows]) -> tuple[str, ...]:
 
 def _qualities(rows: _Rows) -> Iterator[tuple[str, ...]]:
     for metric, title in _RECOVERED.items():
-        found = [row["score"] for row in rows if row["metric"] == metric and row["recipe"] == MIDLAYER.recipe]
+        found = [row["score"] for row in rows if row["metric"] == metric and row["recipe"] == PRIMED.recipe]
         known = [score for score in found if score is not None]
         yield title, "100%", "0%", _shares(statistics.mean(known), known) if known else "undefined"
     scores = [

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import grpc
@@ -80,12 +80,6 @@ class WorkerClient:
         """The prompt template with values for variables of the chat template."""
         with self._errors():
             return (await self._stub.RenderTemplate(request, timeout=timeout)).template
-
-    async def corrections(self, tenant: str, corpora: Sequence[str], timeout: float) -> Sequence[str]:
-        """The state of each corpus's correction."""
-        request = pb.GetCorrectionsRequest(tenant=tenant, corpora=corpora)
-        with self._errors():
-            return (await self._stub.GetCorrections(request, timeout=timeout)).states
 
     def generate(
         self, request: pb.GenerateRequest, timeout: float | None = None

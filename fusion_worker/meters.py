@@ -102,7 +102,6 @@ class Summary:
         laid: the prompt as it lies in the pool: anchor tokens replace the text of compressed chunks.
         degraded: why the cache was not used; empty if it was.
         raised: why the ratio is higher than the requested one; empty if it is not.
-        uncorrected: why no correction was used although the request's recipe asks for one; empty otherwise.
         first_logits: float [vocabulary] of the first token, kept for answers that are compared with full attention.
     """
 
@@ -114,11 +113,9 @@ class Summary:
     finish: str = ""
     lossless: int = 0
     recomputed: int = 0
-    corrected: int = 0
     generated: int = 0
     degraded: str = ""
     raised: str = ""
-    uncorrected: str = ""
     first_logits: torch.Tensor | None = None
 
     @property

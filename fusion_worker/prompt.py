@@ -7,7 +7,6 @@ from functools import cached_property
 import torch
 
 from fusionkv.fusion_worker.compute.kv_pool import PooledChunk, SlotRange, stretches
-from fusionkv.fusion_worker.correct.correction import Average, PlacedCorrection
 from fusionkv.kernels.segments import KVSegment
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import Entry
@@ -45,12 +44,17 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A system prompt, chunks in order, and a question."""
+    """A system prompt, chunks in order, and a question.
+
+    Attributes:
+        corpus: the chunks' origin, by which answer quality is tracked, and which a primer is of.
+    """
 
     system: Chunk
     chunks: tuple[Chunk, ...]
     question: tuple[int, ...]
     tenant: str = ""
+    corpus: str = ""
 
     @cached_property
     def parts(self) -> tuple[Chunk, ...]:
@@ -85,6 +89,25 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class Primer:
+    """What a corpus's chunks are encoded after (`Primed`).
+
+    Attributes:
+        chunk: the tokens.
+        holds: digests of the chunks that it is made of.
+        fallback: another one for these chunks, which would find a copy of themselves in it.
+    """
+
+    chunk: Chunk
+    holds: tuple[bytes, ...]
+    fallback: Chunk
+
+    def before(self, chunk: Chunk) -> Chunk:
+        """What a chunk is encoded after."""
+        return self.fallback if chunk.digest in self.holds else self.chunk
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkSource:
     """The source of a prompt's part: a cache entry to fetch, or an encoding by this worker.
 
@@ -94,8 +117,9 @@ class ChunkSource:
         path, variant, key: its name in the cache service (kvcache_service.keys).
         entry: the entry to fetch; None encodes the part here.
         alone: whether to encode it after the system prompt only, or after all parts before it.
+        after: the pool's key of the primer that it is encoded after, too; empty for none.
+        is_primer: whether it is a primer, which is loaded for chunks to be encoded, and is not part of the prompt.
         lossless: whether its KV equals that of full attention over this prompt.
-        correction: correction to apply in the pool; None for none.
     """
 
     chunk: Chunk
@@ -106,17 +130,9 @@ class ChunkSource:
     variant: bytes = b""
     entry: Entry | None = None
     alone: bool = True
+    after: bytes = b""
+    is_primer: bool = False
     lossless: bool = False
-    correction: PlacedCorrection | Average | None = None
-
-    def corrected(self, correction: PlacedCorrection) -> "ChunkSource":
-        """The same part with a correction, and with a key of its own in the pool."""
-        return replace(self, key=self.key + correction.name, correction=correction)
-
-    @property
-    def uncorrected(self) -> bytes:
-        """The pool's key of the same chunk without its correction."""
-        return self.key if self.correction is None else self.key.removesuffix(self.correction.name)
 
     @property
     def scratch(self) -> int:
@@ -126,6 +142,10 @@ class ChunkSource:
     @property
     def is_system(self) -> bool:
         return len(self.path) == 1
+
+    def follows(self, other: "ChunkSource") -> bool:
+        """Whether it is to be encoded after another part, which precedes it."""
+        return self.after == other.key if other.is_primer else other.is_system or not self.alone
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,6 @@ from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.compute.planner import Planner, PrefillPlan, Scored
 from fusionkv.fusion_worker.compute.scheduler import Result
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.correct.correction import Correction
-from fusionkv.fusion_worker.correct.corrector import Corrector
 from fusionkv.fusion_worker.decode.eviction import evict
 from fusionkv.fusion_worker.decode.sampling import NotFinite, Sampler, SamplingParams
 from fusionkv.fusion_worker.decode.text import TextStream
@@ -51,10 +49,6 @@ class Request:
     Attributes:
         recipe: how the context is reused and recomputed.
         ratio: share of context tokens to recompute, 0..1.
-        corpus: the chunks' origin; answer quality is tracked for each corpus separately.
-        correction: of the chunks; None if the recipe uses none.
-        uncorrected: why there is none although the request's recipe asks for one; empty otherwise.
-        learns: whether to learn a correction from the prompt.
         explained: whether to yield an Explanation of the context first, as of the first token.
     """
 
@@ -62,10 +56,6 @@ class Request:
     recipe: Recipe
     ratio: float
     params: SamplingParams
-    corpus: str = ""
-    correction: Correction | None = None
-    uncorrected: str = ""
-    learns: bool = False
     explained: bool = False
 
 
@@ -171,7 +161,6 @@ class Answerer:
         self._loader = loader
         self._planner = Planner(model, engine, auxiliary)
         self.admission = Admission(config.max_requests, config.max_queue)
-        self.corrector = Corrector(model, pool, engine, loader, self.admission.idle)
         self._guard = Fallback(config.shadow_floor)
         self.shadow = Shadow(
             config.shadow_share, self._guard, pool, engine, loader, self._planner, self.admission.idle
@@ -199,7 +188,6 @@ class Answerer:
                     answer.append(token.id)
                     yield token
         meters.answered(summary)
-        self._learn(request)
         if summary.first_logits is not None:
             self.shadow.offer(Sample(request.prompt, tuple(answer), summary.first_logits, prefilled.allowed))
         yield summary
@@ -228,16 +216,11 @@ class Answerer:
                 finish, lossless = "" if more else summary.finish, not summary.reused
                 yield FirstToken(token=token, finish_reason=finish, lossless=lossless, max_tokens=max_tokens)
                 kv = await self.handover.fill(held, prefilled.plan, prompt) if more else None
-            self._learn(request)
             if kv is not None:
                 yield kv
                 unused = await self.handover.released(held)
                 summary.degraded = summary.degraded or unused
             yield summary
-
-    def _learn(self, request: Request) -> None:
-        if request.learns:
-            self.corrector.offer(request.prompt, request.corpus)
 
     @asynccontextmanager
     async def _prefilled(self, request: Request, seconds_left: float | None) -> AsyncIterator[_Prefilled]:
@@ -245,14 +228,14 @@ class Answerer:
         prompt, recipe, params = request.prompt, request.recipe, request.params
         arrived = time.perf_counter()
         summary = Summary(prompt, self._loader.laid(prompt, recipe.encode), recipe, request.ratio)
-        allowed = self._guard.ratio(recipe, request.corpus, request.ratio)
-        summary.ratio, summary.raised, summary.uncorrected = allowed.ratio, allowed.why, request.uncorrected
+        allowed = self._guard.ratio(recipe, prompt.corpus, request.ratio)
+        summary.ratio, summary.raised = allowed.ratio, allowed.why
         stages, sampler = summary.stages, Sampler(params)
         async with AsyncExitStack() as stack:
             with tracer.start_as_current_span("fusionkv.queue"), stages.clock("queue"):
                 await stack.enter_async_context(self.admission.place(seconds_left))
             held = await stack.enter_async_context(AsyncExitStack())
-            plan = await self._prepare(held, summary, params, request.correction)
+            plan = await self._prepare(held, summary, params)
             try:
                 result = await self._first(plan, summary, sampler, params)
             except NotFinite as error:
@@ -286,9 +269,7 @@ class Answerer:
         may_differ = not summary.recipe.lossless and summary.ratio < 1.0 and not summary.degraded
         return may_differ and params.temperature == 0.0 and self.shadow.wants()
 
-    async def _prepare(
-        self, stack: AsyncExitStack, summary: Summary, params: SamplingParams, correction: Correction | None
-    ) -> PrefillPlan:
+    async def _prepare(self, stack: AsyncExitStack, summary: Summary, params: SamplingParams) -> PrefillPlan:
         """Loads the context as the recipe says; plans a full prefill when the cache fails (fail open)."""
         prompt, recipe = summary.laid, summary.recipe
         kept = summary.kept
@@ -304,7 +285,7 @@ class Answerer:
             try:
                 # Frees the slots before the plain prefill waits for room: the auxiliary model may fail after loading.
                 async with AsyncExitStack() as held:
-                    loading = self._loader.prompt(prompt, fresh, summary.stages, recipe.encode, correction)
+                    loading = self._loader.prompt(prompt, fresh, summary.stages, recipe.encode)
                     plan = await self._plan(await held.enter_async_context(loading), summary, early)
                     await stack.enter_async_context(held.pop_all())
                     return plan
@@ -319,7 +300,7 @@ class Answerer:
         """Notes that the prompt is prefilled in full."""
         _faults.warning("the cache failed; the prompt is prefilled in full", fault)
         summary.degraded, summary.ratio = str(fault), 1.0
-        summary.lossless = summary.corrected = 0
+        summary.lossless = 0
         # The hits were not used: keep only the seconds.
         summary.stages = Stages(seconds=summary.stages.seconds)
         meters.degraded(summary.recipe.name)
@@ -342,7 +323,6 @@ class Answerer:
             plan = await self._planner.fuse(placement, prompt, summary.recipe, summary.ratio, scored)
             span.set_attributes({"fusionkv.rows": plan.scored_rows, "fusionkv.tokens": len(plan.chosen)})
         summary.lossless = prompt.context_tokens - int(plan.stale.sum())
-        summary.corrected = sum(part.wanted.correction is not None for part in placement.parts)
         return plan
 
     def _explain(self, prefilled: _Prefilled) -> Explanation:

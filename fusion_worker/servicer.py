@@ -13,7 +13,6 @@ from fusionkv.fusion_worker.client import CHECKSUM
 from fusionkv.fusion_worker.compute.engine import Engine, TPGroup
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.correct.correction import Correction
 from fusionkv.fusion_worker.decode.sampling import SamplingParams
 from fusionkv.fusion_worker.load.encoder import Encoder
 from fusionkv.fusion_worker.load.loader import Loader
@@ -29,8 +28,8 @@ from fusionkv.protos.answer.v1 import answer_pb2
 from fusionkv.protos.contract.capabilities import unusable
 from fusionkv.protos.contract.limits import check_label
 from fusionkv.protos.contract.names import DEFAULT
-from fusionkv.protos.contract.recipes import MODIFIERS, RECIPES, Recipe
-from fusionkv.protos.contract.requests import RequestedRecipe, check_filled, check_model, check_request
+from fusionkv.protos.contract.recipes import MODIFIERS, RECIPES
+from fusionkv.protos.contract.requests import check_filled, check_model, check_request
 from fusionkv.protos.contract.template import template_values
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime import frames, rpc
@@ -74,15 +73,13 @@ class FusionServicer:
         default = self._verdict.default
         self._described = model.described(auxiliary is not None)
         self._described.default_recipe = default.choice.recipe
-        self._described.default_uncorrected = default.uncorrected.recipe
         self._described.default_meaning = str(default)
         # Not a thread of those that all share: templates may wait for each other.
         self._renderer = ThreadPoolExecutor(1, "render")
         self._renderings = 0
 
     async def settle(self) -> None:
-        """Waits until all corrections are learned, all loads have ended, and all chunks are stored or dropped."""
-        await self.answerer.corrector.settle()
+        """Waits until all loads have ended, and all chunks are stored or dropped."""
         await self.loader.settle()
         if self.auxiliary is not None:
             await self.auxiliary.settle()
@@ -90,7 +87,6 @@ class FusionServicer:
     async def close(self) -> None:
         """Ends background work, stores or drops waiting chunks, stops the engine and closes connections."""
         await self.answerer.shadow.close()
-        await self.answerer.corrector.close()
         await self.loader.close()
         self.engine.close()
         self._renderer.shutdown(wait=False, cancel_futures=True)
@@ -204,36 +200,17 @@ class FusionServicer:
         )
         question = self._tokens(request.question.ids, "the question")
         system = Chunk(self._tokens(request.system.ids, "the system prompt"))
-        prompt = Prompt(system, chunks, question, request.tenant)
-        recipe, correction, lacking = await self._corrected(asked, request.tenant, request.corpus)
+        prompt = Prompt(system, chunks, question, request.tenant, request.corpus)
+        recipe = asked.recipe
         given = request.ratio if request.HasField("ratio") else None
         if given is None and request.recipe.partition("+")[0] == DEFAULT:
-            default = self._verdict.default
-            given = (default.choice if recipe is asked.recipe else default.uncorrected).ratio
+            given = self._verdict.default.choice.ratio
         ratio = recipe.ratio_for(given)
         if replaced := self._verdict.unsafe(recipe, ratio):
-            recipe, ratio, correction = RECIPES["prefix_cache"], 0.0, None
+            recipe, ratio = RECIPES["prefix_cache"], 0.0
         tokens = prompt.tokens + recipe.links * len(chunks)
         params = self._sampling(request.sampling, self._model.max_tokens - tokens)
-        learns = asked.recipe.corrected and not self._verdict.unsafe(asked.recipe, ratio)
-        about: dict[str, Any] = {
-            "correction": correction,
-            "uncorrected": lacking,
-            "learns": learns,
-            "explained": request.explain,
-        }
-        return Request(prompt, recipe, ratio, params, request.corpus, **about), replaced
-
-    async def _corrected(
-        self, asked: RequestedRecipe, tenant: str, corpus: str
-    ) -> tuple[Recipe, Correction | None, str]:
-        """The recipe that is followed, with its correction, or why there is none although it was asked for."""
-        corrector = self.answerer.corrector
-        if not asked.recipe.corrected:
-            return asked.recipe, None, ""
-        if (correction := await corrector.find(tenant, corpus)) is not None:
-            return asked.recipe, correction, ""
-        return asked.uncorrected, None, await corrector.state(tenant, corpus)
+        return Request(prompt, recipe, ratio, params, request.explain), replaced
 
     async def Encode(self, request: pb.EncodeRequest, context: Any) -> pb.EncodeResponse:
         check_model(request.model_fingerprint, self._described)
@@ -244,45 +221,20 @@ class FusionServicer:
             check_filled(part.ids, f"chunk {number}")
         chunks = tuple(Chunk(self._tokens(part.ids, f"chunk {number}")) for number, part in enumerate(parts))
         system = Chunk(self._tokens(request.system.ids, "the system prompt"))
-        prompt = Prompt(system, chunks, (), request.tenant)
-        if request.mode == pb.EncodeRequest.MODE_CORRECTION:
-            return await self._correction(prompt, request.corpus)
+        prompt = Prompt(system, chunks, (), request.tenant, request.corpus)
         if prompt.tokens > self._model.max_tokens:
             raise InvalidArgument(f"{prompt.tokens} tokens exceed the model's limit of {self._model.max_tokens}")
         if request.mode == pb.EncodeRequest.MODE_EXACT:
             encoded = await self._encoder.exact(prompt)
         elif request.mode == pb.EncodeRequest.MODE_NEIGHBOURS:
-            correction = await self.answerer.corrector.find(prompt.tenant, request.corpus) if request.corpus else None
-            encoded = await self._encoder.after_neighbours(prompt, correction)
+            encoded = await self._encoder.after_neighbours(prompt)
+        elif request.mode == pb.EncodeRequest.MODE_PRIMED:
+            encoded = await self._encoder.primed(prompt)
         else:
-            raise InvalidArgument("mode must be MODE_EXACT, MODE_NEIGHBOURS or MODE_CORRECTION")
+            raise InvalidArgument("mode must be MODE_EXACT, MODE_NEIGHBOURS or MODE_PRIMED")
         return pb.EncodeResponse(
             key=encoded.key, variant=encoded.variant, existed=encoded.existed, tokens=len(chunks[-1])
         )
-
-    async def GetCorrections(self, request: pb.GetCorrectionsRequest, context: Any) -> pb.GetCorrectionsResponse:
-        if len(request.corpora) > _MAX_CORPORA:
-            raise InvalidArgument(f"{len(request.corpora)} corpora are more than {_MAX_CORPORA}")
-        for corpus in request.corpora:
-            check_label(corpus, "corpus")
-        check_label(request.tenant, "tenant")
-        return pb.GetCorrectionsResponse(states=await self.answerer.corrector.states(request.tenant, request.corpora))
-
-    async def _correction(self, sample: Prompt, corpus: str) -> pb.EncodeResponse:
-        corrector = self.answerer.corrector
-        if await corrector.learned(sample.tenant, corpus):
-            return pb.EncodeResponse(existed=True)
-        # Two would make two different prompts, fewer than a fit takes.
-        if len({chunk.digest for chunk in sample.chunks}) < 3:
-            raise InvalidArgument("learning a correction needs at least three different chunks")
-        largest = len(sample.system) + sum(sorted(map(len, sample.chunks))[-2:])
-        if largest > self._model.max_tokens:
-            raise InvalidArgument(
-                f"the system prompt and the two longest chunks have {largest} tokens, which exceeds the model's "
-                f"limit of {self._model.max_tokens}"
-            )
-        await corrector.study(sample, corpus)
-        return pb.EncodeResponse()
 
     def _verdicts(self) -> list[answer_pb2.Verdict]:
         judged = self._verdict.judged
@@ -324,7 +276,6 @@ def _summary(summary: Summary, replaced: str) -> answer_pb2.Summary:
             for (kind, tier), chunks in sorted(stages.hits.items())
         ],
         chunks_missed=stages.missed,
-        chunks_corrected=summary.corrected,
         prompt_tokens=prompt.tokens,
         context_tokens=prompt.context_tokens,
         tokens_lossless=summary.lossless,
@@ -340,5 +291,4 @@ def _summary(summary: Summary, replaced: str) -> answer_pb2.Summary:
         ratio_raised=summary.raised,
         entries_rejected=stages.rejected,
         recipe_replaced=replaced,
-        uncorrected_reason=summary.uncorrected,
     )

@@ -296,8 +296,6 @@ def answer_attributes(summary: Summary, model: str) -> Attributes:
         attributes["fusionkv.degraded"] = summary.degraded_reason
     if summary.ratio_raised:
         attributes["fusionkv.ratio.raised"] = summary.ratio_raised
-    if summary.uncorrected_reason:
-        attributes["fusionkv.uncorrected"] = summary.uncorrected_reason
     if summary.recipe_replaced:
         attributes["fusionkv.recipe.replaced"] = summary.recipe_replaced
     return attributes

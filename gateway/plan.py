@@ -262,7 +262,7 @@ def build(
 
 
 def corpus_name(tenant: str, corpus: str) -> str:
-    """The name by which workers monitor a corpus's quality and learn its correction; it differs between tenants."""
+    """The name by which workers monitor a corpus's quality and keep its primer; it differs between tenants."""
     return f"{tenant_label(tenant)}/{corpus}" if tenant else corpus
 
 

@@ -144,15 +144,8 @@ class GatewayServicer:
         else:
             items = [i for i in await tenant.retrieval.corpora() if i.name > after][: size + 1]
         more = len(items) > size
-        listed = [pb.Item(**asdict(i)) for i in items[:size]]
-        if request.corrections and listed and not request.corpus:
-            # Corpora are also listed while no worker replies.
-            with contextlib.suppress(ServiceError):
-                states = await self._workers.corrections(tenant.salt, [i.name for i in listed], _READY_SECONDS)
-                for item, state in zip(listed, states, strict=True):
-                    item.correction = state
         return pb.ListResponse(
-            items=listed,
+            items=[pb.Item(**asdict(i)) for i in items[:size]],
             next_page_token=page_token(tenant.salt, request.corpus, items[size - 1].name) if more else "",
         )
 

@@ -30,14 +30,19 @@ def chunk_digest(tokens: Sequence[int]) -> bytes:
     return _digest(b"chunk", [struct.pack(f"<{len(tokens)}I", *tokens)])
 
 
-def neighbours_variant(neighbours: Iterable[bytes], correction: bytes = b"") -> bytes:
-    """Variant digest of a chunk encoded after these neighbours, given by digest, in order (FusionRAG 3.1).
-
-    correction: how the corpus's correction was made, if it was used (docs/correction.md).
-    """
-    if correction:
-        return _digest(b"corrected neighbours", [correction, *neighbours])
+def neighbours_variant(neighbours: Iterable[bytes]) -> bytes:
+    """Variant digest of a chunk encoded after these neighbours, given by digest, in order (FusionRAG 3.1)."""
     return _digest(b"neighbours", list(neighbours))
+
+
+def primed_variant(primer: bytes) -> bytes:
+    """Variant digest of a chunk encoded after the system prompt and this primer, given by digest."""
+    return _digest(b"primed", [primer])
+
+
+def primer_name(corpus: str) -> bytes:
+    """The path's digest of the entry that holds a corpus's primer as token ids."""
+    return _digest(b"primer", [corpus.encode()])
 
 
 def versions_variant(most: int) -> bytes:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from fusionkv.fusion_worker.quality.defaults import MIDLAYER, PROPHETKV
+from fusionkv.fusion_worker.quality.defaults import PRIMED, PROPHETKV
 from fusionkv.protos.contract.recipes import MODIFIERS, RECIPES, Modifier, Recipe, SimilarityGuided
 
 PAGE = Path(__file__).parent.parent / "docs/recipes.md"
@@ -33,7 +33,7 @@ def replaced(page: str, before: str, old: str, new: Iterable[str]) -> str:
 
 def page() -> str:
     text = replaced(PAGE.read_text(), "otherwise `", r"[^,]+", f"{PROPHETKV.recipe}` at {PROPHETKV.ratio:g}")
-    text = replaced(text, "come\nwith `", r"[^,]+", f"{MIDLAYER.recipe}` at {MIDLAYER.ratio:g}")
+    text = replaced(text, "come\nwith `", r"[^,]+", f"{PRIMED.recipe}` at {PRIMED.ratio:g}")
     head = "| recipe | chunks encoded | ratio | what it does |\n|---|---|---|---|\n"
     text = replaced(text, head, r"(?:\|.*\n)+", map(recipe_row, RECIPES.values()))
     head = "| modifier | numbers | what it changes |\n|---|---|---|\n"

@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 
 from fusionkv.bench import summary
-from fusionkv.fusion_worker.quality.defaults import MIDLAYER
+from fusionkv.fusion_worker.quality.defaults import PRIMED
 
 
 def test_figures_stand_beside_floors_and_peers(tmp_path: Path) -> None:
     ttft = [
         {"name": "epic", "context": 2245, "baseline_s": 3.2, "value_s": 0.7, "ratio": 4.6, "ideal": 6.3},
-        {"name": MIDLAYER.recipe, "context": 2245, "baseline_s": 3.2, "value_s": 0.8, "ratio": 4.0, "ideal": 8.0},
+        {"name": PRIMED.recipe, "context": 2245, "baseline_s": 3.2, "value_s": 0.8, "ratio": 4.0, "ideal": 8.0},
     ]
     decode = [
         {"requests": 8, "chunks": chunks, "recomputed": 0.15, "step_ms": 80, "one_piece_ms": 60, "keys_read": 2.2}
@@ -20,7 +20,7 @@ def test_figures_stand_beside_floors_and_peers(tmp_path: Path) -> None:
         {"name": name, "requests_per_s": rate, "ttft_p99_s": late, "bound_s": 10.0}
         for name, rate, late in (
             *(("full_attention", 0.1, 5.0), ("full_attention", 0.2, 10.0)),
-            (MIDLAYER.recipe, 0.9, 5.0),
+            (PRIMED.recipe, 0.9, 5.0),
         )
     ]
     start = [{"figure": "gateway: memory", "unit": "MB", "value": 190.0, "floor": 0.0, "goal": 300.0}]
@@ -35,6 +35,6 @@ def test_figures_stand_beside_floors_and_peers(tmp_path: Path) -> None:
             "75%",
             "97%",
         ),
-        (f"questions a second, {MIDLAYER.recipe}", ">= 0.90", "full attention 0.20, at the same p99", "4.5x", "4x"),
+        (f"questions a second, {PRIMED.recipe}", ">= 0.90", "full attention 0.20, at the same p99", "4.5x", "4x"),
         ("gateway: memory", "190 MB", "", "", "300 MB"),
     ]

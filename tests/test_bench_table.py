@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fusionkv.bench import table
-from fusionkv.fusion_worker.quality.defaults import MIDLAYER
+from fusionkv.fusion_worker.quality.defaults import PRIMED
 from tests.commands import run_python
 
 HEAD = "| smollm2, 2 cores of Xeon (AMX) | full attention | full reuse | the default |"
@@ -31,10 +31,10 @@ def record() -> dict[str, Any]:
     scores = {
         ("full_attention", "f1"): (0.4, 0.2),
         ("full_reuse", "f1"): (0.2, 0.1),
-        (MIDLAYER.recipe, "f1"): (0.3, 0.21),
+        (PRIMED.recipe, "f1"): (0.3, 0.21),
         ("full_reuse", "answer_kl_back"): (0.0, 0.0),
-        (MIDLAYER.recipe, "answer_kl_back"): (0.7, 0.8),
-        (MIDLAYER.recipe, "gold_nll_back"): (0.9, None),
+        (PRIMED.recipe, "answer_kl_back"): (0.7, 0.8),
+        (PRIMED.recipe, "gold_nll_back"): (0.9, None),
     }
     quality = [
         {"recipe": recipe, "metric": metric, "task": task, "score": score, "n": 25}
@@ -44,7 +44,7 @@ def record() -> dict[str, Any]:
     about = {"command": "python -m x", "commit": "abc123", "processor": "2 cores of Xeon (AMX)", "model": "smollm2"}
     parts = {"first": first, "load full_attention": load("full_attention", 5.0), "quality": quality}
     parts["load full_reuse"] = load("full_reuse", 1.0, 2.0, 6.0)
-    parts[f"load {MIDLAYER.recipe}"] = load(MIDLAYER.recipe, 1.0, 2.0, 3.0)
+    parts[f"load {PRIMED.recipe}"] = load(PRIMED.recipe, 1.0, 2.0, 3.0)
     return {"about": about, "date": "2026-11-25", "parts": parts}
 
 

@@ -33,7 +33,7 @@ from fusionkv.fusion_worker.evaluate.command import run as run_command
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.fusion_worker.meters import Summary
 from fusionkv.fusion_worker.prompt import Prompt
-from fusionkv.fusion_worker.quality.defaults import MIDLAYER
+from fusionkv.fusion_worker.quality.defaults import PRIMED
 from fusionkv.fusion_worker.request import Request
 from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.protos.answer.v1.answer_pb2 import Explanation
@@ -46,7 +46,7 @@ _LESSONS = 4
 # On a busy machine, a slow cache must not count as a failed one.
 PATIENT: dict[str, Any] = {"lookup_timeout": 60.0, "fetch_timeout": 60.0, "cache_seconds": 120.0}
 # Recipe and ratio of each row; full_attention is the baseline of the same run.
-_DEFAULT = (MIDLAYER.recipe, MIDLAYER.ratio)
+_DEFAULT = (PRIMED.recipe, PRIMED.ratio)
 ROWS = (("full_reuse", 0.0), ("epic", 0.15), ("cacheblend", 0.15), ("prophetkv", 0.15), _DEFAULT)
 
 

@@ -39,7 +39,7 @@ from fusionkv.fusion_worker.evaluate.command import run as run_command
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.fusion_worker.meters import Summary
 from fusionkv.fusion_worker.prompt import Prompt
-from fusionkv.fusion_worker.quality.defaults import MIDLAYER
+from fusionkv.fusion_worker.quality.defaults import PRIMED
 from fusionkv.fusion_worker.request import Request
 from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.protos.answer.v1.answer_pb2 import Token
@@ -54,7 +54,7 @@ SYSTEMS = (
     ("prefix_cache", 0.0),
     (VLLM, 0.0),
     ("full_reuse", 0.0),
-    (MIDLAYER.recipe, MIDLAYER.ratio),
+    (PRIMED.recipe, PRIMED.ratio),
 )
 _BOUND = 4.0
 # With few requests, a queue stays short at any rate: at each rate, requests arrive for five times the bound.

@@ -14,7 +14,7 @@ from fusionkv.fusion_worker.config import WorkerConfig, cache_address, configure
 from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime.cancellation import all_of
-from fusionkv.protos.runtime.errors import FailedPrecondition, ResourceExhausted
+from fusionkv.protos.runtime.errors import FailedPrecondition
 from fusionkv.protos.runtime.process import cores
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class BatchEncoder:
         self._servicer = self._loop.run(self._start(config))
 
     def encode(self, requests: Sequence[bytes]) -> tuple[int, int]:
-        """Encodes and stores chunks of serialised EncodeRequests, after learning corrections.
+        """Encodes and stores chunks of serialised EncodeRequests.
 
         Returns the number of chunks, and how many of them were stored already. Raises as the RPC Encode.
         """
@@ -60,14 +60,7 @@ class BatchEncoder:
         return FusionServicer(config, model)
 
     async def _encode(self, requests: Sequence[pb.EncodeRequest]) -> tuple[int, int]:
-        for request in requests:
-            if request.mode == request.MODE_CORRECTION:
-                try:
-                    await self._one(request)
-                except ResourceExhausted as error:
-                    log.warning("the correction of corpus %s is not learned ahead of time: %s", request.corpus, error)
-        chunks = [self._one(request) for request in requests if request.mode != request.MODE_CORRECTION]
-        return len(chunks), sum(await all_of(chunks))
+        return len(requests), sum(await all_of([self._one(request) for request in requests]))
 
     async def _one(self, request: pb.EncodeRequest) -> bool:
         async with self._slots:

@@ -93,7 +93,7 @@ async def _check(args: argparse.Namespace, console: Console) -> int:
         why = "full attention by construction"
         judged = {c.recipe.name: (Judged(SAFE, c.ratio, why),) for c in cells if c.recipe.lossless}
         reusing = [cell for cell in cells if not cell.recipe.lossless]
-        runner = Runner(model, config, _CHUNK_TOKENS, auxiliary, train=False)
+        runner = Runner(model, config, _CHUNK_TOKENS, auxiliary)
         tallies = await _judge(runner, tasks, reusing, console, 60.0 * args.minutes if args.minutes else math.inf)
         default = recommend(tallies)
         for tally in tallies:

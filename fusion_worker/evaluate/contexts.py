@@ -7,21 +7,22 @@ from dataclasses import dataclass, replace
 import torch
 
 from fusionkv.fusion_worker.compute.kv_pool import PooledChunk, slots_of
-from fusionkv.fusion_worker.correct.correction import Correction
-from fusionkv.fusion_worker.correct.corrector import MADE
 from fusionkv.fusion_worker.evaluate.data.neighbours import Neighbours
 from fusionkv.fusion_worker.evaluate.data.samples import Library
 from fusionkv.fusion_worker.evaluate.report.cells import Cell
 from fusionkv.fusion_worker.load.anchors import AnchoredChunk
 from fusionkv.fusion_worker.load.loader import Loader
-from fusionkv.fusion_worker.load.lookup import RESTORED, corrected
-from fusionkv.fusion_worker.prompt import Chunk, ChunkSource, LoadedChunk, Prompt, PromptLayout
+from fusionkv.fusion_worker.load.lookup import RESTORED
+from fusionkv.fusion_worker.load.primer import choose
+from fusionkv.fusion_worker.prompt import Chunk, ChunkSource, LoadedChunk, Primer, Prompt, PromptLayout
 from fusionkv.kernels.segments import Rotation
 from fusionkv.kvcache_service import keys
-from fusionkv.protos.contract.recipes import Anchored, Isolated, Recipe, SimilarityGuided
+from fusionkv.protos.contract.recipes import Anchored, Isolated, Primed, Recipe, SimilarityGuided
 
+# Passages of a library that its primer is made of.
+_SAMPLE = 8
 # Encodings that an evaluation compares: those of `recipes.Encode` that do not depend on earlier chunks.
-Encoding = Isolated | SimilarityGuided | Anchored
+Encoding = Isolated | Primed | SimilarityGuided | Anchored
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +57,12 @@ async def hold(
     library: Library | None,
     prompts: Sequence[Prompt],
     encodes: Sequence[Encoding],
-    correction: Correction | None,
     restored: dict[bytes, PooledChunk],
 ) -> AsyncIterator[Contexts]:
     """Encodes the prompts' chunks with every encoding and as a whole, and holds them in the pool.
 
-    library: passages among which neighbours are found; None uses the prompts' chunks. Neighbours are pinned while a
+    library: passages among which neighbours are found, and of which the primer is made; None finds neighbours among
+    the prompts' chunks, and uses the primer of short corpora. Neighbours are pinned while a
     chunk is encoded, and stay in the pool while there is room. restored: quantised chunks of earlier calls, by key.
     Raises ResourceExhausted if the chunks don't fit.
     """
@@ -79,12 +80,13 @@ async def hold(
             namespace = loader.namespace(prompt.tenant)
             starts = enumerate(one.starts)
             wholes[prompt] = await bring([loader.locator.alone(one, i, start, namespace) for i, start in starts])
-            isolated, base = _wanted(loader, prompt, {}), len(prompt.system)
-            parts[prompt, Isolated()] = await bring(isolated)
-            if Isolated(corrected=True) in encodes:
-                parts[prompt, Isolated(corrected=True)] = await bring(
-                    [corrected(w, base, correction) for w in isolated]
-                )
+            parts[prompt, Isolated()] = await bring(_wanted(loader, prompt, {}))
+        if Primed() in encodes:
+            # Of the last passages, so that few samples hold one of them.
+            sample = () if library is None else neighbours.among(library, ()).chunks[-_SAMPLE:]
+            primer = choose(sample, loader.fallback) or Primer(loader.fallback, (), loader.fallback)
+            for prompt in prompts:
+                parts[prompt, Primed()] = await bring(_primed(loader, prompt, primer))
         for anchored in (encode for encode in encodes if isinstance(encode, Anchored)):
             for prompt in prompts:
                 parts[prompt, anchored] = await bring(_wanted(loader, loader.laid(prompt, anchored), {}))
@@ -95,19 +97,9 @@ async def hold(
                 variants = {}
                 for chunk in prompt.chunks[1:]:
                     near = neighbours.before(prompt.system, chunk, similarity.nearest(chunk, encode.neighbours))
-                    known = correction if encode.corrected else None
-                    wanted, own, variants[chunk.digest] = _after(loader, prompt, near, chunk, known)
-                    async with neighbours.turn:
-                        if known is not None:
-                            # Encoded once, though corrected otherwise behind other lengths of text, or not at all.
-                            plain = [replace(w, key=w.uncorrected, correction=None) for w in wanted[:-1]]
-                            async with loader.parts(plain):
-                                pass  # they stay in the pool
-                            async with loader.parts([*wanted[:-1], own]) as layout:
-                                average = await loader.average(layout.parts[-1])
-                            wanted[-1] = replace(wanted[-1], correction=average)
-                        async with loader.parts(wanted):
-                            await bring(wanted[-1:])
+                    wanted, variants[chunk.digest] = _after(loader, prompt, near, chunk)
+                    async with neighbours.turn, loader.parts(wanted):
+                        await bring(wanted[-1:])
                 parts[prompt, encode] = await bring(_wanted(loader, prompt, variants))
         yield Contexts(loader, parts, wholes)
 
@@ -154,6 +146,18 @@ def _wanted(loader: Loader, prompt: Prompt, variants: Mapping[bytes, tuple[bytes
     return found
 
 
+def _primed(loader: Loader, prompt: Prompt, primer: Primer) -> list[ChunkSource]:
+    """The sources of a prompt's parts, all chunks but the first encoded after the primer; and the primer's."""
+    locator, namespace = loader.locator, loader.namespace(prompt.tenant)
+    first, parts, primers = _wanted(loader, prompt, {})[:2], list[ChunkSource](), dict[bytes, ChunkSource]()
+    for i, part in enumerate(prompt.parts[2:], 2):
+        before = locator.primer(prompt.system, primer.before(part), namespace)
+        primers[before.key] = before
+        made = locator.primed(prompt, i, prompt.starts[i], namespace, before)
+        parts.append(made if loader.storage.lossless else replace(made, key=made.key + RESTORED))
+    return [*first[:1], *primers.values(), *first[1:], *parts]
+
+
 def _restore(loader: Loader, placed: Sequence[LoadedChunk], done: dict[bytes, PooledChunk]) -> None:
     """Quantises new chunks as if they had been stored and fetched, and adds them to `done`."""
     for key, resident in {p.wanted.key: p.resident for p in placed if p.wanted.key.endswith(RESTORED)}.items():
@@ -165,23 +169,23 @@ def _restore(loader: Loader, placed: Sequence[LoadedChunk], done: dict[bytes, Po
 
 
 def _after(
-    loader: Loader, prompt: Prompt, near: Sequence[Chunk], chunk: Chunk, correction: Correction | None
-) -> tuple[list[ChunkSource], ChunkSource, tuple[bytes, bytes]]:
-    """How a chunk is encoded after its neighbours, which are encoded alone and corrected (FusionRAG 3.1).
+    loader: Loader, prompt: Prompt, near: Sequence[Chunk], chunk: Chunk
+) -> tuple[list[ChunkSource], tuple[bytes, bytes]]:
+    """How a chunk is encoded after its neighbours, which are encoded alone (FusionRAG 3.1).
 
-    Returns the sources of the neighbours and the chunk; that of the chunk alone; the chunk's variant and key.
+    Returns the sources of the neighbours and the chunk; and the chunk's variant and key.
     """
     namespace = loader.namespace(prompt.tenant)
     whole = Prompt(prompt.system, (*near, chunk), (), prompt.tenant)
     alone = [loader.locator.alone(whole, i, start, namespace) for i, start in enumerate(whole.starts)]
-    *before, own = (corrected(w, len(prompt.system), correction) for w in alone if len(w.chunk))
-    variant = keys.neighbours_variant((n.digest for n in near), MADE if correction is not None else b"")
+    *before, own = (w for w in alone if len(w.chunk))
+    variant = keys.neighbours_variant(n.digest for n in near)
     path = (prompt.system.digest, chunk.digest)
     key = keys.entry_key(namespace, path, variant)
     new = ChunkSource(chunk, own.position, own.position, path, key, variant, alone=False)
     if not loader.storage.lossless:
         new = replace(new, key=key + RESTORED)
-    return [*before, new], own, (variant, key)
+    return [*before, new], (variant, key)
 
 
 def deviation(

@@ -1,8 +1,7 @@
 """`fusionkv eval`: quality and cost of every recipe on tasks and models, with confidence intervals.
 
 Without --data, the reference models' tasks are measured. Measurements are kept in OUT/cells.jsonl and not
-repeated; OUT/report.json and OUT/report.html are written from them. Delete cells.jsonl when the code has changed, and
-the corrections beside the models (docs/correction.md) when their training has.
+repeated; OUT/report.json and OUT/report.html are written from them. Delete cells.jsonl when the code has changed.
 """
 
 import argparse
@@ -179,7 +178,7 @@ def _plan(args: argparse.Namespace) -> list[tuple[Task, list[Cell]]]:
 
 
 def _default(directory: Path) -> str:
-    """The recipe that `default` means on a model, with a validated correction if it has one."""
+    """The recipe that `default` means on a model."""
     return Verdict.read(directory, _digest(directory)).default.choice.recipe
 
 

@@ -69,17 +69,14 @@ def cells_of(task: Task, recipes: Sequence[Recipe], ratios: Sequence[float]) -> 
 def missing(
     subject: Subject, config: WorkerConfig, plan: Sequence[tuple[Task, Sequence[Cell]]], store: Store
 ) -> Iterator[Job]:
-    """Yields jobs for the cells of a plan that the store lacks. plan: tasks, each with its cells.
-
-    The first blocks of all tasks come first: their jobs learn the tasks' corrections, for which others wait.
-    """
+    """Yields jobs for the cells of a plan that the store lacks. plan: tasks, each with its cells."""
     parts: dict[tuple[str, int], list[Part]] = {}
     for task, cells in plan:
         for block in blocks(task):
             lacking = tuple(cell for cell in cells if key(subject, block, cell) not in store)
             if lacking:
                 parts.setdefault((task.contexts or task.name, block.start), []).append(Part(block, lacking))
-    for together in sorted(parts.values(), key=lambda together: together[0].block.start > 0):
+    for together in parts.values():
         yield Job(subject, config, tuple(together))
 
 

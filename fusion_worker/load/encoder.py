@@ -2,13 +2,11 @@
 
 from dataclasses import dataclass, replace
 
-from fusionkv.fusion_worker.correct.correction import Correction
-from fusionkv.fusion_worker.correct.corrector import MADE
 from fusionkv.fusion_worker.load.loader import Loader
-from fusionkv.fusion_worker.load.lookup import CacheFault, NotFiniteKV, corrected
+from fusionkv.fusion_worker.load.lookup import CacheFault, NotFiniteKV
 from fusionkv.fusion_worker.prompt import ChunkSource, Prompt
 from fusionkv.kvcache_service import keys
-from fusionkv.protos.contract.recipes import InPlace
+from fusionkv.protos.contract.recipes import InPlace, Primed
 from fusionkv.protos.runtime.errors import FailedPrecondition, ServiceError, Unavailable
 
 
@@ -46,11 +44,25 @@ class Encoder:
         except CacheFault as fault:
             raise _error(fault) from fault
 
-    async def after_neighbours(self, prompt: Prompt, correction: Correction | None = None) -> Encoded:
-        """Computes the last chunk after the isolated KV of all other chunks, and stores it as a variant.
+    async def primed(self, prompt: Prompt) -> Encoded:
+        """Stores the last chunk as encoded after the corpus's primer, and, for first places, after the system prompt.
 
-        correction: applied to the other chunks, as if they stood in a prompt, and to the last chunk as encoded
-            alone; what is stored is the mean of that and of the chunk computed after the others. None does neither.
+        If the corpus has no primer yet, it is made of the other chunks.
+
+        Raises:
+            FailedPrecondition, Unavailable: as for `exact`.
+        """
+        namespace, (*sample, chunk) = self._loader.namespace(prompt.tenant), prompt.chunks
+        both = replace(prompt, chunks=(chunk, chunk))
+        try:
+            primer = await self._loader.primers.of(replace(prompt, chunks=tuple(sample)))
+            async with self._loader.locator.prompt(both, namespace, Primed(), primer=primer) as wanted:
+                return await self._store(wanted, namespace)
+        except CacheFault as fault:
+            raise _error(fault) from fault
+
+    async def after_neighbours(self, prompt: Prompt) -> Encoded:
+        """Computes the last chunk after the isolated KV of all other chunks, and stores it as a variant.
 
         Raises:
             FailedPrecondition, Unavailable: as for `exact`.
@@ -58,7 +70,7 @@ class Encoder:
         namespace = self._loader.namespace(prompt.tenant)
         *neighbours, chunk = prompt.chunks
         before = Prompt(prompt.system, tuple(neighbours), (), prompt.tenant)
-        variant = keys.neighbours_variant((n.digest for n in neighbours), MADE if correction is not None else b"")
+        variant = keys.neighbours_variant(n.digest for n in neighbours)
         path = (prompt.system.digest, chunk.digest)
         key = keys.entry_key(namespace, path, variant)
         try:
@@ -67,16 +79,8 @@ class Encoder:
                     return Encoded(key, variant, existed=True)
             position = before.tokens
             new = ChunkSource(chunk, position, position, path, key, variant, alone=False)
-            async with self._loader.locator.isolated(before if correction is None else prompt, namespace) as wanted:
-                stored = await self._store([*wanted, new] if correction is None else wanted, namespace)
-                if correction is None:
-                    return stored
-                *near, own = (corrected(w, len(prompt.system), correction) for w in wanted)
-                async with self._loader.parts([*near, own]) as placement:
-                    average = await self._loader.average(placement.parts[-1])
-                async with self._loader.parts([*near, replace(new, correction=average)]) as placement:
-                    await self._loader.put(placement.parts[-1], namespace)
-                return Encoded(key, variant, existed=False)
+            async with self._loader.locator.isolated(before, namespace) as wanted:
+                return await self._store([*wanted, new], namespace)
         except CacheFault as fault:
             raise _error(fault) from fault
 

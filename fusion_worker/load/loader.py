@@ -16,19 +16,20 @@ from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk, SlotRange
 from fusionkv.fusion_worker.compute.scheduler import ForwardJob
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.correct.correction import Average, Correction
 from fusionkv.fusion_worker.load.anchors import AnchoredChunk, compressed
 from fusionkv.fusion_worker.load.lookup import CacheFault, Deadline, EntryGone, Lookups, NotFiniteKV
+from fusionkv.fusion_worker.load.passages import passages
+from fusionkv.fusion_worker.load.primer import Primers
 from fusionkv.fusion_worker.load.write_back import WriteBack
 from fusionkv.fusion_worker.meters import Stages
 from fusionkv.fusion_worker.models import Model
-from fusionkv.fusion_worker.prompt import ChunkSource, LoadedChunk, Prompt, PromptLayout
+from fusionkv.fusion_worker.prompt import Chunk, ChunkSource, LoadedChunk, Prompt, PromptLayout
 from fusionkv.fusion_worker.transfer.gpudirect import DirectReader
 from fusionkv.fusion_worker.transfer.signatures import DELETE_SECONDS, Signer
 from fusionkv.fusion_worker.transfer.storage import Storage
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient
-from fusionkv.protos.contract.recipes import ISOLATED, Anchored, Encode
+from fusionkv.protos.contract.recipes import ISOLATED, Anchored, Encode, Primed
 from fusionkv.protos.runtime.cancellation import to_the_end
 from fusionkv.protos.runtime.errors import FailedPrecondition, NotFound, ServiceError, Unavailable, first_line
 
@@ -60,16 +61,17 @@ class Loader:
         # Served in order of arrival: loads start in the order in which requests are admitted.
         self.turns = asyncio.Semaphore(config.max_loads)
         self.storage = Storage(pool, config.store, engine.tp)
-        self._plain = Storage(pool, "plain", engine.tp)  # as corrections read and write the pool
         self._signer = signer = Signer(config.signing_keys) if config.signing_keys else None
         # GPUDirect bypasses host memory, where signatures are verified and from which ranks get their heads.
         direct = cache and signer is None and engine.tp.ranks.count == 1
         self._direct = DirectReader.find(self.storage) if direct else None
-        self.locator = Lookups(self.storage, cache, config.lookup_timeout, signer)
+        self.locator = Lookups(self.storage, cache, config.lookup_timeout, model.max_tokens, signer)
         limits = config.max_puts, config.fetch_timeout
         self.putter = WriteBack(pool, self.storage, cache, *limits, signer) if cache else None
         settings = model.settings | self.storage.settings
         self.namespace = lru_cache(maxsize=1024)(partial(keys.namespace, model.fingerprint, settings))
+        self.fallback = Chunk(passages(model.tokenizer, model.template.chunk))
+        self.primers = Primers(self.fallback, self.locator, self.putter, self.namespace)
 
     def laid(self, prompt: Prompt, encode: Encode | None) -> Prompt:
         """The prompt as it lies in the pool: with `Anchored`, the model's anchor tokens replace the chunks' text."""
@@ -109,11 +111,10 @@ class Loader:
         fresh: Fresh,
         stages: Stages,
         encode: Encode = ISOLATED,
-        correction: Correction | None = None,
     ) -> AsyncIterator[PromptLayout]:
         """The prompt's parts in the pool and `fresh(stale tokens)` fresh slots; all released on exit.
 
-        prompt: as returned by `laid` for `encode`. encode, correction: as for `Lookups.prompt`.
+        prompt: as returned by `laid` for `encode`. encode: as for `Lookups.prompt`.
 
         Raises:
             CacheFault: the cache service failed, or its bytes are not trusted.
@@ -126,7 +127,8 @@ class Loader:
             leased = await stack.enter_async_context(AsyncExitStack())
             with tracer.start_as_current_span("fusionkv.lookup") as span, stages.clock("lookup"):
                 with budget.spending():
-                    asking = self.locator.prompt(prompt, namespace, encode, budget.left, stages, correction)
+                    primer = await self.primers.of(prompt) if isinstance(encode, Primed) else None
+                    asking = self.locator.prompt(prompt, namespace, encode, budget.left, stages, primer)
                     wanted = await leased.enter_async_context(asking)
                 span.set_attributes({"fusionkv.chunks": len(prompt.chunks), "fusionkv.rejected": stages.rejected})
             stale = sum(len(w.chunk) for w in wanted if not w.lossless)
@@ -181,11 +183,6 @@ class Loader:
         except ServiceError as error:
             raise Unavailable(str(error)) from error
 
-    async def average(self, part: LoadedChunk) -> Average:
-        """A correction for another encoding of the same chunk: replaces its KV by the mean of it and this part's."""
-        data = await asyncio.to_thread(self._plain.take_out, part.resident)
-        return Average(self._plain.numbers(data, part.resident.tokens), part.resident.base)
-
     @asynccontextmanager
     async def _admit(
         self, wanted: Sequence[ChunkSource], fresh: int, stages: Stages, namespace: bytes
@@ -212,7 +209,8 @@ class Loader:
                 new = [tokens for w in missing.values() for tokens in (len(w.chunk), w.scratch)]
                 await pool.room([*new, fresh], [r.tokens for r in residents.values()])
                 for w in wanted:
-                    stages.count(w, w.key in residents)
+                    if not w.is_primer:
+                        stages.count(w, w.key in residents)
                     if w.key in residents:
                         if (load := self._loads.get(residents[w.key])) is not None:
                             _link(load.span)
@@ -220,12 +218,12 @@ class Loader:
                     else:
                         residents[w.key] = pool.add(w.key, len(w.chunk), w.base)
                         part = LoadedChunk(w, residents[w.key])
-                        before = [p for p in placed if p.wanted.is_system or not w.alone]
+                        before = [p for p in placed if w.follows(p.wanted)]
                         placed.append(part)
                         self._start(part, before, stages, namespace)
                 runs = pool.reserve(fresh)
             try:
-                yield PromptLayout(tuple(placed), runs, let_go)
+                yield PromptLayout(tuple(p for p in placed if not p.wanted.is_primer), runs, let_go)
             finally:
                 pool.release(runs)
         finally:
@@ -272,19 +270,15 @@ class Loader:
         ready = part.resident.ready
         try:
             with trace.use_span(trace.get_current_span()):  # the load's, in which it records errors
-                if await self._corrected_from_pool(part):
-                    ready.set_result(None)
-                    return
                 if part.wanted.entry is not None:
                     async with self.turns:
                         await self.fetch(part, stages)
                 else:
                     await _ready(p.resident for p in before)
                     await self._encode(part, before, scratch)
-                    await self._check(part, "the KV")
-                    if self.putter is not None and namespace:
-                        await self.putter.offer(namespace, part)
-                await self._correct(part, part.resident)
+                    await self._check(part)
+                    if self.putter is not None and namespace and not part.wanted.is_primer:
+                        self.putter.offer(namespace, part)
             ready.set_result(None)
         except NotFiniteKV as error:
             await self.discard(before)
@@ -302,31 +296,10 @@ class Loader:
                 error = CacheFault(f"fetch failed: {first_line(error)}")
             ready.set_exception(error)
 
-    async def _corrected_from_pool(self, part: LoadedChunk) -> bool:
-        """Loads a corrected part from the same chunk in the pool without its correction; False if it is not there."""
-        wanted = part.wanted
-        source = self._pool.find(wanted.uncorrected) if wanted.uncorrected != wanted.key else None
-        if source is None:
-            return False
-        try:
-            if ready := source.ready.done():
-                await self._correct(part, source)
-            return ready
-        finally:
-            self._pool.unpin(source)
-
-    async def _correct(self, part: LoadedChunk, source: PooledChunk) -> None:
-        """Writes the KV of `source`, corrected, to the part's slots; does nothing without a correction."""
-        if (correction := part.wanted.correction) is not None:
-            change = partial(correction.apply, base=source.base, rotations=self._model.rotations)
-            # Runs to its end even if this task is cancelled: slots must not be freed while they are written to.
-            await to_the_end(asyncio.to_thread(self._plain.rewrite, part.resident, change, source))
-            await self._check(part, "the corrected KV")
-
-    async def _check(self, part: LoadedChunk, what: str) -> None:
+    async def _check(self, part: LoadedChunk) -> None:
         """Raises NotFiniteKV if a part's KV, just computed, is not finite."""
         if not await to_the_end(asyncio.to_thread(self.storage.finite, part.resident)):
-            raise NotFiniteKV(f"{what} of a chunk is not finite (NaN or infinity)")
+            raise NotFiniteKV("the KV of a chunk is not finite (NaN or infinity)")
 
     async def discard(self, parts: Iterable[LoadedChunk]) -> None:
         """Removes those parts from the pool and from the cache service whose KV is not finite; the caller pins them.

@@ -6,14 +6,13 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 
-from fusionkv.fusion_worker.correct.correction import Correction
 from fusionkv.fusion_worker.meters import Stages
-from fusionkv.fusion_worker.prompt import Chunk, ChunkSource, Prompt
+from fusionkv.fusion_worker.prompt import Chunk, ChunkSource, Primer, Prompt
 from fusionkv.fusion_worker.transfer.signatures import DELETE_SECONDS, Signer
 from fusionkv.fusion_worker.transfer.storage import Storage
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient, Hit, HitKind, Lookup
-from fusionkv.protos.contract.recipes import Anchored, Encode, InPlace, Versions
+from fusionkv.protos.contract.recipes import Anchored, Encode, InPlace, Primed, Versions
 from fusionkv.protos.runtime.cancellation import background
 from fusionkv.protos.runtime.errors import ServiceError
 
@@ -37,6 +36,8 @@ _MISS = Hit(HitKind.MISS, None)
 RESTORED = b"restored"
 # gRPC and asyncio treat a timeout of 0 as an error; with 1 ms, a late lookup fails by its deadline.
 _MIN_SECONDS = 0.001
+# Bytes of an entry that is no KV.
+_MAX_NAMED = 1 << 16
 
 
 class Deadline:
@@ -63,27 +64,22 @@ class Deadline:
             self._left -= time.monotonic() - began
 
 
-def corrected(wanted: ChunkSource, base: int, correction: Correction | None) -> ChunkSource:
-    """Adds the correction to a chunk that was encoded right after the system prompt and is at another position now.
-
-    Chunks that were encoded after other text need none. base: tokens of the system prompt.
-    """
-    # Compares positions and not `lossless`, which is False for quantised chunks at their own position.
-    first = wanted.is_system or wanted.position == base
-    return (
-        wanted
-        if correction is None or first or wanted.variant or wanted.base != base
-        else wanted.corrected(correction.behind(wanted.position - base))
-    )
-
-
 class Lookups:
     """Makes the keys of a prompt's parts and looks them up. Without a cache service every part is a miss."""
 
     def __init__(
-        self, storage: Storage, cache: CacheClient | None, timeout: float, signer: Signer | None = None
+        self,
+        storage: Storage,
+        cache: CacheClient | None,
+        timeout: float,
+        max_tokens: int,
+        signer: Signer | None = None,
     ) -> None:
-        """timeout: seconds for one lookup. signer: verifies entries; without one every entry is accepted."""
+        """timeout: seconds for one lookup. max_tokens: the model's limit.
+
+        signer: verifies entries; without one every entry is accepted.
+        """
+        self._max_tokens = max_tokens
         self._storage = storage
         self._cache = cache
         self._timeout = timeout
@@ -98,19 +94,20 @@ class Lookups:
         encode: Encode,
         max_seconds: float = math.inf,
         stages: Stages | None = None,
-        correction: Correction | None = None,
+        primer: Primer | None = None,
     ) -> AsyncIterator[list[ChunkSource]]:
         """Looks up all parts but an empty system prompt; leases them while the context is open.
 
         Args:
             prompt: as `laid` for `encode`.
             encode: which hits are used. `InPlace`: exact hits. `Versions`: exact hits, and versions that share an
-                earlier chunk. `Anchored`: anchor tokens, which the prompt's chunks then are. Others use any hit.
-                Misses are encoded after all parts before them with `InPlace` and `Versions`, otherwise after the
-                system prompt only.
+                earlier chunk. `Primed`: exact hits, and chunks that were encoded after the primer. `Anchored`: anchor
+                tokens, which the prompt's chunks then are. Others use any hit. Misses are encoded after all parts
+                before them with `InPlace` and `Versions`, otherwise after the system prompt only, or, except for the
+                first chunk, after it and the primer with `Primed`.
             max_seconds: maximum seconds to wait, besides the timeout of all lookups.
             stages: counts entries that were rejected because no worker signed them.
-            correction: applied to chunks that were encoded after the system prompt only.
+            primer: the corpus's, for `Primed`.
 
         Raises:
             CacheFault: the cache service is down, too slow, or gave an invalid reply.
@@ -120,37 +117,57 @@ class Lookups:
             async with self._anchored(prompt, namespace, variant, max_seconds, stages) as anchored:
                 yield anchored
             return
-        versions = keys.versions_variant(encode.most) if isinstance(encode, Versions) else b""
-        variants = [(versions,) if versions and i > 1 else p.variants for i, p in enumerate(prompt.parts)]
+        made = [self._made(encode, prompt, i, primer) for i in range(len(prompt.parts))]
+        variants = [(own,) if own else p.variants for own, p in zip(made, prompt.parts, strict=True)]
         async with self._lookup(
             namespace, [(p.digest, v) for p, v in zip(prompt.parts, variants, strict=True)], max_seconds, stages
         ) as hits:
             path = tuple(part.digest for part in prompt.parts)
             exact = keys.path_keys(namespace, path)
             wanted: list[ChunkSource] = []
+            primers: dict[bytes, ChunkSource] = {}
             for i, (part, hit) in enumerate(zip(prompt.parts, hits, strict=True)):
                 start = prompt.starts[i]
-                if not self._serves(hit, encode, versions):
+                if self._serves(hit, encode, made[i]):
+                    found = self._from_hit(part, start, path[: i + 1], hit, exact[i], start)
+                    wanted.append(found or self.alone(prompt, i, start, namespace))
+                elif primer is not None and made[i]:
+                    first = self.primer(prompt.system, primer.before(part), namespace)
+                    primers[first.key] = first
+                    wanted.append(self.primed(prompt, i, start, namespace, first))
+                elif isinstance(encode, Primed):
+                    wanted.append(self.alone(prompt, i, start, namespace))
+                else:
                     # A part computed after lossless parts only is lossless, and gets the exact key in the pool,
                     # unlike one computed after stale parts. In the cache service both are versions.
-                    lossless, variant = all(w.lossless for w in wanted), versions if i > 1 else b""
-                    key = exact[i] if lossless else keys.variant_key(exact[i], variant)
+                    lossless = all(w.lossless for w in wanted)
+                    key = exact[i] if lossless else keys.variant_key(exact[i], made[i])
                     here = ChunkSource(
-                        part, start, start, path[: i + 1], key, variant, alone=False, lossless=lossless
+                        part, start, start, path[: i + 1], key, made[i], alone=False, lossless=lossless
                     )
                     wanted.append(here)
-                    continue
-                found = self._from_hit(part, start, path[: i + 1], hit, exact[i], start)
-                wanted.append(found or self.alone(prompt, i, start, namespace))
-            base = len(prompt.system)
-            yield [corrected(w, base, correction) for w in wanted if len(w.chunk)]
+            wanted[1:1] = primers.values()
+            yield [w for w in wanted if len(w.chunk)]
 
-    def _serves(self, hit: Hit, encode: Encode, versions: bytes) -> bool:
-        """Whether `encode` allows this hit, or, for a miss, encoding the chunk after the system prompt only."""
+    def _made(self, encode: Encode, prompt: Prompt, index: int, primer: Primer | None) -> bytes:
+        """The variant that `encode` makes of a prompt's part; empty for the first chunk and the system prompt."""
+        if index > 1 and isinstance(encode, Versions):
+            return keys.versions_variant(encode.most)
+        if index > 1 and primer is not None:
+            part, first = prompt.parts[index], primer.before(prompt.parts[index])
+            if first.ids and len(prompt.system) + len(first) + len(part) <= self._max_tokens:
+                return keys.primed_variant(first.digest)
+        return b""
+
+    def _serves(self, hit: Hit, encode: Encode, made: bytes) -> bool:
+        """Whether `encode`, which makes the variant `made`, allows this hit.
+
+        For a miss, whether the chunk is to be encoded after the system prompt only.
+        """
         if isinstance(encode, InPlace):
             return hit.kind is HitKind.EXACT and self._storage.lossless
-        if isinstance(encode, Versions):
-            return hit.kind is HitKind.EXACT or (hit.entry is not None and hit.entry.variant == versions)
+        if isinstance(encode, Versions | Primed):
+            return hit.kind is HitKind.EXACT or (hit.entry is not None and hit.entry.variant == made)
         return True
 
     @asynccontextmanager
@@ -218,6 +235,38 @@ class Lookups:
         return ChunkSource(
             part, position, base, path, key, part.variant, lossless=position == base and not part.variant
         )
+
+    def primer(self, system: Chunk, primer: Chunk, namespace: bytes) -> ChunkSource:
+        """A primer to encode after a system prompt."""
+        path, base = (system.digest, primer.digest), len(system)
+        return ChunkSource(primer, base, base, path, keys.entry_key(namespace, path), is_primer=True, lossless=True)
+
+    def primed(self, prompt: Prompt, index: int, position: int, namespace: bytes, primer: ChunkSource) -> ChunkSource:
+        """A chunk to encode after the system prompt and a primer."""
+        system, part = prompt.system, prompt.parts[index]
+        path, variant = (system.digest, part.digest), keys.primed_variant(primer.chunk.digest)
+        key, base = keys.entry_key(namespace, path, variant), len(system) + len(primer.chunk)
+        return ChunkSource(part, position, base, path, key, variant, after=primer.key)
+
+    async def named(self, name: bytes, namespace: bytes) -> bytes | None:
+        """The bytes of an entry that is no KV, whose path is `name` alone; None if there is none.
+
+        Raises:
+            CacheFault: as for `prompt`, or the entry is too large.
+        """
+        async with self._lookup(namespace, [(name, ())]) as (hit,):
+            if hit.entry is None or self._cache is None:
+                return None
+            if hit.entry.size > _MAX_NAMED or hit.entry.key != keys.entry_key(namespace, (name,)):
+                raise CacheFault("the cache service returned the wrong entry for a name")
+            data = bytearray(hit.entry.size)
+            try:
+                await self._cache.fetch(hit.entry, memoryview(data), timeout=self._timeout)
+                if self._signer is not None:
+                    await self._signer.verify(self._cache, hit.entry, memoryview(data))
+            except ServiceError as error:
+                raise CacheFault(f"fetch failed: {error}") from error
+            return bytes(data)
 
     def _from_hit(
         self, part: Chunk, position: int, path: tuple[bytes, ...], hit: Hit, exact: bytes, base: int

@@ -12,7 +12,6 @@ from fusionkv.fusion_worker.transfer.signatures import Signer
 from fusionkv.fusion_worker.transfer.storage import Storage
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos.observe import logs
-from fusionkv.protos.runtime.cancellation import to_the_end
 from fusionkv.protos.runtime.errors import DeadlineExceeded, ServiceError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -43,33 +42,16 @@ class WriteBack:
         self._cache = cache
         self._timeout = timeout
         self._max_waiting = max_waiting
-        self._copying = 0
-        self._waiting: asyncio.Queue[tuple[bytes, LoadedChunk, SpanContext, memoryview | None]] = asyncio.Queue()
+        self._waiting: asyncio.Queue[tuple[bytes, LoadedChunk, SpanContext]] = asyncio.Queue()
         self._writers = [asyncio.create_task(self._write()) for _ in range(_WRITERS)]
 
-    async def offer(self, namespace: bytes, part: LoadedChunk) -> None:
-        """Queues a part, or drops it when the queue is full: a later miss costs time, not an answer.
-
-        A part that will be corrected in the pool is copied at once, while the caller pins it, because entries are
-        stored uncorrected.
-        """
-        if self._waiting.qsize() + self._copying >= self._max_waiting:
+    def offer(self, namespace: bytes, part: LoadedChunk) -> None:
+        """Queues a part, or drops it when the queue is full: a later miss costs time, not an answer."""
+        if self._waiting.qsize() >= self._max_waiting:
             _dropped.add(1, {"fusionkv.reason": "queue full"})
             return
-        copy = None
-        if part.wanted.correction is None:
-            self._pool.pin(part.resident)
-        else:
-            self._copying += 1
-            try:
-                copy = await to_the_end(asyncio.to_thread(self._storage.take_out, part.resident))
-            except Exception as error:
-                _dropped.add(1, {"fusionkv.reason": type(error).__name__})
-                log.exception("a chunk was not stored")
-                return
-            finally:
-                self._copying -= 1
-        self._waiting.put_nowait((namespace, part, trace.get_current_span().get_span_context(), copy))
+        self._pool.pin(part.resident)
+        self._waiting.put_nowait((namespace, part, trace.get_current_span().get_span_context()))
 
     async def put(self, namespace: bytes, part: LoadedChunk) -> None:
         """Stores a part and waits until it is committed.
@@ -77,16 +59,17 @@ class WriteBack:
         Raises:
             ServiceError: the cache service can't be reached, or refused the part.
         """
-        await self._send(
+        await self.send(
             namespace, part.wanted, await asyncio.to_thread(self._storage.take_out, part.resident), offered=False
         )
 
-    async def _send(self, namespace: bytes, wanted: ChunkSource, data: memoryview, offered: bool) -> None:
+    async def send(self, namespace: bytes, wanted: ChunkSource, data: memoryview, offered: bool) -> bool:
+        """Stores an entry; returns whether it was stored, as `CacheClient.put` does. Raises as `put`."""
         tokens, base, signature = len(wanted.chunk), wanted.base, b""
         if self._signer is not None:
             names = (namespace, wanted.path, wanted.variant)
             signature = await asyncio.to_thread(self._signer.sign, *names, data, tokens=tokens, base=base)
-        await self._cache.put(
+        _, stored = await self._cache.put(
             namespace=namespace,
             path=wanted.path,
             variant=wanted.variant,
@@ -97,6 +80,7 @@ class WriteBack:
             signature=signature,
             timeout=self._timeout,
         )
+        return stored
 
     async def settle(self) -> None:
         """Waits until all queued parts are stored or dropped."""
@@ -108,13 +92,12 @@ class WriteBack:
 
     async def _write(self) -> None:
         while True:
-            namespace, part, origin, data = await self._waiting.get()
+            namespace, part, origin = await self._waiting.get()
             try:
-                if data is None:
-                    try:
-                        data = await asyncio.to_thread(self._storage.take_out, part.resident)
-                    finally:
-                        self._pool.unpin(part.resident)
+                try:
+                    data = await asyncio.to_thread(self._storage.take_out, part.resident)
+                finally:
+                    self._pool.unpin(part.resident)
                 # A separate trace, linked to the request's, which does not wait for this. It follows that trace's
                 # sampling decision: a child of a dropped span is dropped.
                 dropped = origin.is_valid and not origin.trace_flags.sampled
@@ -122,7 +105,7 @@ class WriteBack:
                 links = [Link(origin)] if origin.is_valid else []
                 with tracer.start_as_current_span("fusionkv.put", parent, links=links) as span:
                     span.set_attributes({"fusionkv.tokens": len(part.wanted.chunk), "fusionkv.bytes": len(data)})
-                    await self._send(namespace, part.wanted, data, offered=True)
+                    await self.send(namespace, part.wanted, data, offered=True)
             except ServiceError as error:
                 _dropped.add(1, {"fusionkv.reason": type(error).__name__})
                 _faults.warning("a chunk was not stored", error)
@@ -136,8 +119,7 @@ class WriteBack:
     def _drop_waiting(self) -> None:
         """Drops all queued parts: with the service unreachable, each would hold its pages for another timeout."""
         while not self._waiting.empty():
-            _, part, _, copy = self._waiting.get_nowait()
-            if copy is None:
-                self._pool.unpin(part.resident)
+            _, part, _ = self._waiting.get_nowait()
+            self._pool.unpin(part.resident)
             self._waiting.task_done()
             _dropped.add(1, {"fusionkv.reason": "cache out of reach"})

@@ -1,4 +1,4 @@
-"""What the recipe `default` means on a model: what was measured to be best on it, or prophetkv at 0.2."""
+"""What the recipe `default` means on a model: what `fusionkv check` recommended for it, or `UNMEASURED`."""
 
 from dataclasses import dataclass
 
@@ -16,27 +16,15 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Default:
-    """What `default` means on a model.
-
-    Attributes:
-        choice: what it means. If its recipe corrects, only where a correction was validated.
-        uncorrected: what it means elsewhere; `choice` again if that corrects nothing.
-        why: the reason, as a sentence.
-    """
+    """What `default` means on a model. why: the reason, as a sentence."""
 
     choice: Choice
-    uncorrected: Choice
     why: str
 
     def __str__(self) -> str:
-        either = f", {self.uncorrected} without a validated correction" if self.uncorrected != self.choice else ""
-        return f"{self.choice}{either}: {self.why}"
+        return f"{self.choice}: {self.why}"
 
 
-# The best by KL of those measured on SmolLM2, with a trained correction (docs/quality.md).
-MIDLAYER = Choice("midlayer+corrected", 0.12)
-# On Qwen2.5-Coder-0.5B it keeps 23 of 27 right answers, prophetkv 20 (docs/quality.md).
-DEEPLAYER = Choice("deeplayer", 0.2)
-# No correction can mislead it.
-PROPHETKV = Choice("prophetkv", 0.2)
-UNMEASURED = Default(PROPHETKV, PROPHETKV, "`fusionkv check` recommends nothing else for this model")
+# The nearest to full attention of all that were measured on SmolLM2, Gemma 3 and Qwen2.5-Coder (docs/quality.md).
+PRIMED = Choice("deeplayer+primed", 0.2)
+UNMEASURED = Default(PRIMED, "`fusionkv check` recommends nothing else for this model")

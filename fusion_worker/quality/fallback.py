@@ -21,7 +21,6 @@ from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.compute.planner import Planner
 from fusionkv.fusion_worker.compute.scheduler import ForwardJob, Result
-from fusionkv.fusion_worker.library import catalog
 from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.prompt import Prompt
 from fusionkv.fusion_worker.quality.defaults import UNMEASURED, Choice, Default
@@ -108,7 +107,7 @@ class Verdict:
 
     @classmethod
     def read(cls, directory: Path, fingerprint: bytes, auxiliary: bytes = b"") -> "Verdict":
-        """Reads the verdicts in a model's directory; without a file, there is at most the default of a known model.
+        """Reads the verdicts in a model's directory; there may be none.
 
         auxiliary: fingerprint of the auxiliary model in use. Verdicts that depend on another one are left out.
 
@@ -117,14 +116,13 @@ class Verdict:
         """
         path, again = directory / FILE, f"run `fusionkv check {directory}` again"
         if not path.exists():
-            return cls(fingerprint.hex(), {}, default=catalog.default(directory) or UNMEASURED)
+            return cls(fingerprint.hex(), {})
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             judged = {name: tuple(Judged(**one) for one in found) for name, found in data["recipes"].items()}
             chosen = data["default"]
-            default = Default(Choice(**chosen["choice"]), Choice(**chosen["uncorrected"]), chosen["why"])
-            for choice in (default.choice, default.uncorrected):
-                find_recipe(choice.recipe).ratio_for(choice.ratio)
+            default = Default(Choice(**chosen["choice"]), chosen["why"])
+            find_recipe(default.choice.recipe).ratio_for(default.choice.ratio)
             verdict = cls(data["fingerprint"], judged, data["auxiliary"], default)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, InvalidArgument) as error:
             raise FailedPrecondition(f"can't read {path} ({error}): {again}") from error

@@ -2,7 +2,7 @@
 
 import asyncio
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -130,33 +130,6 @@ class Storage:
             else:
                 # Dequantised on the device: half as many bytes are copied there.
                 self._write(runs, self._unpack(part.to(self._pool.kv.device), tokens))
-
-    def rewrite(
-        self, resident: PooledChunk, change: Callable[[torch.Tensor, torch.Tensor], None], source: PooledChunk
-    ) -> None:
-        """Writes what `change` makes of one chunk's KV into another chunk's slots. Only for the format `plain`.
-
-        change: reads its first argument and writes its second, which may be the same tensor; both are [layers, 2,
-        tokens, kv_heads of all ranks, head_dim]. source: the chunk that is read, which may be `resident`.
-        """
-        if self._tp.ranks.count == 1:
-            with self.beside():
-                kv = self._in_slots(source.runs, source.tokens)
-                if len(resident.runs) == 1:
-                    change(kv, self._in_slots(resident.runs, resident.tokens))
-                else:
-                    changed = torch.empty_like(kv)
-                    change(kv, changed)
-                    self._write(resident.runs, changed)
-        else:
-            kv = self.numbers(self.take_out(source), source.tokens)
-            change(kv, kv)
-            self.put_in(resident, kv.view(-1).view(torch.uint8))
-
-    def numbers(self, data: memoryview, tokens: int) -> torch.Tensor:
-        """Views a plain entry's bytes as [layers, 2, tokens, kv_heads of all ranks, head_dim]."""
-        flat = torch.frombuffer(data, dtype=torch.uint8).view(self._pool.shape.dtype)
-        return self._kv(flat, tokens, self._tp.ranks.count)
 
     def _kv(self, numbers: torch.Tensor, tokens: int, ranks: int = 1) -> torch.Tensor:
         shape = self._pool.shape

@@ -7,9 +7,8 @@ import functools
 import itertools
 import sys
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -202,7 +201,6 @@ async def ask(args: argparse.Namespace) -> int:
         "degraded": summary.degraded_reason if summary.degraded else "",
         "ratio raised": summary.ratio_raised,
         "recipe replaced": summary.recipe_replaced,
-        "not corrected": summary.uncorrected_reason,
     }
     for name, note in notes.items():
         if note:
@@ -223,9 +221,7 @@ def _answer_figures(summary: Summary) -> Table:
         hits.append(f"{summary.chunks_missed} missed")
     if summary.entries_rejected:
         hits.append(f"{summary.entries_rejected} rejected: no worker's signature")
-    corrected = f"; {summary.chunks_corrected} corrected" if summary.chunks_corrected else ""
-    origins = f"{', '.join(hits) or 'no cache lookup'}{corrected}"
-    table.add_row("chunks", f"{summary.chunks_retrieved} retrieved: {origins}")
+    table.add_row("chunks", f"{summary.chunks_retrieved} retrieved: {', '.join(hits) or 'no cache lookup'}")
     table.add_row(
         "tokens",
         f"{summary.context_tokens} context: {summary.tokens_lossless} lossless, {summary.tokens_reused} reused, "
@@ -271,16 +267,14 @@ async def show(args: argparse.Namespace) -> int:
         for item in items:
             print_json(asdict(item))
         return 0
-    sizes, made_with = ["chunks", "tokens", "bytes"], ["model", "embedder", "correction"]
+    sizes, made_with = ["chunks", "tokens", "bytes"], ["model", "embedder"]
     columns = ["document", *sizes] if args.corpus else ["corpus", "documents", *sizes, *made_with]
     table = Table(box=None, pad_edge=False)
     for column in columns:
         justify: JustifyMethod = "right" if column in ("documents", *sizes) else "left"
         table.add_column(column, justify=justify, overflow="fold")
     for item in items:
-        # Why a correction is in its state is in the JSON.
-        short = replace(item, correction=item.correction.partition(":")[0] or "unknown")
-        values = item.name, *(str(getattr(short, column)) or "none" for column in columns[1:])
+        values = item.name, *(str(getattr(item, column)) or "none" for column in columns[1:])
         table.add_row(*map(shown.line, values))
     Console(highlight=False, markup=False, emoji=False).print(table)
     return 0
@@ -290,8 +284,6 @@ async def stats(args: argparse.Namespace) -> int:
     """Shows the statistics of gateway, worker and cache service; only the gateway has to be reachable."""
     async with connect.client(args) as client:
         found: dict[str, dict[str, Any]] = {"gateway": asdict(await client.stats())}
-        states = Counter(item.correction.partition(":")[0] or "unknown" for item in await client.list())
-        found["gateway"]["corrections"] = dict(sorted(states.items()))
     worker, tls = args.worker or found["gateway"]["worker"], connect.tls(args)
     found["worker"] = await _reported(worker, tls, _worker_stats) if worker else {"error": "no worker is reachable"}
     found["cache"] = await _reported(args.cache or _cache_address(worker), tls, _cache_stats)
@@ -369,7 +361,6 @@ def _gateway_figures(s: Mapping[str, Any]) -> dict[str, str]:
         "tenants": f"{s['tenants']:,}, together",
         "requests": f"{s['requests']:,} ({s['requests_failed']:,} failed, {s['requests_degraded']:,} degraded)",
         "corpora": f"{s['documents']:,} documents, {s['chunks']:,} chunks",
-        "corrections": ", ".join(f"{count:,} {state}" for state, count in s["corrections"].items()) or "none",
     }
 
 

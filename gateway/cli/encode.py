@@ -30,7 +30,7 @@ async def run(args: argparse.Namespace) -> int:
             if own:
                 encoding = functools.partial(_encode_with, client, args, name, own, end)
                 stored = await retry_until_available(encoding, end)
-            # After encoders, this call finds the KV that they stored, and has a worker learn the corpus's correction.
+            # After encoders, this call finds the KV that they stored.
             precompute = functools.partial(corpus, client, args.json, name, args.recipe, end)
             done = await retry_until_available(precompute, end)
             again = done.done - done.skipped
@@ -56,7 +56,7 @@ async def corpus(client: AsyncClient, quiet: bool, name: str, recipe: str, end: 
         async with contextlib.aclosing(client.precompute(name, recipe)) as events:
             async for done in events:
                 _check_there(name, done.total, end)
-                show(f"{name}: {'learning its correction' if done.learning else 'encoding'}", done.done, done.total)
+                show(f"{name}: encoding", done.done, done.total)
                 if quiet:
                     print_json({"event": "precompute", **asdict(done)})
     return done

@@ -195,7 +195,7 @@ class AsyncClient(_Connection):
         self, corpus: str, token: str = "", size: int = _PAGE, *, timeout: float | None = None
     ) -> tuple[list[Item], str]:
         """One page of `list`, and the token of the next page, which is empty after the last page."""
-        request = requests.of(pb.ListRequest, corpus=corpus, page_size=size, page_token=token, corrections=not corpus)
+        request = requests.of(pb.ListRequest, corpus=corpus, page_size=size, page_token=token)
         r = await self._call("List", request, timeout)
         return [results.item(i) for i in r.items], r.next_page_token
 
@@ -316,7 +316,7 @@ class Client(_Connection):
         while True:
             r = self._call(
                 "List",
-                requests.of(pb.ListRequest, corpus=corpus, page_size=_PAGE, page_token=token, corrections=not corpus),
+                requests.of(pb.ListRequest, corpus=corpus, page_size=_PAGE, page_token=token),
                 timeout,
             )
             items.extend(map(results.item, r.items))

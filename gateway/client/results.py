@@ -77,15 +77,11 @@ class Ingested:
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of Precompute or Move, in chunks; `skipped` of the `done` chunks were already stored.
-
-    learning: whether workers learn the corpus's correction first, which may take minutes.
-    """
+    """Progress of Precompute or Move, in chunks; `skipped` of the `done` chunks were already stored."""
 
     done: int
     total: int
     skipped: int = 0
-    learning: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,7 +99,6 @@ class Item:
         model: model that a corpus was built for.
         embedder: embedder that a corpus was built with; without one, it is searched by BM25 only.
         source: where a document came from.
-        correction: state of a corpus's correction, and why; empty if no worker replied.
     """
 
     name: str
@@ -114,7 +109,6 @@ class Item:
     model: str = ""
     embedder: str = ""
     source: str = ""
-    correction: str = ""
 
 
 @dataclass(frozen=True)
@@ -204,11 +198,11 @@ def ingested(name: str, r: pb.IngestResponse) -> Ingested:
 
 
 def progress(p: "pb.PrecomputeResponse | pb.MoveResponse") -> Progress:
-    return Progress(p.done, p.total, getattr(p, "skipped", 0), getattr(p, "learning", False))
+    return Progress(p.done, p.total, getattr(p, "skipped", 0))
 
 
 def item(i: pb.Item) -> Item:
-    return Item(i.name, i.documents, i.chunks, i.tokens, i.bytes, i.model, i.embedder, i.source, i.correction)
+    return Item(i.name, i.documents, i.chunks, i.tokens, i.bytes, i.model, i.embedder, i.source)
 
 
 def model(m: pb.GetModelResponse) -> Model:

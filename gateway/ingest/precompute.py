@@ -14,7 +14,7 @@ from fusionkv.gateway.auth.tenants import Tenant
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.retrieval.base import Chunk, HybridSearch, check_corpus, check_document, no_document
 from fusionkv.gateway.tokens import ModelIdentity, Vocabulary
-from fusionkv.gateway.workers.workers import Lesson, WorkerPool
+from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.contract.names import DEFAULT, full_name
 from fusionkv.protos.contract.requests import RequestedRecipe
 from fusionkv.protos.fusion.v1 import fusion_pb2
@@ -25,10 +25,10 @@ from fusionkv.protos.runtime.errors import InvalidArgument, Unavailable
 log = logging.getLogger(__name__)
 # Chunks per batch, whose variants are stored in one commit.
 _BATCH = 16
+# Documents whose first chunks make a corpus's primer.
+_SAMPLE = 8
 # The papers use 10; searching more than a few hundred takes longer than encoding.
 _MAX_NEIGHBOURS = 256
-# Chunks that a worker learns a correction from, if possible of different documents.
-_SAMPLE = 128
 # Attempts to encode a chunk: on a busy machine, storing it may take longer than the worker waits.
 _ATTEMPTS, _PAUSE_SECONDS = 3, 1.0
 # Between two reports of progress within a batch, which takes minutes where each chunk is long.
@@ -42,6 +42,7 @@ class _Pass:
     Attributes:
         neighbours: number of neighbours that each chunk is encoded with.
         sizes: chunks by document at the start of the pass.
+        sample: chunks to make the corpus's primer of.
     """
 
     tenant: Tenant
@@ -51,11 +52,7 @@ class _Pass:
     model: ModelIdentity
     neighbours: int
     sizes: dict[str, int]
-
-    @property
-    def corrected(self) -> bool:
-        """Whether the recipe uses the corpus's correction, if there is one."""
-        return self.asked.recipe.corrected
+    sample: Sequence[Chunk] = ()
 
     @property
     def name(self) -> str:
@@ -82,11 +79,12 @@ class _Pass:
     async def request(self, chunk: Chunk, vector: np.ndarray) -> fusion_pb2.EncodeRequest:
         """The request that encodes a chunk, with its neighbours if there are to be any."""
         if not self.neighbours:
-            request = self.encode_request([chunk])
-            request.mode = request.MODE_EXACT
+            primed = self.asked.recipe.primed
+            request = self.encode_request([*self.sample, chunk] if primed else [chunk])
+            request.mode, request.corpus = request.MODE_PRIMED if primed else request.MODE_EXACT, self.name
             return request
         request = self.encode_request([*await self._nearest(chunk, vector), chunk])
-        request.mode, request.corpus = request.MODE_NEIGHBOURS, self.name if self.corrected else ""
+        request.mode = request.MODE_NEIGHBOURS
         return request
 
     async def _nearest(self, chunk: Chunk, vector: np.ndarray) -> list[Chunk]:
@@ -102,19 +100,6 @@ class _Pass:
                 break
             neighbours.append(other)
         return neighbours
-
-    async def lesson(self) -> fusion_pb2.EncodeRequest | None:
-        """The request to learn the corpus's correction; None if there are fewer than three different chunks."""
-        names, sample = sorted(self.sizes), list[Chunk]()
-        count = min(len(names), _SAMPLE)
-        for name in (names[i * len(names) // count] for i in range(count)):
-            stored = await self.tenant.retrieval.chunks(self.corpus, name, self.model)
-            sample += [chunk for chunk, _ in stored[: max(1, _SAMPLE // len(names))]]
-        if len({chunk.ids for chunk in sample}) < 3:  # two make too few different prompts
-            return None
-        request = self.encode_request(sample[:_SAMPLE])
-        request.mode, request.corpus = request.MODE_CORRECTION, self.name
-        return request
 
     def encode_request(self, chunks: Sequence[Chunk]) -> fusion_pb2.EncodeRequest:
         """A request to encode the last chunk after the others, without a mode."""
@@ -152,14 +137,12 @@ class Precompute:
             check_document(request.name)
         work = await self._begin(tenant, request.corpus, request.recipe, request.neighbours, request.name)
         done, skipped, total = 0, 0, sum(work.sizes.values())
-        learned = await work.lesson() if work.corrected and not request.name else None
-        lesson = None if learned is None else Lesson(learned)
-        yield pb.PrecomputeResponse(total=total, learning=lesson is not None)
+        yield pb.PrecomputeResponse(total=total)
         async for batch, total in work.batches():
             existed: list[bool] = []
             if batch:
                 tenant.meter.check_tokens()
-                async with aclosing(_now_and_then(self._encode(work, batch, lesson, existed), existed)) as encoding:
+                async with aclosing(_now_and_then(self._encode(work, batch, existed), existed)) as encoding:
                     async for _ in encoding:
                         yield pb.PrecomputeResponse(
                             done=done + len(existed), total=total, skipped=skipped + sum(existed)
@@ -170,17 +153,10 @@ class Precompute:
     async def plan(
         self, tenant: Tenant, request: pb.PlanPrecomputeRequest
     ) -> AsyncGenerator[pb.PlanPrecomputeResponse]:
-        """Streams the requests that `run` would send to workers, one batch at a time. Raises as `run`.
-
-        Where neighbours are corrected, each batch starts with what the correction is learned from: any encoder may
-        get it.
-        """
+        """Streams the requests that `run` would send to workers, one batch at a time. Raises as `run`."""
         work = await self._begin(tenant, request.corpus, request.recipe)
-        lesson = await work.lesson() if work.corrected and work.neighbours else None
         async for batch, total in work.batches():
             requests = [await work.request(*pair) for pair in batch]
-            if lesson is not None and requests:
-                requests.insert(0, lesson)
             yield pb.PlanPrecomputeResponse(requests=requests, total=total)
 
     async def _begin(
@@ -202,18 +178,21 @@ class Precompute:
             sizes = {document: len(stored)}
         else:
             sizes = {d.name: d.chunks for d in await tenant.retrieval.documents(corpus)}
-        return _Pass(tenant, corpus, asked, vocabulary, model, count, sizes)
+        sample: list[Chunk] = []
+        if asked.recipe.primed and not count:
+            names = sorted(d.name for d in await tenant.retrieval.documents(corpus, limit=_SAMPLE))
+            for name in names:
+                sample += [chunk for chunk, _ in (await tenant.retrieval.chunks(corpus, name, model))[:1]]
+        return _Pass(tenant, corpus, asked, vocabulary, model, count, sizes, sample)
 
-    async def _encode(
-        self, work: _Pass, batch: list[tuple[Chunk, np.ndarray]], lesson: Lesson | None, existed: list[bool]
-    ) -> None:
+    async def _encode(self, work: _Pass, batch: list[tuple[Chunk, np.ndarray]], existed: list[bool]) -> None:
         """Encodes and stores a batch; adds to `existed`, for each chunk, whether it was in the cache."""
         slots = asyncio.Semaphore(self._config.precompute_concurrency)
 
         async def one(chunk: Chunk, vector: np.ndarray) -> Chunk:
             async with slots:
                 request = await work.request(chunk, vector)
-                encoded = await self._encoded(request, lesson)
+                encoded = await self._encoded(request)
                 if not encoded.existed:
                     work.tenant.meter.spend(sum(len(part.ids) for part in (request.chunk, *request.before)))
                 # Without neighbours, keep a variant that was encoded with neighbours before: it is better.
@@ -225,15 +204,15 @@ class Precompute:
         if changed := [new for new, (old, _) in zip(done, batch, strict=True) if new != old]:
             await work.tenant.retrieval.set_variants(work.corpus, changed)
 
-    async def _encoded(self, request: fusion_pb2.EncodeRequest, lesson: Lesson | None) -> fusion_pb2.EncodeResponse:
+    async def _encoded(self, request: fusion_pb2.EncodeRequest) -> fusion_pb2.EncodeResponse:
         """Encodes a chunk on a worker; retries while workers or their cache service do not answer in time."""
         for attempt in range(1, _ATTEMPTS):
             try:
-                return await self._workers.encode(request, lesson)
+                return await self._workers.encode(request)
             except Unavailable as error:
                 log.warning("retrying to encode a chunk: %s", error)
                 await asyncio.sleep(_PAUSE_SECONDS * attempt)
-        return await self._workers.encode(request, lesson)
+        return await self._workers.encode(request)
 
 
 async def _now_and_then(work: Coroutine[Any, Any, None], progress: Sized) -> AsyncGenerator[None]:

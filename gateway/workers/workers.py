@@ -140,28 +140,6 @@ class Member:
             self.in_flight -= 1
 
 
-@dataclass(eq=False)
-class Lesson:
-    """What a worker learns before it encodes chunks of a corpus: workers may share no disk.
-
-    Attributes:
-        request: in MODE_CORRECTION.
-        taught: addresses of the workers that have learned it, or cannot.
-    """
-
-    request: pb.EncodeRequest
-    taught: set[str] = field(default_factory=set)
-
-    async def teach(self, worker: WorkerClient) -> None:
-        if worker.address in self.taught:
-            return
-        try:
-            await worker.encode(self.request)
-        except ResourceExhausted as error:
-            log.warning("%s learns no correction of corpus %s: %s", worker.address, self.request.corpus, error)
-        self.taught.add(worker.address)
-
-
 class WorkerPool:
     """Calls the least loaded worker, or one that probably holds the prompt's chunks in its pool.
 
@@ -231,13 +209,6 @@ class WorkerPool:
         known.move_to_end(key)
         return known[key]
 
-    async def corrections(self, tenant: str, corpora: Sequence[str], timeout: float) -> Sequence[str]:
-        """What the first worker in order knows about the corrections of corpora. Raises Unavailable without one."""
-        with _used(await self._order({})) as order:
-            if not order:
-                raise _reported([])
-            return await order[0].client.corrections(tenant, corpora, timeout)
-
     async def ready(self, timeout: float) -> bool:
         """Whether a worker takes requests, by health checks in `timeout` seconds."""
         try:
@@ -251,12 +222,10 @@ class WorkerPool:
         except TimeoutError:
             return False
 
-    async def encode(self, request: pb.EncodeRequest, lesson: Lesson | None = None) -> pb.EncodeResponse:
-        """Encodes one chunk on any worker, which learns `lesson` first. Watches workers as `generate` does."""
+    async def encode(self, request: pb.EncodeRequest) -> pb.EncodeResponse:
+        """Encodes one chunk on any worker. Watches workers as `generate` does."""
 
         async def call(client: WorkerClient) -> AsyncGenerator[pb.EncodeResponse]:
-            if lesson is not None:
-                await lesson.teach(client)
             yield await client.encode(request)
 
         async with contextlib.aclosing(self._stream({}, call)) as responses:

@@ -1,4 +1,4 @@
-"""Names of recipes: `default`, names without a correction, and names in metrics."""
+"""Names of recipes: `default`, and names in metrics."""
 
 # The name by which a worker takes what was recommended for its model; modifiers may follow it.
 DEFAULT = "default"
@@ -8,11 +8,6 @@ def full_name(recipe: str, default: str) -> str:
     """A requested recipe's full name, with another default in place of the base `default`."""
     base, plus, modifiers = recipe.partition("+")
     return f"{default}{plus}{modifiers}" if base == DEFAULT else recipe
-
-
-def uncorrected(name: str) -> str:
-    """A recipe's name without the modifier `corrected`."""
-    return "+".join(term for term in name.split("+") if term != "corrected")
 
 
 def recipe_label(recipe: str) -> str:

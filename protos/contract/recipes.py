@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from fusionkv.protos.contract.limits import MAX_MODIFIERS, MAX_RECIPE, MOST_VERSIONS
 from fusionkv.protos.contract.selectors import (
@@ -24,12 +24,7 @@ from fusionkv.protos.runtime.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class Encode:
-    """How the KV of reused chunks is made.
-
-    corrected: whether chunks that were encoded alone get the corpus's correction (docs/correction.md).
-    """
-
-    corrected: bool = field(default=False, kw_only=True)
+    """How the KV of reused chunks is made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +60,15 @@ class Anchored(Encode):
     """Only the KV of trained anchor tokens is kept, `percent` percent fewer than a chunk's tokens (KVLink 2.4)."""
 
     percent: int
+
+
+@dataclass(frozen=True, slots=True)
+class Primed(Encode):
+    """A chunk's KV is computed after the system prompt and the corpus's primer, a few of the corpus's passages.
+
+    The first tokens of a text attend to little but themselves. After the primer, they are computed as in the middle
+    of a prompt, where they are reused.
+    """
 
 
 ISOLATED = Isolated()
@@ -121,9 +125,9 @@ class Recipe:
         return not (self.keep or self.attend or self.links or self.anchored)
 
     @property
-    def corrected(self) -> bool:
-        """Whether it uses the correction of the request's corpus."""
-        return self.encode is not None and self.encode.corrected
+    def primed(self) -> bool:
+        """Whether chunks are encoded after the corpus's primer."""
+        return isinstance(self.encode, Primed)
 
     @property
     def in_place(self) -> bool:
@@ -279,16 +283,6 @@ class Modifier:
     neighbours: int | None = None
 
 
-_CORRECTED_RATIO = 0.15
-
-
-def _corrected(recipe: Recipe) -> Recipe:
-    if not isinstance(recipe.encode, Isolated | SimilarityGuided):
-        raise InvalidArgument(f"{recipe.name} reuses no chunks that were encoded alone, so it can't be corrected")
-    # Recomputing 5% of corrected chunks gains as much as 15% of uncorrected ones (docs/quality.md).
-    return replace(recipe, encode=replace(recipe.encode, corrected=True), ratio=min(recipe.ratio, _CORRECTED_RATIO))
-
-
 def _versioned(recipe: Recipe, most: int) -> Recipe:
     if most > MOST_VERSIONS:
         raise InvalidArgument(f"versions({most}): at most {MOST_VERSIONS} versions of a chunk are kept")
@@ -337,20 +331,21 @@ MODIFIERS: dict[str, Modifier] = {
         Modifier(
             "isolated",
             "chunks encoded alone",
-            lambda r: replace(r, encode=Isolated(corrected=r.encode.corrected)),
+            lambda r: replace(r, encode=Isolated()),
             neighbours=0,
         ),
         Modifier(
             "similarity_guided",
             "chunks encoded together with N similar ones (FusionRAG 3.1)",
-            lambda r, n: replace(r, encode=SimilarityGuided(n, corrected=r.encode.corrected)),
+            lambda r, n: replace(r, encode=SimilarityGuided(n)),
             (10,),
             neighbours=10,
         ),
         Modifier(
-            "corrected",
-            "chunks encoded alone, corrected by the average effect of preceding text (docs/correction.md)",
-            _corrected,
+            "primed",
+            "chunks encoded after a few passages of their corpus, the same for all of them",
+            lambda r: replace(r, encode=Primed()),
+            neighbours=0,
         ),
         Modifier(
             "versions",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fusionkv.protos.contract.capabilities import check_usable
 from fusionkv.protos.contract.length import check_length
 from fusionkv.protos.contract.limits import check_label, check_variants
-from fusionkv.protos.contract.names import full_name, uncorrected
+from fusionkv.protos.contract.names import full_name
 from fusionkv.protos.contract.recipes import Recipe, find_recipe
 from fusionkv.protos.contract.sampling import check_sampling
 from fusionkv.protos.fusion.v1.fusion_pb2 import GenerateRequest, GetModelResponse
@@ -19,41 +19,34 @@ class RequestedRecipe:
 
     Attributes:
         name: as requested, such as `default`.
-        recipe: what it means; if that corrects, only where a correction was validated.
-        uncorrected: what it means elsewhere.
+        recipe: what it means.
     """
 
     name: str
     recipe: Recipe
-    uncorrected: Recipe
 
     @classmethod
     def of(cls, name: str, model: GetModelResponse) -> "RequestedRecipe":
         """Raises InvalidArgument if there is no such recipe."""
-        recipe = find_recipe(full_name(name, model.default_recipe))
-        if not recipe.corrected:
-            return cls(name, recipe, recipe)
-        elsewhere = full_name(name, model.default_uncorrected or model.default_recipe)
-        return cls(name, recipe, find_recipe(uncorrected(elsewhere)))
+        return cls(name, find_recipe(full_name(name, model.default_recipe)))
 
     def check(self, ratio: float | None, chunks: int, model: GetModelResponse) -> None:
-        """Checks that a worker can follow both.
+        """Checks that a worker can follow it.
 
         Args:
             ratio: as requested; None if the request leaves it to the recipe.
             chunks: number of chunks in the prompt.
 
         Raises:
-            InvalidArgument: they take no such ratio.
-            FailedPrecondition: the model can't follow one of them.
+            InvalidArgument: it takes no such ratio.
+            FailedPrecondition: the model can't follow it.
         """
-        for recipe in (self.recipe, self.uncorrected):
-            recipe.ratio_for(ratio)
-            check_usable(recipe, chunks, model)
+        self.recipe.ratio_for(ratio)
+        check_usable(self.recipe, chunks, model)
 
     def check_portable(self) -> None:
         """Raises FailedPrecondition if other engines can't decode from the KV of a prompt."""
-        if not (self.recipe.portable and self.uncorrected.portable):
+        if not self.recipe.portable:
             raise FailedPrecondition(f"only the fusion worker can decode an answer by {self.name}")
 
 
@@ -75,7 +68,7 @@ def check_request(request: GenerateRequest, model: GetModelResponse) -> Requeste
         check_filled(chunk.ids, f"chunk {number}")
         check_variants(chunk.variants, f"chunk {number}")
     check_filled(request.question.ids, "the question")
-    check_length(request, max(asked.recipe.links, asked.uncorrected.links), model.max_tokens)
+    check_length(request, asked.recipe.links, model.max_tokens)
     return asked
 
 

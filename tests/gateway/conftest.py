@@ -66,7 +66,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
     from fusionkv.fusion_worker.library.cache import fingerprint
-    from fusionkv.fusion_worker.quality.defaults import MIDLAYER, PROPHETKV, Default
+    from fusionkv.fusion_worker.quality.defaults import PRIMED, PROPHETKV, Default
     from fusionkv.fusion_worker.quality.fallback import FILE, Verdict
 
     tokenizer = PreTrainedTokenizerFast(
@@ -84,7 +84,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     for made in (network, tokenizer):
         made.save_pretrained(folder)
-    Verdict(fingerprint(folder).hex(), {}, default=Default(MIDLAYER, PROPHETKV, "for tests")).write(folder / FILE)
+    Verdict(fingerprint(folder).hex(), {}, default=Default(PRIMED, PROPHETKV, "for tests")).write(folder / FILE)
     return folder
 
 

@@ -8,11 +8,10 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fusionkv.fusion_worker.evaluate.data.samples import Block, Library, Sample
+from fusionkv.fusion_worker.evaluate.data.samples import Block
 from fusionkv.protos.contract.recipes import Recipe
 from fusionkv.protos.contract.selectors import SecondModel
 
@@ -73,18 +72,10 @@ def key(subject: Subject, block: Block, cell: Cell) -> Key:
     """The key of a measurement."""
     by_auxiliary = cell.recipe.needs == SecondModel()
     how = (subject.fingerprint, subject.dtype, str(subject.chunk_tokens), *[subject.auxiliary] * by_auxiliary)
-    task, encode = block.task, cell.recipe.encode
-    if encode is not None and encode.corrected:
-        # Without a library, a correction is learned from all samples of the task.
-        how = (*how, (task.library or _library(task.samples)).digest)
-    elif cell.recipe.neighbours and task.library is not None:
+    task = block.task
+    if cell.recipe.neighbours and task.library is not None:
         how = (*how, task.library.digest)
     return (*how, task.name, str(block.start), block.digest, cell.specification, repr(cell.ratio))
-
-
-@lru_cache(maxsize=4)
-def _library(samples: tuple[Sample, ...]) -> Library:
-    return Library(samples)
 
 
 @contextlib.contextmanager

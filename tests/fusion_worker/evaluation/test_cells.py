@@ -33,7 +33,7 @@ from fusionkv.fusion_worker.evaluate.report.cells import (
     table,
 )
 from fusionkv.fusion_worker.library.cache import fingerprint
-from fusionkv.fusion_worker.quality.defaults import MIDLAYER, PROPHETKV, Default
+from fusionkv.fusion_worker.quality.defaults import PRIMED, PROPHETKV, Default
 from fusionkv.fusion_worker.quality.fallback import FILE, Verdict
 from fusionkv.protos.contract.recipes import find_recipe
 from fusionkv.protos.contract.selectors import CachedAttention, QuestionAttention
@@ -152,7 +152,7 @@ def test_cells_are_ratios_where_a_recipe_leaves_them_open() -> None:
 
 def test_the_default_is_that_of_each_model(reference_model: Path, tmp_path: Path) -> None:
     directory = Path(shutil.copytree(reference_model, tmp_path / "measured"))
-    Verdict(fingerprint(directory).hex(), {}, default=Default(MIDLAYER, PROPHETKV, "")).write(directory / FILE)
+    Verdict(fingerprint(directory).hex(), {}, default=Default(PRIMED, PROPHETKV, "")).write(directory / FILE)
     for models, wanted in (
         ([reference_model], {"prophetkv+window"}),
         ([directory], {"midlayer+corrected+window"}),

@@ -18,7 +18,7 @@ from fusionkv.fusion_worker.evaluate.data.samples import Block, Sample, Task
 from fusionkv.fusion_worker.evaluate.judge import LEAST, Tally, judge, recommend
 from fusionkv.fusion_worker.evaluate.oracles import compare
 from fusionkv.fusion_worker.evaluate.report.cells import Cell, Measured
-from fusionkv.fusion_worker.quality.defaults import MIDLAYER, PROPHETKV, UNMEASURED, Choice
+from fusionkv.fusion_worker.quality.defaults import PRIMED, PROPHETKV, UNMEASURED, Choice
 from fusionkv.fusion_worker.quality.fallback import FILE, SAFE, UNDECIDED, UNSAFE, Verdict
 from fusionkv.protos.contract.recipes import find_recipe
 from tests.fusion_worker.oracle import saved
@@ -184,7 +184,7 @@ async def test_a_check_of_own_questions(
     assert await check._check(parsed(model, "--data", data), Console(stderr=True)) == 0
     said = json.loads(capsys.readouterr().out)
     assert Verdict.read(model, bytes.fromhex(said["fingerprint"])).recipes.keys() == said["recipes"].keys()
-    assert {MIDLAYER.recipe, "prophetkv", "midlayer", "prefix_cache"} <= said["recipes"].keys()
+    assert {PRIMED.recipe, "prophetkv", "midlayer", "prefix_cache"} <= said["recipes"].keys()
     assert not {"cacheclip", "kvlink"} & said["recipes"].keys()
     assert said["recipes"]["prefix_cache"][0]["verdict"] == "safe"
     assert said["default"]["choice"] == said["default"]["uncorrected"] == {"recipe": "prophetkv", "ratio": 0.2}

@@ -1,1 +1,0 @@
-"""Corrects reused KV by what a corpus has taught."""

@@ -1,0 +1,111 @@
+"""Primers: passages that a corpus's chunks are encoded after, so that their KV is as in the middle of a prompt."""
+
+import itertools
+import struct
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fusionkv.fusion_worker.load.lookup import CacheFault, Lookups
+from fusionkv.fusion_worker.load.passages import TOKENS
+from fusionkv.fusion_worker.load.write_back import WriteBack
+from fusionkv.fusion_worker.prompt import Chunk, ChunkSource, Primer, Prompt
+from fusionkv.kvcache_service import keys
+from fusionkv.protos.runtime.errors import ServiceError
+
+# Tokens of the shortest primer that is made of a corpus.
+_LEAST = 128
+# Seconds until a primer is looked up again, which also keeps it from being evicted.
+_SECONDS = 60.0
+_MAX_KNOWN = 1024
+_DIGEST_BYTES = 32
+_COUNT = struct.Struct("<I")
+
+
+def choose(chunks: Sequence[Chunk], fallback: Chunk) -> Primer | None:
+    """A primer of the first of these chunks; None if they are too short."""
+    ids: list[int] = []
+    held: dict[bytes, None] = {}
+    for chunk in chunks:
+        if chunk.digest not in held and len(ids) < TOKENS:
+            ids += chunk.ids
+            held[chunk.digest] = None
+    return Primer(Chunk(tuple(ids[:TOKENS])), tuple(held), fallback) if len(ids) >= _LEAST else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    primer: Primer
+    until: float
+
+
+class Primers:
+    """The primer of each corpus: made of the first prompt about it, and kept in the cache service for all workers."""
+
+    def __init__(
+        self, fallback: Chunk, locator: Lookups, putter: WriteBack | None, namespace: Callable[[str], bytes]
+    ) -> None:
+        """fallback: the primer of short corpora. namespace: of a tenant. putter: None without a cache service."""
+        self._fallback = fallback
+        self._locator = locator
+        self._putter = putter
+        self._namespace = namespace
+        self._known: OrderedDict[tuple[str, str], _Known] = OrderedDict()
+
+    async def of(self, prompt: Prompt) -> Primer:
+        """The primer of a prompt's corpus; if there is none, it is made of the prompt's chunks.
+
+        Raises:
+            CacheFault: as for `Lookups.prompt`.
+        """
+        key = prompt.tenant, prompt.corpus
+        known = self._known.get(key)
+        if known is not None and time.monotonic() < known.until:
+            self._known.move_to_end(key)
+            return known.primer
+        primer = await self._stored(key)
+        if primer is None:
+            primer = known.primer if known is not None else choose(prompt.chunks, self._fallback)
+            if primer is None:
+                return Primer(self._fallback, (), self._fallback)
+            if not await self._store(key, primer):
+                primer = await self._stored(key) or primer
+        self._known[key] = _Known(primer, time.monotonic() + _SECONDS)
+        if len(self._known) > _MAX_KNOWN:
+            self._known.popitem(last=False)
+        return primer
+
+    async def _stored(self, key: tuple[str, str]) -> Primer | None:
+        tenant, corpus = key
+        data = await self._locator.named(keys.primer_name(corpus), self._namespace(tenant))
+        return None if data is None else _unpacked(data, self._fallback)
+
+    async def _store(self, key: tuple[str, str], primer: Primer) -> bool:
+        """Returns whether it was stored: not if another worker was faster, or the cache service refuses it."""
+        if self._putter is None:
+            return False
+        tenant, corpus = key
+        namespace, path = self._namespace(tenant), (keys.primer_name(corpus),)
+        entry = ChunkSource(primer.chunk, 0, 0, path, keys.entry_key(namespace, path))
+        try:
+            return await self._putter.send(namespace, entry, memoryview(_packed(primer)), offered=False)
+        except ServiceError:
+            return False
+
+
+def _packed(primer: Primer) -> bytes:
+    ids = primer.chunk.ids
+    return b"".join((_COUNT.pack(len(primer.holds)), *primer.holds, struct.pack(f"<{len(ids)}I", *ids)))
+
+
+def _unpacked(data: bytes, fallback: Chunk) -> Primer:
+    """Raises CacheFault if the bytes are not a primer."""
+    try:
+        (count,) = _COUNT.unpack_from(data)
+        ends = range(_COUNT.size, _COUNT.size + count * _DIGEST_BYTES + 1, _DIGEST_BYTES)
+        holds = tuple(data[start:end] for start, end in itertools.pairwise(ends))
+        ids = struct.unpack(f"<{(len(data) - ends[-1]) // 4}I", data[ends[-1] :])
+    except (struct.error, IndexError) as error:
+        raise CacheFault("the cache service returned the wrong entry as a primer") from error
+    return Primer(Chunk(ids), holds, fallback)
