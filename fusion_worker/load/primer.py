@@ -1,6 +1,5 @@
 """Primers: passages that a corpus's chunks are encoded after, so that their KV is as in the middle of a prompt."""
 
-import itertools
 import struct
 import time
 from collections import OrderedDict
@@ -44,10 +43,16 @@ class Primers:
     """The primer of each corpus: made of the first prompt about it, and kept in the cache service for all workers."""
 
     def __init__(
-        self, fallback: Chunk, locator: Lookups, putter: WriteBack | None, namespace: Callable[[str], bytes]
+        self,
+        fallback: Chunk,
+        vocabulary: int,
+        locator: Lookups,
+        putter: WriteBack | None,
+        namespace: Callable[[str], bytes],
     ) -> None:
         """fallback: the primer of short corpora. namespace: of a tenant. putter: None without a cache service."""
         self._fallback = fallback
+        self._vocabulary = vocabulary
         self._locator = locator
         self._putter = putter
         self._namespace = namespace
@@ -79,7 +84,10 @@ class Primers:
     async def _stored(self, key: tuple[str, str]) -> Primer | None:
         tenant, corpus = key
         data = await self._locator.named(keys.primer_name(corpus), self._namespace(tenant))
-        return None if data is None else _unpacked(data, self._fallback)
+        primer = None if data is None else _unpacked(data, self._fallback)
+        if primer is not None and max(primer.chunk.ids) >= self._vocabulary:
+            raise CacheFault("the cache service returned the wrong entry as a primer")
+        return primer
 
     async def _store(self, key: tuple[str, str], primer: Primer) -> bool:
         """Returns whether it was stored: not if another worker was faster, or the cache service refuses it."""
@@ -101,11 +109,9 @@ def _packed(primer: Primer) -> bytes:
 
 def _unpacked(data: bytes, fallback: Chunk) -> Primer:
     """Raises CacheFault if the bytes are not a primer."""
-    try:
-        (count,) = _COUNT.unpack_from(data)
-        ends = range(_COUNT.size, _COUNT.size + count * _DIGEST_BYTES + 1, _DIGEST_BYTES)
-        holds = tuple(data[start:end] for start, end in itertools.pairwise(ends))
-        ids = struct.unpack(f"<{(len(data) - ends[-1]) // 4}I", data[ends[-1] :])
-    except (struct.error, IndexError) as error:
-        raise CacheFault("the cache service returned the wrong entry as a primer") from error
-    return Primer(Chunk(ids), holds, fallback)
+    count = _COUNT.unpack_from(data)[0] if len(data) >= _COUNT.size else 0
+    names = _COUNT.size + count * _DIGEST_BYTES
+    if not 0 < count <= TOKENS or len(data) <= names or (len(data) - names) % 4:
+        raise CacheFault("the cache service returned the wrong entry as a primer")
+    holds = tuple(data[at : at + _DIGEST_BYTES] for at in range(_COUNT.size, names, _DIGEST_BYTES))
+    return Primer(Chunk(struct.unpack(f"<{(len(data) - names) // 4}I", data[names:])), holds, fallback)

@@ -170,16 +170,9 @@ class Rig:
 Start = Callable[..., Awaitable[Rig]]
 
 
-@pytest.fixture(scope="session")
-def corrections(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for what workers fit to these models."""
-    return tmp_path_factory.mktemp("corrections")
-
-
 @pytest.fixture
-async def start(monkeypatch: pytest.MonkeyPatch, corrections: Path, tenant: str) -> AsyncIterator[Start]:
+async def start(monkeypatch: pytest.MonkeyPatch, tenant: str) -> AsyncIterator[Start]:
     """`await start(family, dtype, cache=, page_tokens=, ...)`: a worker that is checked and ended with the test."""
-    monkeypatch.setenv("FUSIONKV_MODELS", str(corrections))
     drawn: dict[int, list[torch.Tensor]] = {}
     gates: dict[int, Gate] = {}
 

@@ -98,9 +98,7 @@ async def verdict(check: Awaitable[None]) -> str:
 
 async def test_gateway_and_worker_refuse_the_same_requests(start: Any) -> None:
     draw, verdicts = random.Random(0), Counter[str]()
-    unsafe = Verdict(
-        "", {"a3": (Judged(UNSAFE, 0.1, "for tests"),)}, default=Default(PRIMED, PROPHETKV, "for tests")
-    )
+    unsafe = Verdict("", {"a3": (Judged(UNSAFE, 0.1, "for tests"),)}, default=Default(PRIMED, PROPHETKV, "for tests"))
     rigs = (
         await start("llama", max_tokens=LENGTH, verdict=unsafe),
         await start("llama", max_tokens=LENGTH, replace=with_special_tokens),

@@ -6,14 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from fusionkv.fusion_worker.encode.batch_encoder import BatchEncoder
 from fusionkv.kernels.quantised import KINDS, quantise, restore
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import HitKind
 from fusionkv.protos.contract.recipes import RECIPES
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
-from tests.fusion_worker.oracle import CLOSE, Parts, byte_tokenizer, error, join, last_of, oracle, random_ids, saved
+from tests.fusion_worker.oracle import CLOSE, Parts, byte_tokenizer, error, join, last_of, oracle, random_ids
 from tests.services import start_cache
 
 pytestmark = pytest.mark.system
@@ -88,15 +87,6 @@ async def test_encoding_that_is_refused(
     with pytest.raises(error, match=message):
         await rig.encode(**{**fields, **change})
     assert (await rig.encode(**fields, model_fingerprint=rig.model.fingerprint)).tokens == 1
-
-
-def test_a_correction_without_room_ends_no_batch(cache_service: str, tmp_path: Path, tenant: str) -> None:
-    flags = {"model": saved(tmp_path), "cache": cache_service, "pool_bytes": 1 << 20}
-    encoder = BatchEncoder(None, {**flags, "threads": torch.get_num_threads()})
-    first, second, third = ({"ids": [n] * 600} for n in range(3))
-    lesson = pb.EncodeRequest(mode="MODE_CORRECTION", before=[first, second], chunk=third)
-    batch = [lesson, *(pb.EncodeRequest(mode="MODE_EXACT", chunk={"ids": [n]}, tenant=tenant) for n in range(3))]
-    assert encoder.encode([request.SerializeToString() for request in batch]) == (3, 0)
 
 
 async def test_a_model_says_what_it_is(start: Any) -> None:

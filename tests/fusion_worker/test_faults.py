@@ -10,13 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from fusionkv.fusion_worker.compute.kv_pool import KVPool
-from fusionkv.fusion_worker.correct.correction import Average
-from fusionkv.fusion_worker.load.write_back import WriteBack
 from fusionkv.fusion_worker.meters import Stages
-from fusionkv.fusion_worker.models import KVShape
-from fusionkv.fusion_worker.prompt import Chunk, ChunkSource, LoadedChunk
-from fusionkv.fusion_worker.transfer.storage import Storage
+from fusionkv.fusion_worker.prompt import Chunk, ChunkSource
 from fusionkv.kvcache_service.client import Entry
 from tests.chaos.network import Relay
 from tests.fusion_worker.oracle import Parts, oracle, prompt, random_ids
@@ -282,36 +277,6 @@ async def test_no_room_to_wait(cached: Any) -> None:
     for _ in range(2):
         assert not (await rig.fill(*parts)).summary.degraded
     assert (await (await cached("llama")).ask(*parts)).summary.chunks_missed == 1
-
-
-async def test_chunks_that_are_being_copied_count_as_waiting(
-    line: Line, cache_client: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those that will be corrected are copied before they wait to be stored, and then hold no pages."""
-    line.up = line.stall
-    shape = KVShape(1, 1, 4, torch.float32)
-    pool = KVPool.of(shape, 10 * shape.token_bytes, 1, torch.device("cpu"))
-    more = Storage(pool, "plain"), cache_client(line.address), 2, 30.0
-    back, other = WriteBack(pool, *more), WriteBack(pool, *more)
-
-    def part(n: int) -> LoadedChunk:
-        chunk = Chunk((n,))
-        average = Average(torch.zeros(1, 2, 1, 1, 4), 0)
-        wanted = ChunkSource(chunk, 0, 0, (b"S" * 32, chunk.digest), chunk.digest, correction=average)
-        return LoadedChunk(wanted, pool.add(chunk.digest, 1, 0))
-
-    parts = [part(n) for n in range(10)]
-    await asyncio.gather(*(back.offer(b"n" * 32, part) for part in parts))
-    # Two more may be on their way.
-    assert back._waiting.qsize() <= 2
-    back.close()
-    other.close()  # so that a part waits until it is dropped
-    await other.offer(b"n" * 32, parts[0])
-    other._drop_waiting()
-    monkeypatch.setattr(Storage, "take_out", out_of_memory)
-    await other.offer(b"n" * 32, parts[0])  # is no error
-    assert other._waiting.empty()
-    assert [part.resident.pins for part in parts] == [1] * 10, "only those of this test"
 
 
 def test_an_entry_that_is_gone_is_a_miss_of_the_second_lookup() -> None:

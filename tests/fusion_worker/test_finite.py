@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from fusionkv.fusion_worker.correct import correction
-from fusionkv.fusion_worker.correct.correction import Correction
 from fusionkv.fusion_worker.decode.sampling import NotFinite, Sampler, SamplingParams
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.transfer.storage import Storage
@@ -133,22 +131,3 @@ async def test_a_stored_entry_that_is_not_finite(
     again = await rig.fill(SYSTEM, chunks, QUESTION, recipe=recipe)
     assert (again.summary.degraded, again.summary.chunks_missed) == (False, 1 + ("versions" in recipe))
     await rig.settled()
-
-
-@pytest.mark.parametrize("weight", [1e38, -3e38, float("nan")])
-async def test_corrected_kv_that_is_not_finite_is_not_used(
-    weight: float, start: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Full attention answers."""
-    rig = await start("llama")
-    ours, shape = rig.servicer.answerer.corrector, rig.model.kv
-    made = Correction(torch.full(correction.shape(shape.layers, shape.kv_heads, shape.head_dim), weight))
-
-    async def find(*_: Any) -> Correction:
-        return made
-
-    monkeypatch.setattr(ours, "find", find)
-    asked = await rig.ask(
-        SYSTEM, CHUNKS, QUESTION, recipe="full_reuse+corrected", expected=oracle("llama").full_attention(PARTS)
-    )
-    assert "corrected KV of a chunk is not finite" in asked.summary.degraded_reason

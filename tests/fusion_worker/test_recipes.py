@@ -72,7 +72,7 @@ def test_modifiers_fill_one_slot_each() -> None:
         ("full_reuse+layers", "full_reuse chooses no tokens"),
         ("a3+linked+layers", "a3 chooses no tokens, or has link tokens beside them"),
         ("ape+anchored+snapkv(8)", r"ape attends to its whole context at a temperature: it takes no snapkv"),
-        ("full_reuse+corrected(3)", r"corrected\(3\): corrected takes no numbers$"),
+        ("full_reuse+primed(3)", r"primed\(3\): primed takes no numbers$"),
         ("midlayer+linked", "midlayer recomputes tokens in its first layers only: it takes no link tokens"),
         ("prefix_cache+a3", "unknown recipe modifier 'a3'"),
         ("prefix_cache+snapkv", "prefix_cache is full attention .* such as snapkv; .* attention at a ratio of 1"),

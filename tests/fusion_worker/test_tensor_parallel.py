@@ -21,9 +21,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.compute.engine import TPGroup
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.correct import validation
-from fusionkv.fusion_worker.correct.validation import Trial
-from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.fusion_worker.tensor_parallel.start import Processes, started
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime import rpc
@@ -126,24 +123,6 @@ async def test_every_recipe_answers_as_alone(name: str, pairs: Pairs, start: Any
         assert found.summary.tokens_recomputed == expected.summary.tokens_recomputed, recipe
     for ratio, expected in ((1.0, plain.full_attention(parts)), (0.0, plain.full_reuse(parts))):
         await pair.ask(*parts, recipe="prophetkv", ratio=ratio, expected=expected)
-
-
-@pytest.mark.long
-@pytest.mark.slow
-async def test_corrected_as_alone(pairs: Pairs, start: Any, parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each part of a chunk is corrected by what a worker without ranks learned of all heads."""
-    monkeypatch.setattr(validation, "PROMPTS", 1)
-    monkeypatch.setattr(Trial, "loses", lambda *_: "")
-    ranks = pairs.get("qwen2")
-    pair, alone = await together(ranks, start), await start("qwen2", replace=alone_of(ranks))
-    chunks = tuple(Chunk(tuple(random_ids(90, n))) for n in range(9))
-    assert await alone.servicer.answerer.corrector.study(Prompt(Chunk((1, 2)), chunks, (), pair.tenant), "")
-    assert await pair.servicer.answerer.corrector.find(pair.tenant, "") is not None
-    for recipe, more in (("midlayer+corrected", {"ratio": 0.4}), ("full_reuse+corrected", {})):
-        found = await pair.ask(*parts, recipe=recipe, **more)
-        await alone.ask(*parts, recipe=recipe, **more, tenant=pair.tenant, expected=found.logits[0])
-    plain = await alone.ask(*parts, recipe="full_reuse")
-    assert error(plain.logits[0], found.logits[0]) > 2 * CLOSE
 
 
 @pytest.mark.slow

@@ -12,10 +12,9 @@ import torch
 
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.fusion_worker.library.cache import fingerprint
-from fusionkv.fusion_worker.library.catalog import KNOWN
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.fusion_worker.quality import fallback
-from fusionkv.fusion_worker.quality.defaults import PROPHETKV, UNMEASURED, Choice, Default
+from fusionkv.fusion_worker.quality.defaults import Choice, Default
 from fusionkv.fusion_worker.quality.fallback import (
     FILE,
     SAFE,
@@ -38,7 +37,7 @@ from tests.fusion_worker.oracle import CLOSE, error, oracle, whole
 def test_a_verdict_beside_its_model(tmp_path: Path) -> None:
     both = Judged(UNSAFE, 0.2, "bad", 0.5, 0.4, 0.6, 1.0, 8, 3, 4), Judged(SAFE, 0.3, "good")
     recipes = {"epic": both, "a3": (Judged(SAFE, 0.15, ""),)}
-    default = Default(Choice("midlayer+corrected", 0.05), Choice("prophetkv", 0.1), "it keeps most")
+    default = Default(Choice("deeplayer+primed", 0.05), "it keeps most")
     made = Verdict(b"f".hex(), recipes, default=default)
     made.write(tmp_path / FILE)
     assert Verdict.read(tmp_path, b"f") == made
@@ -60,8 +59,8 @@ def test_only_what_is_unsafe_has_consequences() -> None:
 
 
 def test_a_recipe_with_modifiers_may_have_a_verdict_of_its_own() -> None:
-    recipes = {"prophetkv": (Judged(UNSAFE, 0.2, "bad"),), "prophetkv+corrected": (Judged(SAFE, 0.2, ""),)}
-    for name, safe in (("prophetkv", False), ("prophetkv+corrected", True)):
+    recipes = {"prophetkv": (Judged(UNSAFE, 0.2, "bad"),), "prophetkv+primed": (Judged(SAFE, 0.2, ""),)}
+    for name, safe in (("prophetkv", False), ("prophetkv+primed", True)):
         for modifier in ("", "+window(8,5)"):
             assert (Verdict("", recipes).unsafe(find(name + modifier), 0.2) == "") == safe
 
@@ -88,25 +87,6 @@ def test_each_ratio_by_the_largest_judged_up_to_it() -> None:
     assert found.unsafe(find("prophetkv"), 0.04).endswith("little")
 
 
-def test_the_default_of_a_model_that_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the file that it was converted from, whatever its directory is called; a check of the user's comes first."""
-    monkeypatch.setenv("FUSIONKV_MODELS", str(tmp_path))
-    known = KNOWN["smollm2"].directory.with_name("another name")
-    known.mkdir(parents=True)
-    assert Verdict.read(known, b"f").default == KNOWN["smollm2"].default != UNMEASURED
-    assert Verdict.read(tmp_path, b"f").default == UNMEASURED
-    Verdict(b"f".hex(), {}).write(known / FILE)
-    assert Verdict.read(known, b"f").default == UNMEASURED
-
-
-def test_the_defaults_of_the_catalogue_are_recipes() -> None:
-    for known in KNOWN.values():
-        assert not (known.embeds and known.default), known.name
-        for choice in (known.default.choice, known.default.uncorrected) if known.default else ():
-            assert find(choice.recipe).ratio_for(choice.ratio) == choice.ratio <= 0.2
-            assert "+corrected" in choice.recipe or choice is known.default.choice or choice == PROPHETKV
-
-
 def test_cacheclip_is_judged_by_the_second_model_in_use(tmp_path: Path) -> None:
     made = Verdict("66", dict.fromkeys(("cacheclip", "epic"), (Judged(UNSAFE, 0.2, ""),)), b"second".hex())
     made.write(tmp_path / FILE)
@@ -117,7 +97,7 @@ def test_cacheclip_is_judged_by_the_second_model_in_use(tmp_path: Path) -> None:
 def written(recipes: dict[str, Any] | None = None, **default: Any) -> str:
     """A file of verdicts, with other values for what `default` means."""
     choice = {"recipe": "epic", "ratio": 0.2} | default
-    means = {"choice": choice, "uncorrected": choice, "why": ""}
+    means = {"choice": choice, "why": ""}
     return json.dumps({"fingerprint": "66", "auxiliary": "", "recipes": recipes or {}, "default": means})
 
 
@@ -163,7 +143,7 @@ async def test_a_worker_answers_with_full_attention_in_place_of_what_is_unsafe(
         "prophetkv": (Judged(SAFE, 0.2, "it holds"), Judged(SAFE, 0.3, "it holds")),
         "epic": (Judged(UNDECIDED, 0.2, "who knows"),),
     }
-    default = Default(Choice("prophetkv", 0.3), Choice("prophetkv", 0.3), "it keeps most")
+    default = Default(Choice("prophetkv", 0.3), "it keeps most")
     Verdict(fingerprint(model).hex(), recipes, default=default).write(model / FILE)
     worker = launch("fusionkv.fusion_worker", "--listen", "127.0.0.1:0", "--model", str(model))
     client = WorkerClient(worker.address)
@@ -183,7 +163,7 @@ async def test_a_worker_answers_with_full_attention_in_place_of_what_is_unsafe(
         full, summary, explained = await ask("full_attention")
         assert (summary.recipe, summary.recipe_replaced) == ("full_attention", "")
         assert [found.recipe for found in explained.verdicts] == ["full_reuse", "prophetkv", "prophetkv", "epic"]
-        for recipe, more in (("full_reuse", {}), ("full_reuse+corrected", {}), ("prophetkv", {"ratio": 0.0})):
+        for recipe, more in (("full_reuse", {}), ("full_reuse+primed", {}), ("prophetkv", {"ratio": 0.0})):
             ids, summary, _ = await ask(recipe, **more)
             assert (ids, summary.recipe, summary.degraded) == (full, "prefix_cache", False)
             why = "recipe 'full_reuse' is unsafe on this model by `fusionkv check`: it strays"
@@ -194,7 +174,6 @@ async def test_a_worker_answers_with_full_attention_in_place_of_what_is_unsafe(
         for recipe, ratio in (("default", 0.3), ("default+window", 0.3), ("default", 0.25)):
             _, summary, _ = await ask(recipe, **({"ratio": ratio} if ratio != 0.3 else {}))
             assert (summary.recipe, summary.ratio) == (recipe.replace("default", "prophetkv"), ratio)
-            assert summary.uncorrected_reason == ""
     finally:
         await client.close()
     assert "fusionkv check: full_reuse at ratio 0: unsafe, it strays" in worker.log

@@ -73,7 +73,7 @@ def key(subject: Subject, block: Block, cell: Cell) -> Key:
     by_auxiliary = cell.recipe.needs == SecondModel()
     how = (subject.fingerprint, subject.dtype, str(subject.chunk_tokens), *[subject.auxiliary] * by_auxiliary)
     task = block.task
-    if cell.recipe.neighbours and task.library is not None:
+    if (cell.recipe.neighbours or cell.recipe.primed) and task.library is not None:
         how = (*how, task.library.digest)
     return (*how, task.name, str(block.start), block.digest, cell.specification, repr(cell.ratio))
 

@@ -33,7 +33,7 @@ from fusionkv.fusion_worker.evaluate.report.cells import (
     table,
 )
 from fusionkv.fusion_worker.library.cache import fingerprint
-from fusionkv.fusion_worker.quality.defaults import PRIMED, PROPHETKV, Default
+from fusionkv.fusion_worker.quality.defaults import Choice, Default
 from fusionkv.fusion_worker.quality.fallback import FILE, Verdict
 from fusionkv.protos.contract.recipes import find_recipe
 from fusionkv.protos.contract.selectors import CachedAttention, QuestionAttention
@@ -108,10 +108,10 @@ def test_what_changes_no_figure_changes_no_key() -> None:
     blocks = [next(replace(TASK, library=library).blocks(BLOCK)) for library in (Library(TASK.samples), more)]
     guided = Cell(find_recipe("fusionrag"), 0.1)
     assert [len({key(SUBJECT, block, cell) for block in blocks}) for cell in (guided, CELL)] == [2, 1]
-    # Without a file's passages, a correction is learned from those of all samples.
+    # So do primers.
+    assert len({key(SUBJECT, block, Cell(find_recipe("prophetkv+primed"), 0.1)) for block in blocks}) == 2
     whole, part = (next(task.blocks(BLOCK)) for task in (TASK, TASK.first(BLOCK)))
-    fixed = Cell(find_recipe("prophetkv+corrected"), 0.1)
-    assert [key(SUBJECT, whole, cell) == key(SUBJECT, part, cell) for cell in (fixed, CELL)] == [False, True]
+    assert key(SUBJECT, whole, CELL) == key(SUBJECT, part, CELL)
     renamed = replace(CELL.recipe, description="said otherwise")
     assert key(replace(SUBJECT, model="moved"), FIRST, Cell(renamed, 0.1)) == KEY
 
@@ -135,8 +135,7 @@ def test_tasks_of_the_same_contexts_share_a_job(tmp_path: Path) -> None:
     plan = [(task, [CELL]) for task in (one, TASK, two)]
     jobs = missing(SUBJECT, WorkerConfig(), plan, store)
     found = [[(part.block.task.name, part.block.start) for part in job.parts] for job in jobs]
-    # The first blocks first, which learn the corrections.
-    assert found == [[("one", 0), ("two", 0)], [("t", 0)], [("one", BLOCK), ("two", BLOCK)], [("t", BLOCK)]]
+    assert found == [[("one", 0), ("two", 0)], [("one", BLOCK), ("two", BLOCK)], [("t", 0)], [("t", BLOCK)]]
 
 
 def test_cells_are_ratios_where_a_recipe_leaves_them_open() -> None:
@@ -152,11 +151,11 @@ def test_cells_are_ratios_where_a_recipe_leaves_them_open() -> None:
 
 def test_the_default_is_that_of_each_model(reference_model: Path, tmp_path: Path) -> None:
     directory = Path(shutil.copytree(reference_model, tmp_path / "measured"))
-    Verdict(fingerprint(directory).hex(), {}, default=Default(PRIMED, PROPHETKV, "")).write(directory / FILE)
+    Verdict(fingerprint(directory).hex(), {}, default=Default(Choice("a3", 0.1), "")).write(directory / FILE)
     for models, wanted in (
-        ([reference_model], {"prophetkv+window"}),
-        ([directory], {"midlayer+corrected+window"}),
-        ([directory, reference_model], {"prophetkv+window", "midlayer+corrected+window"}),
+        ([reference_model], {"deeplayer+primed+window"}),
+        ([directory], {"a3+window"}),
+        ([directory, reference_model], {"deeplayer+primed+window", "a3+window"}),
     ):
         args = _parser().parse_args(
             [*map(str, models), "--tasks", "chain2", "--n", "1", "--recipes", "default+window"]
@@ -173,7 +172,7 @@ def test_files_have_ratios_of_their_own(tmp_path: Path) -> None:
         assert task.library == Library(task.samples)
         assert {cell.ratio for cell in cells if cell.recipe.name == "epic"} == wanted
     reference_cells = _plan(_parser().parse_args(["--tasks", "chain2", "--n", "1"]))[0][1]
-    for name in ("epic", PROPHETKV.recipe):
+    for name in ("epic", "deeplayer+primed"):
         assert {cell.ratio for cell in reference_cells if cell.recipe.name == name} == set(RATIOS)
 
 

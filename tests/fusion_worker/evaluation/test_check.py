@@ -18,7 +18,7 @@ from fusionkv.fusion_worker.evaluate.data.samples import Block, Sample, Task
 from fusionkv.fusion_worker.evaluate.judge import LEAST, Tally, judge, recommend
 from fusionkv.fusion_worker.evaluate.oracles import compare
 from fusionkv.fusion_worker.evaluate.report.cells import Cell, Measured
-from fusionkv.fusion_worker.quality.defaults import PRIMED, PROPHETKV, UNMEASURED, Choice
+from fusionkv.fusion_worker.quality.defaults import PRIMED, UNMEASURED, Choice
 from fusionkv.fusion_worker.quality.fallback import FILE, SAFE, UNDECIDED, UNSAFE, Verdict
 from fusionkv.protos.contract.recipes import find_recipe
 from tests.fusion_worker.oracle import saved
@@ -129,67 +129,54 @@ def tally(name: str, ratio: float, kl: float = 0.01, kept: int = 30, off: int = 
     return Tally(Cell(find_recipe(name), ratio), [2.0] * off + [kl] * (answers - off), shares)
 
 
-BASE = tally("prophetkv", 0.2)
+BASE = tally("deeplayer+primed", 0.2)
 
 
 @pytest.mark.parametrize(
-    ("others", "choice", "uncorrected"),
+    ("others", "choice"),
     [
-        ([], PROPHETKV, PROPHETKV),
-        # Ratios of midlayer count four fifths, as it computes four fifths of the layers.
-        ([tally("midlayer", 0.12)], Choice("midlayer", 0.12), Choice("midlayer", 0.12)),
-        ([tally("midlayer", 0.12), tally("prophetkv", 0.1)], *[Choice("midlayer", 0.12)] * 2),
-        ([tally("midlayer", 0.12, kept=29)], PROPHETKV, PROPHETKV),
-        ([tally("midlayer", 0.12, off=1)], PROPHETKV, PROPHETKV),
-        ([tally("midlayer", 0.12, kl=0.2)], PROPHETKV, PROPHETKV),
-        ([tally("midlayer", 0.12, answers=12, kept=12)], PROPHETKV, PROPHETKV),
-        ([tally("epic", 0.15)], PROPHETKV, PROPHETKV),
-        ([tally("full_reuse+corrected", 0.0)], Choice("full_reuse+corrected", 0.0), PROPHETKV),
-        (
-            [tally("midlayer+corrected", 0.12), tally("midlayer", 0.05)],
-            Choice("midlayer", 0.05),
-            Choice("midlayer", 0.05),
-        ),
+        ([], PRIMED),
+        ([tally("deeplayer+primed", 0.1)], Choice("deeplayer+primed", 0.1)),
+        ([tally("deeplayer+primed", 0.1), tally("deeplayer+primed", 0.05)], Choice("deeplayer+primed", 0.05)),
+        ([tally("full_reuse+primed", 0.0)], Choice("full_reuse+primed", 0.0)),
         # As cheap, and better.
-        (
-            [tally("midlayer+corrected", 0.12, kept=33), tally("midlayer", 0.12, kept=32)],
-            Choice("midlayer+corrected", 0.12),
-            Choice("midlayer", 0.12),
-        ),
+        ([tally("prophetkv", 0.2, kept=31)], Choice("prophetkv", 0.2)),
+        ([tally("deeplayer+primed", 0.1, kept=29)], PRIMED),
+        ([tally("deeplayer+primed", 0.1, off=1)], PRIMED),
+        ([tally("deeplayer+primed", 0.1, kl=0.2)], PRIMED),
+        ([tally("deeplayer+primed", 0.1, answers=12, kept=12)], PRIMED),
+        ([tally("epic", 0.15)], PRIMED),
     ],
 )
-def test_the_cheapest_that_keeps_as_many_answers(others: list[Tally], choice: Choice, uncorrected: Choice) -> None:
+def test_the_cheapest_that_keeps_as_many_answers(others: list[Tally], choice: Choice) -> None:
     found = recommend([BASE, *others])
-    assert (found.choice, found.uncorrected) == (choice, uncorrected)
-    assert "at least as many of 36 answers as prophetkv at 0.2" in found.why
+    assert found.choice == choice
+    assert "at least as many of 36 answers as deeplayer+primed at 0.2" in found.why
 
 
 def test_where_nothing_is_safe_and_where_too_few_were_asked() -> None:
-    found = recommend([tally("prophetkv", 0.2, kl=0.3), tally("deeplayer", 0.3, kl=0.2)])
-    assert found.choice == found.uncorrected == PROPHETKV
+    found = recommend([tally("deeplayer+primed", 0.2, kl=0.3), tally("deeplayer", 0.3, kl=0.2)])
+    assert found.choice == PRIMED
     assert "no recipe up to a ratio of 0.3 is safe" in found.why
-    better = recommend([tally("prophetkv", 0.2, kl=0.3), tally("prophetkv", 0.3, kl=0.01)])
+    better = recommend([tally("deeplayer+primed", 0.2, kl=0.3), tally("prophetkv", 0.3, kl=0.01)])
     assert better.choice == Choice("prophetkv", 0.3)
-    assert recommend([tally("prophetkv", 0.2, answers=11, kept=5), tally("midlayer", 0.05)]) == UNMEASURED
+    assert recommend([tally("deeplayer+primed", 0.2, answers=11, kept=5), tally("prophetkv", 0.2)]) == UNMEASURED
 
 
 def parsed(*flags: object) -> argparse.Namespace:
     return check._parser().parse_args([*map(str, flags), "--pool-bytes", "64MiB", "--json"])
 
 
-async def test_a_check_of_own_questions(
-    model: Path, data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("FUSIONKV_MODELS", str(tmp_path / "corrections"))
+async def test_a_check_of_own_questions(model: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert await check._check(parsed(model, "--data", data), Console(stderr=True)) == 0
     said = json.loads(capsys.readouterr().out)
     assert Verdict.read(model, bytes.fromhex(said["fingerprint"])).recipes.keys() == said["recipes"].keys()
     assert {PRIMED.recipe, "prophetkv", "midlayer", "prefix_cache"} <= said["recipes"].keys()
     assert not {"cacheclip", "kvlink"} & said["recipes"].keys()
     assert said["recipes"]["prefix_cache"][0]["verdict"] == "safe"
-    assert said["default"]["choice"] == said["default"]["uncorrected"] == {"recipe": "prophetkv", "ratio": 0.2}
+    assert said["default"]["choice"] == {"recipe": "deeplayer+primed", "ratio": 0.2}
     assert said["default"]["why"] == UNMEASURED.why, "two questions are too few"
-    assert [judged["ratio"] for judged in said["recipes"]["midlayer+corrected"]] == [0.05, 0.12]
+    assert [judged["ratio"] for judged in said["recipes"]["deeplayer"]] == [0.2, 0.3]
     (reuse,) = said["recipes"]["full_reuse"]
     assert (reuse["verdict"], reuse["answers"]) == ("not enough evidence", 2)
     assert 0 < reuse["low"] <= reuse["kl"] <= reuse["high"]

@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.correct import corrector, distillation
 from fusionkv.fusion_worker.decode.sampling import SamplingParams
 from fusionkv.fusion_worker.evaluate import metrics
 from fusionkv.fusion_worker.evaluate.data import tasks
@@ -26,7 +24,6 @@ from fusionkv.fusion_worker.load import loader as loading
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.request import Request
 from fusionkv.fusion_worker.servicer import FusionServicer
-from fusionkv.fusion_worker.transfer.storage import Storage
 from fusionkv.models import evaluate
 from fusionkv.protos.answer.v1.answer_pb2 import Token
 from fusionkv.protos.contract.recipes import Recipe, find_recipe
@@ -366,92 +363,15 @@ def test_neighbours_come_from_the_whole_file_and_only_those_needed_are_encoded(
     assert found["file"]["encoded_tokens_per_chunk"] == [found["file"]["encoded_tokens"][0] / pages]
 
 
-@pytest.fixture
-def lessons(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[object]:
-    """What corrections are fitted to in this test, which trains them for one step; nothing is known before."""
-    fits: list[object] = []
-    fit = corrector.Fit
-    monkeypatch.setattr(corrector, "Fit", lambda *about: fits.append(about) or fit(*about))
-    monkeypatch.setattr(corrector, "_DRAWN_TOKENS", 500)
-    for name in ("LESSONS", "EPOCHS"):
-        monkeypatch.setattr(distillation, name, 1)
-    monkeypatch.setenv("FUSIONKV_MODELS", str(tmp_path))
-    return fits
-
-
-def test_processes_do_not_learn_a_correction_at_once(model: models.Model, lessons: list[object]) -> None:
-    task, asked = tasks.reference(CHAIN, 4), cells(("full_attention", 1.0), ("full_reuse+corrected", 0.0))
-
-    async def both() -> list[list[Measured]]:
-        runners = [Runner(model, WorkerConfig(pool_bytes=64 << 20), 512) for _ in range(2)]
-        block = Block(task, 0, len(task.samples))
-        try:
-            return await asyncio.gather(*(runner.measure(block, asked, False, False) for runner in runners))
-        finally:
-            for runner in runners:
-                await runner.close()
-
-    one, other = asyncio.run(both())
-    assert len(lessons) == 1
-    same(one[1], other[1])
-
-
-def test_too_few_passages_for_a_correction_are_told(
-    model: models.Model, lessons: list[object], caplog: pytest.LogCaptureFixture
-) -> None:
-    task = tasks.reference(CHAIN, 1)
-    short = dataclasses.replace(task, samples=(dataclasses.replace(task.samples[0], passages=("a b", "c d")),))
-    reuse, fixed = measure(model, short, cells(("full_reuse", 0.0), ("full_reuse+corrected", 0.0))).values()
-    assert [record.message.partition(":")[0] for record in caplog.records] == [CHAIN]
-    same(fixed, reuse)
-
-
-def test_neighbours_are_encoded_once_whatever_their_corrections(
-    model: models.Model, task: Task, lessons: list[object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_are_encoded_after_a_primer_of_the_file(model: models.Model, task: Task) -> None:
+    """Those of samples without a file are encoded after the same text on any machine."""
     library = Library(tasks.reference("chain2", COUNT + 5).samples)
-    wide = dataclasses.replace(task, samples=task.samples[:1], library=library)
-    fixed, plain = cells(*((f"full_reuse+similarity_guided(4){more}", 0.0) for more in ("+corrected", "")))
-    encoded: list[object] = []
-    encode = loading.Loader._encode
-
-    async def counted(self: loading.Loader, part: loading.LoadedChunk, *rest: object) -> None:
-        encoded.extend([part.wanted.chunk.digest] * part.wanted.alone)
-        await encode(self, part, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(loading.Loader, "_encode", counted)
-    found = []
-    for asked in ([fixed, plain], [fixed]):
-        encoded.clear()
-        found.append(measure(model, wide, asked, timed=False))
-        assert max(Counter(encoded).values()) == 1
-    same(found[0][fixed], found[1][fixed])
-    assert found[0][fixed].values["answer_kl"] != found[0][plain].values["answer_kl"]
-
-
-def test_a_chunk_is_quantised_once(model: models.Model, task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not again for each sample with the same chunk, under other samples that read it."""
-    written: list[object] = []
-    write = Storage.write
-
-    def counted(self: Storage, runs: object, *rest: object) -> None:
-        written.append(runs)
-        write(self, runs, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Storage, "write", counted)
-    twice = dataclasses.replace(task, samples=task.samples[:1] * 2)
-    measure(model, twice, cells(("full_reuse", 0.0)), store="int8")
-    assert len(written) == len({*written}) == len(task.samples[0].passages)
-
-
-def test_the_expected_answer_goes_on_where_the_prompt_ends(model: models.Model) -> None:
-    talks = dataclasses.replace(model, template=dataclasses.replace(model.template, head="", tail="\nAnswer:\n"))
-    sample = Sample("", ("p",), "Question: q\nAnswer:", ("Ada",))
-    opened = dataclasses.replace(sample, opening="It is")
-    spaced = dataclasses.replace(sample, answers=(" Ada",))
-    for one, chat, made, text in (
-        *((model, False, sample, " Ada"), (model, True, sample, " Ada"), (model, False, spaced, " Ada")),
-        *((talks, False, sample, " Ada"), (talks, True, sample, "Ada"), (talks, True, opened, " Ada")),
-    ):
-        prompter = Prompter(one, 512)
-        assert prompter.expected(made, chat) == prompter.ids(text)
+    one = dataclasses.replace(task, samples=task.samples[:1], library=None)
+    primed, plain = cells(("full_reuse+primed", 0.0), ("full_reuse", 0.0))
+    alone, filed = (
+        measure(model, each, [primed, plain], timed=False)
+        for each in (one, dataclasses.replace(one, library=library))
+    )
+    assert len({found[primed].values["answer_kl"][0] for found in (alone, filed)}) == 2
+    same(alone[plain], filed[plain])
+    assert alone[primed].values["answer_kl"] != alone[plain].values["answer_kl"]

@@ -1,0 +1,186 @@
+"""Chunks encoded after a primer: computed, stored, found and told apart as an untouched model has it."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from fusionkv.fusion_worker.load.lookup import CacheFault
+from fusionkv.fusion_worker.load.passages import TOKENS
+from fusionkv.fusion_worker.load.primer import _packed, _unpacked, choose
+from fusionkv.fusion_worker.prompt import Chunk
+from fusionkv.kvcache_service import keys
+from tests.fusion_worker.oracle import CLOSE, error, join, oracle, random_ids
+from tests.fusion_worker.test_hits import Text, hits
+
+pytestmark = pytest.mark.system
+PRIMED = {"recipe": "full_reuse+primed"}
+# Long enough to make a primer of.
+LONG = [random_ids(length, length) for length in (150, 100, 300)]
+
+
+def reused(plain: Any, system: list[int], chunks: list[list[int]], primers: list[list[int]]) -> Any:
+    """The KV of a prompt's context: all chunks but the first computed after a primer, and moved."""
+    parts, place = [plain.kv([*system, *chunks[0]])], len(system) + len(chunks[0])
+    for chunk, primer in zip(chunks[1:], primers, strict=True):
+        base = len(system) + len(primer)
+        made = plain.kv([*system, *primer, *chunk])
+        parts.append(plain.moved(made, base, base + len(chunk), place - base))
+        place += len(chunk)
+    return join(parts)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen2-mixed", "glm4"])
+async def test_chunks_after_the_primer(kind: str, cached: Any, text: Text) -> None:
+    """Short chunks make no primer of their own."""
+    plain, rig = oracle(kind), await cached(kind)
+    system, question, a, b, c = (text[n] for n in "SQABC")
+    parts, primer = (system, [a, b, c], question), list(rig.servicer.loader.fallback.ids)
+    assert len(primer) == TOKENS
+    expected = plain.after(reused(plain, system, [a, b, c], [primer] * 2), question)
+    isolated = plain.full_reuse(parts)
+    assert error(isolated, expected) > 100 * CLOSE
+
+    await rig.fill(*parts, recipe="full_reuse", expected=isolated)
+    answer = await rig.fill(*parts, **PRIMED, expected=expected)
+    s = answer.summary
+    assert (s.chunks_missed, s.tokens_encoded, s.tokens_lossless) == (2, len(b + c), len(a))
+    for worker in (rig, await cached(kind)):
+        tier = "device" if worker is rig else "memory"
+        answer = await worker.ask(*parts, **PRIMED, expected=expected)
+        assert hits(answer) == {("exact", tier): 1, ("alternative", tier): 2}
+        # Each recipe gets what it asks for, whichever was stored first or last.
+        await worker.ask(*parts, recipe="full_reuse", expected=isolated)
+        await worker.ask(*parts, recipe="deeplayer+primed", ratio=1.0, expected=plain.full_attention(parts))
+    swapped = plain.after(reused(plain, system, [b, a, c], [primer] * 2), question)
+    answer = await rig.ask(system, [b, a, c], question, **PRIMED, expected=swapped)
+    assert answer.summary.tokens_lossless == len(b), "the first chunk is always exact"
+
+
+async def test_a_corpus_is_encoded_after_its_own_passages(cached: Any, text: Text) -> None:
+    """All workers use the primer that the first one has made; other corpora and tenants have their own."""
+    plain, first = oracle("llama"), await cached("llama")
+    system, question, a, b = (text[n] for n in "SQAB")
+    fallback = list(first.servicer.loader.fallback.ids)
+    own = [i for chunk in LONG for i in chunk][:TOKENS]
+    asked = {**PRIMED, "corpus": "one"}
+    # Chunks that the primer is made of would find a copy of themselves in it.
+    expected = plain.after(reused(plain, system, LONG, [fallback] * 2), question)
+    await first.fill(system, LONG, question, **asked, expected=expected)
+    expected = plain.after(reused(plain, system, [a, b, LONG[0]], [own, fallback]), question)
+    for worker in (first, await cached("llama")):
+        await worker.fill(system, [a, b, LONG[0]], question, **asked, expected=expected)
+    # Later prompts change nothing.
+    other = [random_ids(200, 1), random_ids(190, 2)]
+    expected = plain.after(reused(plain, system, other, [own]), question)
+    await (await cached("llama")).fill(system, other, question, **asked, expected=expected)
+    for about in ({"corpus": "two"}, {"corpus": "one", "tenant": "another"}):
+        theirs = [*other[0], *other[1]]
+        expected = plain.after(reused(plain, system, other, [fallback]), question)
+        await first.fill(system, other, question, **PRIMED, **about, expected=expected)
+        expected = plain.after(reused(plain, system, [a, b], [theirs]), question)
+        await first.fill(system, [a, b], question, **PRIMED, **about, expected=expected)
+
+
+async def test_workers_that_begin_at_once_agree(cached: Any, text: Text) -> None:
+    plain = oracle("llama")
+    system, question, a, b = (text[n] for n in "SQAB")
+    rigs = [await cached("llama") for _ in range(3)]
+    prompts = [[random_ids(200 + i, 10 + i), random_ids(150, 20 + i)] for i in range(3)]
+    asked = {**PRIMED, "corpus": "raced"}
+    await asyncio.gather(
+        *(rig.fill(system, chunks, question, **asked) for rig, chunks in zip(rigs, prompts, strict=True))
+    )
+    answers = [await rig.ask(system, [a, b], question, **asked) for rig in rigs]
+    possible = [
+        plain.after(reused(plain, system, [a, b], [[i for c in chunks for i in c]]), question) for chunks in prompts
+    ]
+    (found,) = {min(range(3), key=lambda n: error(answer.logits[0], possible[n])) for answer in answers}
+    assert all(error(answer.logits[0], possible[found]) < CLOSE for answer in answers)
+
+
+async def test_without_a_cache_service_the_primer_is_kept_in_memory(start: Any, text: Text) -> None:
+    plain, rig = oracle("llama"), await start("llama")
+    system, question, a, b = (text[n] for n in "SQAB")
+    await rig.ask(system, LONG, question, **PRIMED, corpus="one")
+    own = [i for chunk in LONG for i in chunk][:TOKENS]
+    expected = plain.after(reused(plain, system, [a, b], [own]), question)
+    await rig.ask(system, [a, b], question, **PRIMED, corpus="one", expected=expected)
+
+
+async def test_what_is_recomputed_over_primed_chunks(cached: Any, text: Text) -> None:
+    plain, rig = oracle("llama"), await cached("llama")
+    system, question, a, b, c = (text[n] for n in "SQABC")
+    primer = list(rig.servicer.loader.fallback.ids)
+    kv = reused(plain, system, [a, b, c], [primer] * 2)
+    scores = plain.scores("prophetkv", system, [a, b, c], question, kv)
+    stale = list(range(len(system + a), len(system + a + b + c)))
+    count = round(0.3 * len(a + b + c))
+    chosen = sorted(sorted(stale, key=lambda i: (-float(scores[i]), i))[:count])
+    answer = await rig.ask(system, [a, b, c], question, recipe="prophetkv+primed", ratio=0.3)
+    assert answer.summary.tokens_recomputed == len(chosen) == count
+
+
+async def test_encoded_ahead(cached: Any, text: Text) -> None:
+    """The primer is made of the chunks that come along, for whoever asks first."""
+    plain, rig = oracle("llama"), await cached("llama")
+    system, question, a, b = (text[n] for n in "SQAB")
+    own = [i for chunk in LONG for i in chunk][:TOKENS]
+    for chunk in (a, b, LONG[1]):
+        made = [await rig.encode(system, LONG, chunk, "PRIMED", corpus="ahead") for _ in range(2)]
+        assert [m.existed for m in made] == [False, True]
+        assert made[0].key == made[1].key
+    worker, fallback = await cached("llama"), list(rig.servicer.loader.fallback.ids)
+    for chunks, primers in (([a, b], [own]), ([b, a, LONG[1]], [own, fallback])):
+        expected = plain.after(reused(plain, system, chunks, primers), question)
+        answer = await worker.ask(system, chunks, question, **PRIMED, corpus="ahead", expected=expected)
+        assert answer.summary.tokens_encoded == 0
+
+
+async def test_a_chunk_that_does_not_fit_behind_the_primer_is_encoded_alone(cached: Any, text: Text) -> None:
+    system, question, a, b, c = (text[n] for n in "SQABC")
+    rig = await cached("llama", max_tokens=len(system) + TOKENS + len(c))
+    plain, primer = oracle("llama"), list(rig.servicer.loader.fallback.ids)
+    assert len(b) > len(c)
+    behind, base, place = plain.kv([*system, *primer, *c]), len(system) + len(primer), len(system + a + b)
+    moved = plain.moved(behind, base, base + len(c), place - base)
+    expected = plain.after(join([plain.reused(system, [a, b]), moved]), question)
+    for worker in (rig, await cached("llama", max_tokens=rig.model.max_tokens)):
+        await worker.fill(system, [a, b, c], question, **PRIMED, expected=expected)
+
+
+async def test_the_primer_leaves_a_full_pool(cached: Any, text: Text) -> None:
+    plain = oracle("llama")
+    system, question, a, b, c, d = (text[n] for n in "SQABCD")
+    room = 700 * (await cached("llama")).model.token_bytes
+    rig = await cached("llama", pool_bytes=room)
+    primer = list(rig.servicer.loader.fallback.ids)
+    for chunks in ([a, b], [c, d], [d, b], [b, a, c, d]):
+        expected = plain.after(reused(plain, system, chunks, [primer] * (len(chunks) - 1)), question)
+        await rig.fill(system, chunks, question, **PRIMED, expected=expected)
+        await rig.ask(system, [random_ids(600, len(chunks))], question, recipe="full_reuse")
+    await rig.settled()
+
+
+async def test_an_entry_that_is_no_primer_is_a_fault(cached: Any, text: Text) -> None:
+    rig = await cached("llama")
+    system, question, a, b = (text[n] for n in "SQAB")
+    namespace, path = rig.namespace, (keys.primer_name("odd"),)
+    await rig.servicer.cache.put(
+        namespace=namespace, path=path, tokens=1, base=0, data=memoryview(b"\xff" * 40), timeout=5
+    )
+    expected = oracle("llama").full_attention((system, [a, b], question))
+    answer = await rig.ask(system, [a, b], question, **PRIMED, corpus="odd", expected=expected)
+    assert "wrong entry as a primer" in answer.summary.degraded_reason
+
+
+def test_a_primer_survives_its_entry() -> None:
+    fallback = Chunk((1, 2, 3))
+    primer = choose([*map(Chunk, map(tuple, LONG)), Chunk(tuple(LONG[0]))], fallback)
+    assert primer is not None
+    assert (len(primer.chunk), len(primer.holds)) == (TOKENS, 3)
+    assert _unpacked(_packed(primer), fallback) == primer
+    assert choose([Chunk((1,) * 100)], fallback) is None
+    for odd in (b"", b"\x01", b"\xff" * 40, _packed(primer)[:-3]):
+        with pytest.raises(CacheFault, match="wrong entry"):
+            _unpacked(odd, fallback)
