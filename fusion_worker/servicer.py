@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import grpc
@@ -222,8 +222,10 @@ class FusionServicer:
         chunks = tuple(Chunk(self._tokens(part.ids, f"chunk {number}")) for number, part in enumerate(parts))
         system = Chunk(self._tokens(request.system.ids, "the system prompt"))
         prompt = Prompt(system, chunks, (), request.tenant, request.corpus)
-        if prompt.tokens > self._model.max_tokens:
-            raise InvalidArgument(f"{prompt.tokens} tokens exceed the model's limit of {self._model.max_tokens}")
+        # A primer is cut from the chunks before a primed one: they need not fit together.
+        together = replace(prompt, chunks=chunks[-1:]) if request.mode == pb.EncodeRequest.MODE_PRIMED else prompt
+        if together.tokens > self._model.max_tokens:
+            raise InvalidArgument(f"{together.tokens} tokens exceed the model's limit of {self._model.max_tokens}")
         if request.mode == pb.EncodeRequest.MODE_EXACT:
             encoded = await self._encoder.exact(prompt)
         elif request.mode == pb.EncodeRequest.MODE_NEIGHBOURS:

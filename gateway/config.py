@@ -129,7 +129,7 @@ class GatewayConfig:
     recipe: str = setting(
         DEFAULT,
         "recipe of requests that name none or `default`; it is adapted to how the chunks were encoded ahead of time. "
-        "`default` is what `fusionkv check` recommended for the model, else `prophetkv` at 0.2",
+        "`default` is what `fusionkv check` recommended for the model, else `deeplayer+primed` at 0.2",
     )
     decode: str = setting(
         "worker",

@@ -41,8 +41,6 @@ from fusionkv.protos.contract.recipes import find_recipe
 
 CHUNK = 512
 COLUMNS = ("name", "context", "r", "baseline_s", "value_s", "ratio", "mean_position", "ideal")
-# Number of prompts from which a recipe with corrections learns.
-_LESSONS = 4
 # On a busy machine, a slow cache must not count as a failed one.
 PATIENT: dict[str, Any] = {"lookup_timeout": 60.0, "fetch_timeout": 60.0, "cache_seconds": 120.0}
 # Recipe and ratio of each row; full_attention is the baseline of the same run.
@@ -92,19 +90,15 @@ async def bench(
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as directory:
         pool_bytes = 3 * max(contexts) * model.kv.token_bytes
-        stored = 2 * passages.tokens * model.kv.token_bytes
+        stored = 3 * passages.tokens * model.kv.token_bytes
         with cache_service(directory, max(stored, 1 << 20)) as ((address,), _), Progress(console=console) as progress:
             async with _servicer(model, address, pool_bytes) as servicer:
                 task = progress.add_task("ttft", total=len(contexts) * (1 + repeats * (1 + len(recipes))))
                 await passages.store(servicer)
                 for context in contexts:
-                    for lesson in range(_LESSONS):
-                        await _ttft(servicer, _prompt(passages, context, 1 + lesson), *_DEFAULT)
-                    await servicer.settle()
-                    progress.advance(task)
                     prompt = _prompt(passages, context, 0)
                     chosen = {row: await _chosen(servicer, prompt, *row) for row in recipes}
-                    await servicer.settle()  # this prompt teaches a correction, too
+                    progress.advance(task)
                     pairs: dict[tuple[str, float], list[_Pair]] = {row: [] for row in recipes}
                     for _ in range(repeats):
                         baseline = await _ttft(servicer, prompt, "full_attention", 1.0)

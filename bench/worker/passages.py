@@ -16,6 +16,8 @@ from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 
 _WORLD = Path(__file__).parent.parent.parent / "examples/world"
 _SYSTEM, _QUESTION, _RANDOM_IDS = 32, 32, 1000
+# Chunks that the primer is made of.
+_SAMPLE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +71,19 @@ class Passages:
         return Prompt(self.system, tuple(self.chunks[n] for n in numbers), asked)
 
     async def store(self, servicer: FusionServicer) -> None:
-        """Encodes and stores every chunk, as ingestion does."""
+        """Encodes and stores every chunk twice: alone, and after a primer of the first ones."""
         for chunk in self.chunks:
-            await self.encode(servicer, chunk)
+            await self._encode(servicer, chunk, pb.EncodeRequest.MODE_PRIMED, self.chunks[:_SAMPLE])
 
     async def encode(self, servicer: FusionServicer, chunk: Chunk) -> None:
-        """Encodes and stores one chunk."""
-        system, own = pb.Tokens(ids=self.system.ids), pb.Tokens(ids=chunk.ids)
-        await servicer.Encode(pb.EncodeRequest(system=system, chunk=own, mode=pb.EncodeRequest.MODE_EXACT), None)
+        """Encodes and stores one chunk alone."""
+        await self._encode(servicer, chunk, pb.EncodeRequest.MODE_EXACT)
+
+    async def _encode(
+        self, servicer: FusionServicer, chunk: Chunk, mode: pb.EncodeRequest.Mode, before: Sequence[Chunk] = ()
+    ) -> None:
+        system, *earlier, own = (pb.Tokens(ids=part.ids) for part in (self.system, *before, chunk))
+        await servicer.Encode(pb.EncodeRequest(system=system, before=earlier, chunk=own, mode=mode), None)
 
 
 def questions(files: Sequence[Path], passages: int = 8) -> Iterator[tuple[str, Sequence[str]]]:

@@ -115,7 +115,7 @@ class Station(ABC):
     async def alone(self, traffic: Traffic) -> tuple[float, float]:
         """Mean seconds to the first and to the last token of single requests, without load.
 
-        As many requests before them are a warm-up, from which recipes with corrections learn.
+        As many requests before them are a warm-up.
         """
         warming, measured = (traffic.prompts(4, seed=(1 << 20) + half) for half in range(2))
         for prompt in warming:
@@ -252,7 +252,7 @@ async def worker(model: models.Model, passages: Passages) -> AsyncIterator[Fusio
     pool_bytes = max(1 << 20, base_bytes)
     with (
         tempfile.TemporaryDirectory() as directory,
-        cache_service(directory, 2 * pool_bytes) as ((address,), _),
+        cache_service(directory, 3 * pool_bytes) as ((address,), _),
     ):
         config = WorkerConfig(cache=address, pool_bytes=pool_bytes, max_requests=8, max_queue=1 << 20, **PATIENT)
         servicer = FusionServicer(config, model)

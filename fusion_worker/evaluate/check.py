@@ -3,7 +3,7 @@
 Full attention answers questions about passages, and its answers are fed to every recipe. A recipe is safe if the KL
 divergence of its next-token distributions from full attention is at most 0.1 nats, by a 95% interval; it is unsafe if
 the divergence is larger; otherwise there is not enough evidence. Recommended is the cheapest safe one that keeps as
-many answers as prophetkv at 0.2. The questions are built in, or given by --data or --corpus.
+many answers as deeplayer+primed at 0.2. The questions are built in, or given by --data or --corpus.
 
 All this is written to fusionkv-check.json in the model's directory. A worker that serves the model takes the
 recommended recipe for `default`, and answers with full attention instead of an unsafe one. The exit code is 0,

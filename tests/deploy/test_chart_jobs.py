@@ -132,8 +132,7 @@ def on_ray(render: Render) -> Render:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_encoders_on_ray_are_as_workers_are(on_ray: Render, root: Path, version: str, gpus: int, image: str) -> None:
     config = {"store": "int8", "signing_keys": "/etc/fusionkv/signing.keys"}
-    worker = {"gpu": {"count": gpus}, "secret": "keys", "config": config}
-    worker |= {"model": {"path": "q"}, "corrections": {"claim": "learned"}}
+    worker = {"gpu": {"count": gpus}, "secret": "keys", "config": config, "model": {"path": "q"}}
     found = on_ray({"worker": worker, "certManager": {"enabled": True}}, version)
     assert "Job" not in found
     (job,) = found["RayJob"].values()
@@ -155,7 +154,6 @@ def test_encoders_on_ray_are_as_workers_are(on_ray: Render, root: Path, version:
     assert encoding["resources"]["limits"].get("nvidia.com/gpu", 0) == (gpus > 0)
     mounts = {mount["mountPath"]: mount for mount in encoding["volumeMounts"]}
     assert mounts["/models"]["readOnly"] is True
-    assert mounts["/learned"] == {"name": "learned", "mountPath": "/learned"}
     # Those of the worker, and at the head only whom to trust.
     volumes = [{v["name"]: v for v in group["template"]["spec"]["volumes"]} for group in (head, encoders)]
     assert [v["secret"]["secret"]["secretName"] for v in volumes] == ["operator-token", "keys"]
@@ -165,13 +163,8 @@ def test_encoders_on_ray_are_as_workers_are(on_ray: Render, root: Path, version:
     pod = found.pod("worker")
     own = {f"FUSIONKV_WORKER_{name}" for name in ("LISTEN", "MODEL", "CACHE", "TENSOR_PARALLEL")}
     (serving,) = pod["containers"]
-    ours = ("FUSIONKV_WORKER_", "FUSIONKV_MODELS")
-    taken = {name: value for name, value in env_of(serving).items() if name.startswith(ours)}
+    taken = {name: value for name, value in env_of(serving).items() if name.startswith("FUSIONKV_WORKER_")}
     assert env_of(encoding) == {name: value for name, value in taken.items() if name not in own}
-    volumes.append({v["name"]: v for v in pod["volumes"]})
-    for mounted, listed in zip((encoding, serving), volumes[1:], strict=True):
-        assert env_of(mounted)["FUSIONKV_MODELS"] in {mount["mountPath"] for mount in mounted["volumeMounts"]}
-        assert listed["learned"]["persistentVolumeClaim"] == {"claimName": "learned"}
     loaded = settings.load(CONFIGS["worker"], "worker", environ=env_of(encoding))
     assert (loaded.store, loaded.tls_ca) == ("int8", Path("/etc/fusionkv-tls/ca.crt"))
 

@@ -226,9 +226,6 @@ spec:
         {{- range $key, $value := .env }}
         - {name: FUSIONKV_{{ $section }}_{{ upper $key }}, value: {{ $value | quote }}}
         {{- end }}
-        {{- if .learned }}
-        - {name: FUSIONKV_MODELS, value: /learned}
-        {{- end }}
         {{- include "fusionkv.settings" . | nindent 8 }}
         {{- include "fusionkv.telemetry" .root | nindent 8 }}
       startupProbe:
