@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from fusionkv.fusion_worker.quality.defaults import PRIMED, PROPHETKV
+from fusionkv.fusion_worker.quality.defaults import PRIMED
 from fusionkv.protos.contract.recipes import MODIFIERS, RECIPES, Modifier, Recipe, SimilarityGuided
 
 PAGE = Path(__file__).parent.parent / "docs/recipes.md"
@@ -19,8 +19,7 @@ def recipe_row(recipe: Recipe) -> str:
 
 def modifier_row(modifier: Modifier) -> str:
     numbers = ", ".join(map(str, modifier.defaults)) or "-"
-    description = modifier.description.replace("(docs/correction.md)", "([corrections](correction.md))")
-    return f"| `{modifier.name}` | {numbers} | {description} |\n"
+    return f"| `{modifier.name}` | {numbers} | {modifier.description} |\n"
 
 
 def replaced(page: str, before: str, old: str, new: Iterable[str]) -> str:
@@ -32,8 +31,7 @@ def replaced(page: str, before: str, old: str, new: Iterable[str]) -> str:
 
 
 def page() -> str:
-    text = replaced(PAGE.read_text(), "otherwise `", r"[^,]+", f"{PROPHETKV.recipe}` at {PROPHETKV.ratio:g}")
-    text = replaced(text, "come\nwith `", r"[^,]+", f"{PRIMED.recipe}` at {PRIMED.ratio:g}")
+    text = replaced(PAGE.read_text(), "otherwise `", r"[^,]+", f"{PRIMED.recipe}` at {PRIMED.ratio:g}")
     head = "| recipe | chunks encoded | ratio | what it does |\n|---|---|---|---|\n"
     text = replaced(text, head, r"(?:\|.*\n)+", map(recipe_row, RECIPES.values()))
     head = "| modifier | numbers | what it changes |\n|---|---|---|\n"

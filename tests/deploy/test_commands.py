@@ -192,7 +192,7 @@ def test_a_python_example_runs(text: str, launch: Any, worker: Any, authority: A
 @pytest.mark.system
 @pytest.mark.parametrize("embedder", ["none", pytest.param("minilm", marks=pytest.mark.weights)])
 def test_the_commands_of_the_readme_answer_as_it_says(root: Path, launch: Any, tmp_path: Path, embedder: str) -> None:
-    """With and without the embeddings that `make demo` fetches, and after the worker has learned a correction."""
+    """With and without the embeddings that `make demo` fetches, and after the corpus is encoded."""
     text = (root / "README.md").read_text().partition("## Try it")[2].partition("\n## ")[0]
     lines = [shlex.split(line) for line in re.findall(r"^    (fusionkv .*)$", text, re.MULTILINE)]
     serve, *others = [words[1:] for words in lines]
@@ -206,8 +206,8 @@ def test_the_commands_of_the_readme_answer_as_it_says(root: Path, launch: Any, t
     (address,) = [event["addresses"][0] for event in told if event.get("service") == "gateway"]
     page = tmp_path / "answer.html"
     ingest, *questions = others
-    learn = ["encode", ingest[1]]
-    for words in [ingest, *questions, learn, *questions]:
+    encode = ["encode", ingest[1]]
+    for words in [ingest, *questions, encode, *questions]:
         argv = [str(page) if word == page.name else word for word in words]
         done = fusionkv(*argv, "--gateway", address, cwd=root)
         if words[0] == "ask":
