@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -23,7 +22,6 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from fusionkv.fusion_worker.library import cache as models
 from tests.examples import FEW, every
 from tests.forks import IMPORTS, Fork, Forks
 from tests.stopwatch import Stopwatch, too_long
@@ -37,19 +35,6 @@ BUSY = {"LOOKUP_TIMEOUT": "30", "FETCH_TIMEOUT": "60", "CACHE_SECONDS": "120"}
 os.environ.update({f"FUSIONKV_WORKER_{name}": seconds for name, seconds in BUSY.items()})
 # Whether or not a model was fetched: gateways that tests start retrieve by words alone, and load no torch.
 os.environ["FUSIONKV_GATEWAY_EMBEDDER"] = "none"
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Gives this run a folder of models that has the user's, but no corrections that earlier runs have learned."""
-    if not hasattr(config, "workerinput"):  # of pytest-xdist, whose environment is that of the first process
-        folder = tempfile.TemporaryDirectory(prefix="fusionkv-models-")
-        config.add_cleanup(folder.cleanup)
-        for model in models.root().glob("[!.]*"):
-            if model.name != "corrections":
-                Path(folder.name, model.name).symlink_to(model)
-        os.environ[models.VARIABLE] = folder.name
-
-
 # Files of a few tests that take minutes: begun last, one would run alone on one of the cores.
 LONGEST = ("chaos", "system", "fusion_worker", "models", "kernels")
 

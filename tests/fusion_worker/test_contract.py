@@ -7,7 +7,6 @@ from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.quality.defaults import PRIMED, PROPHETKV, Default
 from fusionkv.fusion_worker.quality.fallback import UNSAFE, Judged, Verdict
 from fusionkv.fusion_worker.servicer import handler
 from fusionkv.gateway.auth.tenants import Meter, Quota, Tenant
@@ -98,7 +97,7 @@ async def verdict(check: Awaitable[None]) -> str:
 
 async def test_gateway_and_worker_refuse_the_same_requests(start: Any) -> None:
     draw, verdicts = random.Random(0), Counter[str]()
-    unsafe = Verdict("", {"a3": (Judged(UNSAFE, 0.1, "for tests"),)}, default=Default(PRIMED, PROPHETKV, "for tests"))
+    unsafe = Verdict("", {"a3": (Judged(UNSAFE, 0.1, "for tests"),)})
     rigs = (
         await start("llama", max_tokens=LENGTH, verdict=unsafe),
         await start("llama", max_tokens=LENGTH, replace=with_special_tokens),

@@ -61,13 +61,9 @@ def byte_level() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen2 model directory: two layers, random weights, one token for each byte. Its default has corrections."""
+    """A Qwen2 model directory: two layers, random weights, one token for each byte."""
     import torch
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-
-    from fusionkv.fusion_worker.library.cache import fingerprint
-    from fusionkv.fusion_worker.quality.defaults import PRIMED, PROPHETKV, Default
-    from fusionkv.fusion_worker.quality.fallback import FILE, Verdict
 
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=byte_level(), bos_token="<bos>", eos_token="<eos>", add_bos_token=True
@@ -84,7 +80,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     for made in (network, tokenizer):
         made.save_pretrained(folder)
-    Verdict(fingerprint(folder).hex(), {}, default=Default(PRIMED, PROPHETKV, "for tests")).write(folder / FILE)
     return folder
 
 

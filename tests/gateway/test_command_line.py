@@ -207,9 +207,7 @@ class Nasty(GatewayServiceServicer):
         yield pb.GenerateResponse(summary=Summary(finish_reason=NASTY, recipe=NASTY, **notes))
 
     async def List(self, request: pb.ListRequest, context: Any) -> pb.ListResponse:
-        return pb.ListResponse(
-            items=[pb.Item(name=f"d\n{NASTY}", model=NASTY, embedder=NASTY, source=NASTY, correction=NASTY)]
-        )
+        return pb.ListResponse(items=[pb.Item(name=f"d\n{NASTY}", model=NASTY, embedder=NASTY, source=NASTY)])
 
     async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsResponse:
         return pb.StatsResponse(version=NASTY, model=NASTY, worker="")
@@ -268,19 +266,17 @@ async def test_progress_without_a_terminal_is_plain_lines(
 
 class Encoding(GatewayServiceServicer):
     async def Precompute(self, request: pb.PrecomputeRequest, context: Any) -> AsyncIterator[pb.PrecomputeResponse]:
-        yield pb.PrecomputeResponse(total=6, learning=True)
-        for done in (2, 6):
+        for done in (0, 2, 6):
             yield pb.PrecomputeResponse(done=done, total=6)
 
 
-async def test_encode_tells_that_it_learns_and_then_its_chunks(
+async def test_encode_tells_how_many_chunks_are_done(
     capsys: Capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(console, "_LINE_SECONDS", 0.0)
     async with listening(rpc.handlers(SERVICE, Encoding()), f"unix:{tmp_path}/g.sock") as address:
         assert await asyncio.to_thread(cli.main, ["encode", "c", "--gateway", address]) == 0
-    steps = ["learning its correction: 0", "encoding: 2", "encoding: 6"]
-    assert capsys.readouterr().err.splitlines() == [f"fusionkv: c: {step} of 6" for step in steps]
+    assert capsys.readouterr().err.splitlines() == [f"fusionkv: c: encoding: {done} of 6" for done in (0, 2, 6)]
 
 
 @pytest.mark.parametrize(("output", "status", "said"), [("full", 1, "No space left on device"), ("closed", 141, "")])

@@ -110,15 +110,17 @@ async def test_a_command_that_is_killed_takes_its_encoders_with_it(encode: Encod
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("recipe", ["fusionrag", "full_reuse+corrected+similarity_guided"])
-def test_neighbours_are_those_that_workers_would_take(recipe: str, encode: Encode, stack: Stack) -> None:
-    """A worker finds every chunk behind the neighbours that it has itself for it, and corrects as it would itself."""
-    corpus = f"near-{recipe.partition('+')[0]}"
+@pytest.mark.parametrize("recipe", ["fusionrag", "default"])
+def test_chunks_are_encoded_as_workers_would_encode_them(recipe: str, encode: Encode, stack: Stack) -> None:
+    """A worker finds every chunk behind the neighbours, or the primer, that it would take itself."""
+    corpus = f"ahead-{recipe}"
     total = ingest(stack.client, corpus, 1, pages=40)
     encoder = encode(corpus, "--recipe", recipe, "--encoders", "1")
     assert encoder.wait(120) == 0, encoder.log
     assert progress(encoder, "precompute")[-1]["skipped"] == total
     assert "encoded them again" not in encoder.log
+    summary = stack.client.ask(corpus, "What says page 0?", recipe=recipe, max_tokens=1).summary
+    assert (summary.chunks_missed, summary.tokens_encoded) == (0, 0)
 
 
 def test_a_cache_service_that_is_away_is_told_as_such(tiny_model: Path) -> None:

@@ -39,7 +39,7 @@ def page() -> str:
     missed = ExplainedChunk(texts=[*words, EVIL, "x" * 300], kind="miss", tier="none", lossless=True)
     found = ExplainedChunk(texts=[*words, "a", "b"], kind="alternative", tier="disk", scores=[0.5] * 60)
     found.recomputed.extend(range(20))
-    answer = Answer(f"The code is 535. {EVIL}", sources, summary("midlayer+corrected", 0.08, f"it strays {EVIL}"))
+    answer = Answer(f"The code is 535. {EVIL}", sources, summary("deeplayer+primed", 0.08, f"it strays {EVIL}"))
     full = Answer("The code is 535.", sources, summary("full_attention", 0.2))
     system = ExplainedChunk(texts=["Answer ", "this."], lossless=True)
     question = ExplainedChunk(texts=["Which ", "code? ", EVIL], recomputed=range(3))

@@ -20,7 +20,7 @@ from opentelemetry import trace
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.workers import vllm, workers
-from fusionkv.gateway.workers.workers import Lesson, Member, PrefixAffinity, WorkerPool
+from fusionkv.gateway.workers.workers import Member, PrefixAffinity, WorkerPool
 from fusionkv.protos.contract.capabilities import check_usable
 from fusionkv.protos.contract.recipes import find_recipe
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
@@ -146,30 +146,6 @@ async def test_a_recipe_is_refused_only_if_no_worker_can_follow_it() -> None:
         for member in both.members:
             member.in_flight += 1
             assert (await both.model(check=check)).model.capabilities.auxiliary
-
-
-class Taught(Described):
-    def __init__(self) -> None:
-        super().__init__("cpu")
-        self.asked = list[int]()
-
-    async def Encode(self, request: pb.EncodeRequest, context: Any) -> pb.EncodeResponse:
-        self.asked.append(request.mode)
-        return pb.EncodeResponse()
-
-
-async def test_each_worker_learns_before_its_first_chunk_and_once() -> None:
-    async with contextlib.AsyncExitStack() as stack:
-        each = [Taught(), Taught()]
-        served = [await stack.enter_async_context(listening(rpc.handlers(SERVICE, one))) for one in each]
-        pool, lesson = WorkerPool(served), Lesson(pb.EncodeRequest(mode=pb.EncodeRequest.MODE_CORRECTION))
-        stack.push_async_callback(pool.close)
-        await until(lambda: all(member.client.connected for member in pool.members))
-        for busy, idle in [pool.members, pool.members[::-1]] * 2:
-            idle.record_reply()  # they reply to no health checks
-            with busy.counted():
-                await pool.encode(ENCODE, lesson)
-    assert [one.asked for one in each] == [[pb.EncodeRequest.MODE_CORRECTION, ENCODE.mode, ENCODE.mode]] * 2
 
 
 async def test_requests_that_find_one_failure_together_make_one_pause() -> None:

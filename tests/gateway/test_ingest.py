@@ -28,7 +28,6 @@ from fusionkv.gateway.plan import given
 from fusionkv.gateway.retrieval.base import HybridSearch, Retrieval
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 from fusionkv.gateway.tokens import Vocabulary
-from fusionkv.gateway.workers.workers import Lesson
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime import rpc
@@ -87,16 +86,11 @@ class Workers:
         self.vocabulary = vocabulary()
         self.vocabulary.model.max_tokens = 4096
         self.encoded: list[fusion_pb2.EncodeRequest] = []
-        self.address = "here"
 
     async def model(self, timeout: float = 1.0, check: Any = None) -> Vocabulary:
         return self.vocabulary
 
-    async def encode(
-        self, request: fusion_pb2.EncodeRequest, lesson: Lesson | None = None
-    ) -> fusion_pb2.EncodeResponse:
-        if lesson is not None:
-            await lesson.teach(self)  # type: ignore[arg-type]
+    async def encode(self, request: fusion_pb2.EncodeRequest) -> fusion_pb2.EncodeResponse:
         self.encoded.append(request)
         return fusion_pb2.EncodeResponse(variant=b"v" * 32)
 

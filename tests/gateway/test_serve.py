@@ -192,10 +192,8 @@ def test_a_corpus_is_listed_with_what_it_was_made_with_and_moved(run: Run, pages
     assert {"documents": 6, "chunks": 6, "model": tiny_model.name, "embedder": ""}.items() <= book.items()
     assert book["bytes"] > 6
     header, *shown = run("list").stdout.splitlines()
-    assert header.split() == ["corpus", "documents", "chunks", "tokens", "bytes", "model", "embedder", "correction"]
-    assert [row.split()[5:] for row in shown if row.startswith("book")] == [
-        [tiny_model.name, "none", "not", "validated", "yet"]
-    ]
+    assert header.split() == ["corpus", "documents", "chunks", "tokens", "bytes", "model", "embedder"]
+    assert [row.split()[5:] for row in shown if row.startswith("book")] == [[tiny_model.name, "none"]]
     assert run("move", "book").stdout == "book: 6 chunks moved\n"
     (answer,) = rows(run("ask", "book", "code of Name3?", "--max-tokens", "1", "--json"))
     assert len(answer["sources"]) == 6
@@ -208,7 +206,7 @@ def test_precompute_encodes_once(run: Run, pages: Path) -> None:
         [each for each in rows(run(*ingest, "fusionrag", "--json")) if each["event"] == "precompute"]
         for _ in range(2)
     )
-    begun = {"event": "precompute", "done": 0, "total": 6, "skipped": 0, "learning": False}
+    begun = {"event": "precompute", "done": 0, "total": 6, "skipped": 0}
     assert (first[0], first[-1]) == (begun, {**begun, "done": 6})
     assert (again[-1]["done"], again[-1]["skipped"]) == (6, 6)
     wrong = run(*ingest, "full_attention", status=1)
@@ -229,16 +227,6 @@ def test_stats_find_the_cache_wherever_its_data_is(run: Run, all_services: tuple
     cache = next(e["addresses"][0] for e in events(all_services[0]) if e.get("service") == "kvcache")
     found = json.loads(run("stats", "--json").stdout)["cache"]
     assert (found["address"], "error" in found) == (cache, False)
-
-
-def test_list_and_stats_show_what_corrections_corpora_have(run: Run, pages: Path) -> None:
-    run("ingest", "told", pages / "page-1.md")
-    (told,) = [item for item in rows(run("list", "--json")) if item["name"] == "told"]
-    assert told["correction"].startswith("not validated yet: 0 of about ")
-    found = json.loads(run("stats", "--json").stdout)["gateway"]["corrections"]
-    assert found.keys() <= {"validated", "refused", "not validated yet"}
-    assert sum(found.values()) == len(rows(run("list", "--json")))
-    assert re.search(r"corrections +\d+ (validated|refused|not validated yet)", run("stats").stdout)
 
 
 @pytest.mark.slow

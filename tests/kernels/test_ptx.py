@@ -15,7 +15,6 @@ from triton.compiler import ASTSource  # noqa: E402
 from fusionkv.kernels.gpu import (  # noqa: E402
     attention_scores_triton,
     checksum_triton,
-    correction_triton,
     sparse_attention_triton,
     tile_shapes,
 )
@@ -130,14 +129,3 @@ def test_scores_and_merge(capability: int) -> None:
         compile_for(kernel, capability, torch.bfloat16, tile, **shape(128, 7, 64, 64))
     constants = {"PARTS_CEIL": 16, "HEAD_DIM": 128, "DIM": 128}
     compile_for(sparse_attention_triton._merge, capability, torch.bfloat16, tile, **constants)
-
-
-@pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.parametrize(("head_dim", "dtype"), [(64, BF16), (128, FP16), (256, BF16), (256, FP32)], ids=str)
-def test_correction(capability: int, head_dim: int, dtype: torch.dtype) -> None:
-    tile = correction_triton.tile_for(head_dim, dtype)
-    known = shape(head_dim, 1, tile.rows, tile.keys)
-    constants = {name: known[name] for name in ("HEAD_DIM", "DIM", "ROTARY_DIM", "INTERLEAVED", "ROWS", "WIDEN")}
-    constants |= {"HEADS": 4, "PLACES": 8, "INPUTS": tile.keys}
-    built = compile_for(correction_triton._correct, capability, dtype, tile, **constants)
-    assert built.metadata.shared <= tile_shapes.ROOM

@@ -251,7 +251,7 @@ def test_callers_make_no_labels(services: dict[str, Any]) -> None:
             for sample in family.samples
             if "fusionkv_recipe" in sample.labels
         }
-        assert labels - {"midlayer+corrected", "default", "prophetkv"} <= {
+        assert labels - {"default", "deeplayer+primed"} <= {
             "cacheblend+window",
             "cacheblend+several",
             "prefix_cache",

@@ -51,10 +51,9 @@ GOOD: dict[str, dict[str, Any]] = {
     "fusion.FetchPrefill": {"handle": bytes(16), "ranks": 1},
     "fusion.ReleasePrefill": {"handle": bytes(16), "ranks": 1},
     "fusion.Encode": {"chunk": TOKENS, "before": [TOKENS], "mode": EXACT},
-    "fusion.Encode corpus": {"chunk": TOKENS, "before": [{"ids": [2]}], "mode": fusion.EncodeRequest.MODE_CORRECTION},
+    "fusion.Encode corpus": {"chunk": TOKENS, "before": [{"ids": [2]}], "mode": fusion.EncodeRequest.MODE_PRIMED},
     "fusion.GetModel": {},
     "fusion.RenderTemplate": {},
-    "fusion.GetCorrections": {"corpora": ["c"]},
     "kvcache.Lookup": {"namespace": DIGEST, "path": [{"digest": DIGEST}] * 2},
     "kvcache.Fetch": {"key": DIGEST},
     "kvcache.Prefetch": {"keys": [DIGEST]},
@@ -182,8 +181,7 @@ def call(channels: dict[str, grpc.Channel], name: str, request: Any) -> grpc.Sta
     return failed and failed.code()
 
 
-# But for a correction, which would be kept.
-@pytest.mark.parametrize("name", sorted({*GOOD} - {"fusion.Encode corpus"}))
+@pytest.mark.parametrize("name", GOOD)
 def test_what_is_as_it_should_be_is_not_refused(channels: dict[str, grpc.Channel], name: str) -> None:
     data = [kvcache.PutRequest(data=b"x")] if name.startswith("kvcache.Put") else []
     assert call(channels, name, [made(name, GOOD[name]), *data] if data else made(name, GOOD[name])) not in REFUSALS
