@@ -80,7 +80,7 @@ class _Pass:
         """The request that encodes a chunk, with its neighbours if there are to be any."""
         if not self.neighbours:
             primed = self.asked.recipe.primed
-            request = self.encode_request([*self.sample, chunk] if primed else [chunk])
+            request = self.encode_request([*self._fitting(self.sample, chunk), chunk] if primed else [chunk])
             request.mode, request.corpus = request.MODE_PRIMED if primed else request.MODE_EXACT, self.name
             return request
         request = self.encode_request([*await self._nearest(chunk, vector), chunk])
@@ -92,14 +92,18 @@ class _Pass:
         query = vector if vector.size else None
         limit = self.neighbours + 1
         found = await self.tenant.retrieval.nearest(self.corpus, chunk.text, query, limit, self.model)
+        return self._fitting([c for c in found if c.key != chunk.key][: self.neighbours], chunk)
+
+    def _fitting(self, others: Sequence[Chunk], chunk: Chunk) -> list[Chunk]:
+        """The first of some chunks, as many as fit into the model's length with another one."""
         room = self.vocabulary.model.max_tokens - len(self.vocabulary.system()) - len(chunk.ids)
-        neighbours = []
-        for other in [c for c in found if c.key != chunk.key][: self.neighbours]:
+        fitting = []
+        for other in others:
             room -= len(other.ids)
             if room < 0:
                 break
-            neighbours.append(other)
-        return neighbours
+            fitting.append(other)
+        return fitting
 
     def encode_request(self, chunks: Sequence[Chunk]) -> fusion_pb2.EncodeRequest:
         """A request to encode the last chunk after the others, without a mode."""
@@ -194,7 +198,9 @@ class Precompute:
                 request = await work.request(chunk, vector)
                 encoded = await self._encoded(request)
                 if not encoded.existed:
-                    work.tenant.meter.spend(sum(len(part.ids) for part in (request.chunk, *request.before)))
+                    # With a primer, the chunk is encoded twice, and those before it are not.
+                    others = [request.chunk] if request.mode == request.MODE_PRIMED else request.before
+                    work.tenant.meter.spend(sum(len(part.ids) for part in (request.chunk, *others)))
                 # Without neighbours, keep a variant that was encoded with neighbours before: it is better.
                 count = work.neighbours
                 existed.append(encoded.existed)
