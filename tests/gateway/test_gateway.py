@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fusionkv import langchain
+from fusionkv.fusion_worker.quality.defaults import PRIMED
 from fusionkv.gateway.client import ORDER_NAMES, requests, results
 from fusionkv.gateway.client.client import Client
 from fusionkv.gateway.client.results import Sources, Summary, Token
@@ -111,9 +112,9 @@ def test_a_bad_question_is_refused(client: Client, wrong: dict[str, Any], messag
     ("wrong", "error", "message"),
     [
         ({"temperature": 200.0}, InvalidArgument, r"temperature is 200: it must be from 0 \(greedy\) to 100"),
-        ({"recipe": "midlayer+window()"}, InvalidArgument, r"unknown recipe modifier 'window\(\)'"),
+        ({"recipe": "deeplayer+window()"}, InvalidArgument, r"unknown recipe modifier 'window\(\)'"),
         ({"recipe": "prophetkv", "ratio": 1.5}, InvalidArgument, "ratio is 1.5: it must be from 0 to 1"),
-        ({"recipe": "default+linked(1)"}, InvalidArgument, "midlayer.* takes no link tokens"),
+        ({"recipe": "default+linked(1)"}, FailedPrecondition, r"deeplayer\+primed\+linked\(1\) takes 1: it was not"),
         ({"recipe": "cacheclip"}, FailedPrecondition, "start the worker with --auxiliary"),
     ],
 )
@@ -187,52 +188,43 @@ def test_the_default_recipe_reuses_chunks_as_they_were_encoded(client: Client) -
 
     for name in ("", "default"):
         summary = asked("near", name)
-        # By the verdict on what was learned from nine chunks with random weights.
-        guided = "+similarity_guided(2)"
-        either = ((f"midlayer+corrected{guided}", 0.12, False), (f"prophetkv{guided}", 0.2, True))
-        assert (summary.recipe, summary.ratio, summary.uncorrected_reason.startswith("refused: ")) in either
+        assert (summary.recipe, summary.ratio) == (f"{PRIMED.recipe}+similarity_guided(2)", PRIMED.ratio)
         found = {hit.kind: hit.chunks for hit in summary.hits}
         # The first one stands where it was encoded as the others' neighbour: lossless, which is better still.
         assert (summary.chunks_missed, found) == (0, {"exact": 1, "alternative": 3})
         summary = asked("alone", name)
-        assert (summary.recipe, summary.ratio) == ("prophetkv", 0.2)
-        assert "not validated yet" in summary.uncorrected_reason
+        assert (summary.recipe, summary.ratio) == (PRIMED.recipe, PRIMED.ratio)
     assert asked("near", "prophetkv").recipe == "prophetkv"
     assert asked("near", ratio=1.0).tokens_reused == 0
-    told = {item.name: item.correction for item in client.list()}
-    assert told["near"].partition(": ")[0] in ("validated", "refused")
-    assert told["alone"].startswith("not validated yet: ")
-    assert {item.correction for item in client.list("near")} == {""}
 
 
-def test_the_default_recipe_needs_nothing_but_chunks_encoded_alone(client: Client) -> None:
+def test_the_default_recipe_finds_every_chunk_that_was_encoded_ahead_of_time(client: Client) -> None:
     for i in range(9):
         client.ingest("ahead", f"{i}.txt", f"Of Name{i}: " + "".join(f"a{i} b{i} c{n} " for n in range(20)))
     first, second = ([*client.precompute("ahead")][-1] for _ in range(2))
     assert (first.skipped, second.skipped) == (0, first.total)
-    summary = client.ask("ahead", "Name1, a2, b3 and c4?", max_tokens=1).summary
-    assert (summary.chunks_missed, summary.tokens_encoded) == (0, 0)
-    # By the verdict on what was learned.
-    corrected = summary.chunks_corrected > 0
-    assert summary.recipe == ("midlayer+corrected" if corrected else "prophetkv")
-    assert summary.uncorrected_reason.startswith("" if corrected else "refused: ")
+    for name in ("Name1", "Name8"):  # the primer holds chunks of the first eight
+        summary = client.ask("ahead", f"{name}, a2, b3 and c4?", top_k=12, max_tokens=1).summary
+        assert (summary.recipe, summary.ratio) == (PRIMED.recipe, PRIMED.ratio)
+        assert (summary.chunks_missed, summary.tokens_encoded) == (0, 0)
+        found = {hit.kind: hit.chunks for hit in summary.hits}
+        assert found == {"exact": 1, "alternative": 11}, "the first after the system prompt, others after the primer"
     with pytest.raises(InvalidArgument, match="recipe 'prefix_cache' reuses no chunks"):
         [*client.precompute("ahead", "prefix_cache")]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("embedded", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_tenant_uses_what_was_learned_ahead_of_time(
-    cache: Any, start: Start, serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, embedded: bool
+def test_a_tenant_uses_what_was_encoded_ahead_of_time(
+    cache: Any, start: Start, serve: Serve, tmp_path: Path, embedded: bool
 ) -> None:
-    monkeypatch.setenv("FUSIONKV_MODELS", str(tmp_path))  # nothing that an earlier run has learned
     embedder = str(sentence_models.write(tmp_path / "embedder")) if embedded else "none"
     client, _ = serve(start(cache=cache), "--tenant", "acme", "--embedder", embedder, "--embedder-threads", "1")
     for i in range(9):
         client.ingest("c", f"{i}.txt", f"Of Name{i}: " + f"a{i} b{i} c{i} " * 20)
     assert [[*client.precompute("c")][-1].skipped for _ in range(2)] == [0, 9]
     summary = client.ask("c", "Name1, a2, b3 and c4?", max_tokens=1).summary
-    assert summary.chunks_corrected or summary.uncorrected_reason.startswith("refused: ")
+    assert (summary.recipe, summary.chunks_missed, summary.tokens_encoded) == (PRIMED.recipe, 0, 0)
 
 
 def test_what_the_cache_lost_is_encoded_again(start: Start, launch: Launch, serve: Serve, tmp_path: Path) -> None:

@@ -262,43 +262,44 @@ async def test_pieces_take_room_before_they_arrive(rig: Rig) -> None:
     await asyncio.gather(*waiting)
 
 
-@pytest.mark.parametrize("documents", [3, 129, 300])
-async def test_a_correction_is_learned_from_documents_of_the_whole_corpus(rig: Rig, documents: int) -> None:
-    lines = [json.dumps({"id": f"{number:03}", "text": f"It is {number}."}) for number in range(documents)]
+@pytest.mark.parametrize("documents", [1, 3, 20])
+async def test_a_primer_is_of_first_chunks_of_a_few_documents(rig: Rig, documents: int) -> None:
+    lines = [json.dumps({"id": f"{number:02}", "text": f"It is {number}."}) for number in range(documents)]
     await rig.ingest("d.jsonl", "\n".join(lines))
-    _ = [p async for p in rig.precompute.run(rig.tenant, pb.PrecomputeRequest(corpus="c", recipe="a3+corrected"))]
-    lesson = rig.workers.encoded[0]
-    assert lesson.mode == lesson.MODE_CORRECTION
-    numbers = {(await rig.chunks(f"{number:03}"))[0][0].ids: number for number in range(documents)}
-    sampled = [numbers[tuple(part.ids)] for part in (*lesson.before, lesson.chunk)]
-    assert len(sampled) == min(128, documents)
-    assert sampled == sorted(set(sampled))
-    assert max(np.diff([-1, *sampled, documents])) <= 1 + -(-documents // 128), (
-        "no large part of the corpus is left out"
-    )
+    await rig.ingest("long.txt", "\n\n".join(PARAGRAPHS))
+    tenant = dataclasses.replace(rig.tenant, salt="acme")
+    for name, chunks in (("", documents + 4), ("long.txt", 4)):
+        request = pb.PrecomputeRequest(corpus="c", name=name, recipe="a3+primed")
+        progress = [p async for p in rig.precompute.run(tenant, request)]
+        assert (progress[-1].done, len(rig.workers.encoded)) == (chunks, chunks)
+        sample = [(await rig.chunks(f"{number:02}"))[0][0].ids for number in range(min(8, documents))]
+        sample += [(await rig.chunks("long.txt"))[0][0].ids] * (documents < 8)
+        for asked in rig.workers.encoded:
+            assert (asked.mode, asked.tenant, asked.corpus) == (asked.MODE_PRIMED, "acme", plan.corpus_name("acme", "c"))
+            assert [tuple(part.ids) for part in asked.before] == sample
+        rig.workers.encoded.clear()
 
 
-async def test_chunks_are_encoded_where_no_correction_can_be_learned(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    request = pb.PrecomputeRequest(corpus="c", recipe="a3+corrected")
-    for name in ("a.txt", "b.txt", "c.txt"):
-        await rig.ingest(name, f"It is {name}.")
-        if name == "b.txt":  # from two chunks no worker would learn
-            _ = [p async for p in rig.precompute.run(rig.tenant, request)]
-            assert [r.mode for r in rig.workers.encoded] == [fusion_pb2.EncodeRequest.MODE_EXACT] * 2
-    encode = rig.workers.encode
+async def test_chunks_of_a_primer_fit_into_the_models_length_and_are_no_tokens_of_a_quota(rig: Rig) -> None:
+    lines = [json.dumps({"id": f"{number}", "text": f"It is {number}. " * 4}) for number in range(9)]
+    await rig.ingest("d.jsonl", "\n".join(lines))
+    limit = rig.workers.vocabulary.model.max_tokens = 300
+    spent: list[int] = []
+    meter = mock.Mock(check_tokens=lambda: None, spend=spent.append)
+    request = pb.PrecomputeRequest(corpus="c", recipe="a3+primed")
+    _ = [p async for p in rig.precompute.run(dataclasses.replace(rig.tenant, meter=meter), request)]
+    tokens = [len(asked.chunk.ids) for asked in rig.workers.encoded]
+    for asked in rig.workers.encoded:
+        assert 1 < len(asked.before) < 8
+        assert sum(len(part.ids) for part in (asked.system, asked.chunk, *asked.before)) <= limit
+    assert spent == [2 * count for count in tokens], "each is encoded twice"
 
-    async def small(request: Any, *lesson: Lesson) -> Any:
-        if request.mode == request.MODE_CORRECTION:
-            raise ResourceExhausted("the pool is too small")
-        return await encode(request, *lesson)
 
-    monkeypatch.setattr(rig.workers, "encode", small)
-    progress = [p async for p in rig.precompute.run(rig.tenant, request)]
-    assert (progress[-1].done, len(rig.workers.encoded)) == (3, 5)
-    assert [p.learning for p in progress] == [True, False]
-    assert "here learns no correction of corpus c: the pool is too small" in caplog.text
+async def test_chunks_are_encoded_alone_for_recipes_without_a_primer(rig: Rig) -> None:
+    await rig.ingest("d.txt", "\n\n".join(PARAGRAPHS))
+    request = pb.PrecomputeRequest(corpus="c", recipe="a3")
+    _ = [p async for p in rig.precompute.run(rig.tenant, request)]
+    assert {(asked.mode, len(asked.before)) for asked in rig.workers.encoded} == {(1, 0)}
 
 
 async def test_what_was_encoded_ahead_of_time_stays_with_its_chunk(rig: Rig) -> None:

@@ -28,10 +28,10 @@ DTYPES = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
 
 def compile_for(kernel: Any, capability: int, dtype: torch.dtype, tile: tile_shapes.Tile, **constants: Any) -> Any:
     """A kernel's binary; pointers are told apart by their names, as the kernels' comments give their dtypes."""
-    floats = {"lse_ptr", "turns_ptr", "partial_ptr", "bias_ptr", "cos_ptr", "sin_ptr"}
+    floats = {"lse_ptr", "turns_ptr", "partial_ptr", "bias_ptr"}
     if constants.get("PARTIAL"):
         floats.add("out_ptr")
-    model = {"q_ptr", "k_ptr", "v_ptr", "out_ptr", "out_k_ptr", "out_v_ptr", "weights_ptr", "places_ptr"}
+    model = {"q_ptr", "k_ptr", "v_ptr", "out_ptr"}
 
     def kind(name: str) -> str:
         if name in constants:
@@ -42,7 +42,7 @@ def compile_for(kernel: Any, capability: int, dtype: torch.dtype, tile: tile_sha
             return "*" + DTYPES[dtype]
         if name == "rows_ptr":
             return "*i64"
-        return "*i32" if name.endswith("_ptr") else "fp32" if name in ("scale", "share") else "i32"
+        return "*i32" if name.endswith("_ptr") else "fp32" if name == "scale" else "i32"
 
     names = kernel.arg_names
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n.endswith(("_ptr", "_stride"))}
