@@ -71,7 +71,7 @@ class Loader:
         settings = model.settings | self.storage.settings
         self.namespace = lru_cache(maxsize=1024)(partial(keys.namespace, model.fingerprint, settings))
         self.fallback = Chunk(passages(model.tokenizer, model.template.chunk))
-        self.primers = Primers(self.fallback, model.vocabulary, self.locator, self.putter, self.namespace)
+        self.primers = Primers(self.fallback, self.locator, self.putter, self.namespace, model.vocabulary)
 
     def laid(self, prompt: Prompt, encode: Encode | None) -> Prompt:
         """The prompt as it lies in the pool: with `Anchored`, the model's anchor tokens replace the chunks' text."""

@@ -18,8 +18,8 @@ _LEAST = 128
 # Seconds until a primer is looked up again, which also keeps it from being evicted.
 _SECONDS = 60.0
 _MAX_KNOWN = 1024
-_DIGEST_BYTES = 32
-_COUNT = struct.Struct("<I")
+_COUNT = _ID = struct.Struct("<I")
+_HELD = struct.Struct("32s")
 
 
 def choose(chunks: Sequence[Chunk], fallback: Chunk) -> Primer | None:
@@ -45,17 +45,20 @@ class Primers:
     def __init__(
         self,
         fallback: Chunk,
-        vocabulary: int,
         locator: Lookups,
         putter: WriteBack | None,
         namespace: Callable[[str], bytes],
+        vocabulary: int,
     ) -> None:
-        """fallback: the primer of short corpora. namespace: of a tenant. putter: None without a cache service."""
+        """fallback: the primer of short corpora. namespace: of a tenant. putter: None without a cache service.
+
+        vocabulary: number of the model's token ids.
+        """
         self._fallback = fallback
-        self._vocabulary = vocabulary
         self._locator = locator
         self._putter = putter
         self._namespace = namespace
+        self._vocabulary = vocabulary
         self._known: OrderedDict[tuple[str, str], _Known] = OrderedDict()
 
     async def of(self, prompt: Prompt) -> Primer:
@@ -84,10 +87,7 @@ class Primers:
     async def _stored(self, key: tuple[str, str]) -> Primer | None:
         tenant, corpus = key
         data = await self._locator.named(keys.primer_name(corpus), self._namespace(tenant))
-        primer = None if data is None else _unpacked(data, self._fallback)
-        if primer is not None and max(primer.chunk.ids) >= self._vocabulary:
-            raise CacheFault("the cache service returned the wrong entry as a primer")
-        return primer
+        return None if data is None else _unpacked(data, self._fallback, self._vocabulary)
 
     async def _store(self, key: tuple[str, str], primer: Primer) -> bool:
         """Returns whether it was stored: not if another worker was faster, or the cache service refuses it."""
@@ -103,15 +103,17 @@ class Primers:
 
 
 def _packed(primer: Primer) -> bytes:
-    ids = primer.chunk.ids
-    return b"".join((_COUNT.pack(len(primer.holds)), *primer.holds, struct.pack(f"<{len(ids)}I", *ids)))
+    return b"".join((_COUNT.pack(len(primer.holds)), *primer.holds, *map(_ID.pack, primer.chunk.ids)))
 
 
-def _unpacked(data: bytes, fallback: Chunk) -> Primer:
+def _unpacked(data: bytes, fallback: Chunk, vocabulary: int) -> Primer:
     """Raises CacheFault if the bytes are not a primer."""
-    count = _COUNT.unpack_from(data)[0] if len(data) >= _COUNT.size else 0
-    names = _COUNT.size + count * _DIGEST_BYTES
-    if not 0 < count <= TOKENS or len(data) <= names or (len(data) - names) % 4:
-        raise CacheFault("the cache service returned the wrong entry as a primer")
-    holds = tuple(data[at : at + _DIGEST_BYTES] for at in range(_COUNT.size, names, _DIGEST_BYTES))
-    return Primer(Chunk(struct.unpack(f"<{(len(data) - names) // 4}I", data[names:])), holds, fallback)
+    try:
+        (count,) = _COUNT.unpack_from(data)
+        holds = tuple(held for (held,) in _HELD.iter_unpack(data[_COUNT.size :][: count * _HELD.size]))
+        ids = tuple(i for (i,) in _ID.iter_unpack(data[_COUNT.size + count * _HELD.size :]))
+        if not _LEAST <= len(ids) <= TOKENS or max(ids) >= vocabulary:
+            raise ValueError(f"{len(ids)} tokens")
+    except (struct.error, ValueError) as error:
+        raise CacheFault("the cache service returned the wrong entry as a primer") from error
+    return Primer(Chunk(ids), holds, fallback)
