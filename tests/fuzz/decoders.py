@@ -14,6 +14,9 @@ import xxhash
 from google.protobuf.message import DecodeError
 
 from fusionkv.fusion_worker.library import gguf_file
+from fusionkv.fusion_worker.load import primer
+from fusionkv.fusion_worker.load.lookup import CacheFault
+from fusionkv.fusion_worker.prompt import Chunk, Primer
 from fusionkv.kvcache_service import client, servicer
 from fusionkv.kvcache_service.index import record
 from fusionkv.kvcache_service.index.index import HitRanker
@@ -99,6 +102,18 @@ def remote_record(data: bytes) -> None:
     remote_records([data, data + xxhash.xxh3_64_digest(data)])
 
 
+def stored_primer(data: bytes) -> None:
+    """Of a corpus, in a cache service to which a stranger may write: tokens that a model has, and not too many."""
+    try:
+        found = primer._unpacked(data, _FALLBACK, 1000)
+    except CacheFault:
+        return
+    assert primer._LEAST <= len(found.chunk) <= primer.TOKENS
+    assert max(found.chunk.ids) < 1000
+    assert {len(held) for held in found.holds} <= {DIGEST_BYTES}
+    assert primer._packed(found) == data
+
+
 def gguf(data: bytes) -> None:
     """A GGUF file: what it holds lies within it, and reading it takes memory by its size."""
     tracemalloc.start()
@@ -119,6 +134,8 @@ _PUT = pb.PutRequest(
     )
 )
 _HIT = pb.Hit(kind=pb.HIT_KIND_EXACT, entry=pb.Entry(key=KEY, size_bytes=100, tier=pb.TIER_MEMORY, arena_offset=950))
+_FALLBACK = Chunk((1, 2, 3))
+_PRIMER = Primer(Chunk(tuple(range(200))), (GOOD.system, GOOD.chunk), _FALLBACK)
 _REMOTE = GOOD.key + record.encode(GOOD, 0)[:-8]
 # Two keys, a number and an array of two strings; and a tensor of eight numbers.
 _GGUF = (
@@ -135,6 +152,7 @@ GUIDED: Mapping[str, tuple[Callable[[bytes], None], tuple[bytes, ...]]] = {
     "put_message": (put_message, (_PUT.SerializeToString(),)),
     "answered_hit": (answered_hit, (_HIT.SerializeToString(),)),
     "remote_record": (remote_record, (_REMOTE,)),
+    "stored_primer": (stored_primer, (primer._packed(_PRIMER), b"")),
     "gguf": (gguf, (_GGUF,)),
 }
 """What atheris calls, by name, and inputs to begin with."""

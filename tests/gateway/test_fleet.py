@@ -21,6 +21,7 @@ from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.workers import vllm, workers
 from fusionkv.gateway.workers.workers import Member, PrefixAffinity, WorkerPool
+from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos.contract.capabilities import check_usable
 from fusionkv.protos.contract.recipes import find_recipe
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
@@ -146,6 +147,37 @@ async def test_a_recipe_is_refused_only_if_no_worker_can_follow_it() -> None:
         for member in both.members:
             member.in_flight += 1
             assert (await both.model(check=check)).model.capabilities.auxiliary
+
+
+async def test_workers_over_one_cache_service_encode_after_the_same_primer(cache: Any, start: Start) -> None:
+    async def answer(worker: WorkerClient, chunks: range) -> tuple[list[int], int]:
+        """The answer's tokens, and the number of chunks that were missed."""
+        parts = [pb.Chunk(ids=[(number + i * i) % 250 for i in range(100)]) for number in chunks]
+        sampling = pb.Sampling(max_tokens=8)
+        asked = pb.GenerateRequest(
+            system=IDS, chunks=parts, question=IDS, sampling=sampling, recipe="default", corpus="c"
+        )
+        *told, last = [response async for response in worker.generate(asked, 60)]
+        assert not last.summary.degraded, last.summary.degraded_reason
+        return [response.token.id for response in told], last.summary.chunks_missed
+
+    async def stored(entries: int) -> None:
+        """Waits until workers have stored so many, which they do in the background."""
+        await until(lambda: reached(entries))
+
+    async def reached(entries: int) -> bool:
+        return (await store.stats()).puts >= entries
+
+    workers = [WorkerClient(start(cache=cache).address) for _ in range(2)]
+    store = CacheClient(cache.address)
+    assert (await answer(workers[0], range(3)))[1] == 3
+    await stored(5)  # of the system prompt, the primer and the chunks
+    told, missed = await answer(workers[1], range(3, 6))
+    assert missed == 3
+    await stored(8)
+    assert await answer(workers[0], range(3, 6)) == (told, 0)
+    for client in (*workers, store):
+        await client.close()
 
 
 async def test_requests_that_find_one_failure_together_make_one_pause() -> None:

@@ -18,6 +18,7 @@ from fusionkv.fusion_worker.models import LAYOUT
 from fusionkv.gateway.client.client import Client
 from fusionkv.gateway.client.results import Summary, Token
 from fusionkv.gateway.ingest.document import Document
+from fusionkv.gateway.plan import corpus_name
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.kvcache_service import keys
 from fusionkv.protos.runtime.errors import NotFound, PermissionDenied, ServiceError
@@ -141,6 +142,29 @@ async def test_a_tenants_name_opens_nothing_in_worker_or_cache(services: Service
     await until(lambda: stored(salt))
     assert await cache.delete(namespace=names["acme"]) == len(path)
     await worker.close()
+
+
+async def test_a_tenants_primer_is_made_of_its_own_chunks(services: Services, cache_client: Any) -> None:
+    worker, cache = WorkerClient(services.worker.address), cache_client(services.cache)
+    model = await worker.model()
+    await worker.close()
+    vocabulary, key = Vocabulary(model), (services.folder / "tenant.key").read_bytes()
+    held: dict[str, set[bytes]] = {}
+    for tenant, name in (("acme", "Hotel"), ("bolt", "India")):
+        with services.client(tenant) as client:
+            client.ingest("primed", "report", text(name, 0), media_type="text/plain")
+            client.ask("primed", f"Report {name}0?", recipe="default", max_tokens=1)
+        salt = hmac.new(key, tenant.encode(), hashlib.sha256).hexdigest()
+        namespace = keys.namespace(model.fingerprint, {"dtype": model.dtype, "layout": LAYOUT}, salt)
+        path = [(keys.primer_name(corpus_name(salt, "primed")), ())]
+        (hit,) = (await cache.lookup(namespace, path, timeout=20)).hits
+        data = bytearray(hit.entry.size)
+        await cache.fetch(hit.entry, memoryview(data), timeout=20)
+        digests = {keys.chunk_digest(ids) for _, ids in vocabulary.chunks(Document(text(name, 0)), 512, 0)}
+        held[tenant] = {digest for digest in digests if digest in data}
+    assert held["acme"]
+    assert held["bolt"]
+    assert held["acme"].isdisjoint(held["bolt"])
 
 
 @pytest.mark.long
