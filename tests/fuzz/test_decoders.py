@@ -48,6 +48,13 @@ CHANGED = st.tuples(st.integers(0, len(VALUE) - 1), st.integers(0, 255)).map(
 )
 REMOTE = st.lists(st.one_of(st.just(VALUE), CHANGED, st.binary(max_size=80)), max_size=5)
 
+PRIMERS = st.builds(
+    lambda count, held, ids: struct.pack("<I", count) + bytes(32 * held) + struct.pack(f"<{len(ids)}I", *ids),
+    st.one_of(st.integers(0, 3), st.integers(0, 2**32 - 1)),
+    st.integers(0, 3),
+    st.lists(st.integers(0, 1100), min_size=120, max_size=200),
+)
+
 
 _NUMBER = st.one_of(st.integers(0, 12), st.integers(0, 100), st.integers(0, 2**64 - 1))
 _PIECE = st.one_of(
@@ -72,6 +79,7 @@ def serialised(kind: Any) -> st.SearchStrategy[bytes]:
         (decoders.answered_hit, serialised(pb.Hit), 200),
         (decoders.put_message, serialised(pb.PutRequest), 200),
         (decoders.remote_records, REMOTE, 200),
+        (decoders.stored_primer, PRIMERS, 200),
         (decoders.gguf, GGUF_FILES, 300),
     ],
 )

@@ -275,7 +275,11 @@ async def test_a_primer_is_of_first_chunks_of_a_few_documents(rig: Rig, document
         sample = [(await rig.chunks(f"{number:02}"))[0][0].ids for number in range(min(8, documents))]
         sample += [(await rig.chunks("long.txt"))[0][0].ids] * (documents < 8)
         for asked in rig.workers.encoded:
-            assert (asked.mode, asked.tenant, asked.corpus) == (asked.MODE_PRIMED, "acme", plan.corpus_name("acme", "c"))
+            assert (asked.mode, asked.tenant, asked.corpus) == (
+                asked.MODE_PRIMED,
+                "acme",
+                plan.corpus_name("acme", "c"),
+            )
             assert [tuple(part.ids) for part in asked.before] == sample
         rig.workers.encoded.clear()
 
