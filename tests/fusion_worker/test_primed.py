@@ -179,8 +179,8 @@ def test_a_primer_survives_its_entry() -> None:
     primer = choose([*map(Chunk, map(tuple, LONG)), Chunk(tuple(LONG[0]))], fallback)
     assert primer is not None
     assert (len(primer.chunk), len(primer.holds)) == (TOKENS, 3)
-    assert _unpacked(_packed(primer), fallback) == primer
+    assert _unpacked(_packed(primer), fallback, 1 << 20) == primer
     assert choose([Chunk((1,) * 100)], fallback) is None
     for odd in (b"", b"\x01", b"\xff" * 40, _packed(primer)[:-3]):
         with pytest.raises(CacheFault, match="wrong entry"):
-            _unpacked(odd, fallback)
+            _unpacked(odd, fallback, 1 << 20)
