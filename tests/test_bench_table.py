@@ -51,7 +51,7 @@ def record() -> dict[str, Any]:
 def test_the_table() -> None:
     head, _, computed, *rows, _, caption = table.markdown(record()).splitlines()
     assert head == HEAD
-    assert computed.endswith("| all | none | 12%, in 80% of the layers |")
+    assert computed.endswith("| all | none | 20% |")
     assert [row.strip("| ").split(" | ") for row in rows] == [
         # Full attention's time is that beside the default.
         ["seconds to the first token, 1,280 tokens of context", "2.00", "0.16", "0.50"],
