@@ -1,4 +1,4 @@
-"""Draws the plots of docs/performance.md and docs/quality.md, from rows in build/bench or the tables of the pages.
+"""Draws the plots of docs/performance.md and docs/cache.md, from rows in build/bench or the tables of the page.
 
 Panels stand below one another, so that a phone shows them in readable size; colours follow the reader's light or dark
 scheme.
@@ -83,27 +83,6 @@ def throughput(rows: list[dict[str, Any]]) -> None:
     panels[1].axhline(rows[0]["bound_s"], color=INK, lw=0.8, ls=":")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     save(figure, IMAGES / "throughput.svg")
-
-
-def quality(page: str) -> None:
-    """What recipes recover over the share of recomputed tokens: mean, lowest and highest of the question sets."""
-    found = re.findall(r"^\| (KL|gold answer): `?(.+?)`?, ([\d.]+) \| (.+) \|$", page, re.MULTILINE)
-    figure, panels = plt.subplots(2, 1, figsize=(WIDTH, 2.4 * PANEL), layout="constrained", sharex=True)
-    names = dict.fromkeys(name for _, name, _, _ in found)
-    for panel, metric in zip(panels, ("KL", "gold answer"), strict=True):
-        for at, (name, colour) in enumerate(zip(names, (THIRD, OURS, OTHER), strict=True)):
-            mine = [(float(ratio), cells) for what, of, ratio, cells in found if (what, of) == (metric, name)]
-            sets = [[float(cell.split()[0]) for cell in cells.split(" | ")] for _, cells in mine]
-            means = [sum(values) / len(values) for values in sets]
-            spread = [[mean - min(v) for mean, v in zip(means, sets, strict=True)]]
-            spread += [[max(v) - mean for mean, v in zip(means, sets, strict=True)]]
-            shares = [100 * ratio + 0.2 * at for ratio, _ in mine]  # side by side where two are equal
-            panel.errorbar(shares, means, spread, fmt="o-", ms=4, capsize=3, color=colour, label=name)
-        panel.set(title=f"recovered, by {metric}", ylabel="%")
-        panel.set_ylim(0, 115)
-    panels[1].set_xlabel("% of the context's tokens recomputed")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
-    save(figure, IMAGES / "quality.svg")
 
 
 def first_token(page: str) -> None:
@@ -194,10 +173,9 @@ def main() -> None:
             draw(json.loads((ROWS / name).read_text()))
         else:
             print(f"{ROWS / name} does not exist: {draw.__name__}.svg is not redrawn")
-    for name, plots in {"quality": [quality], "performance": [first_token, decoding, moving]}.items():
-        if (page := ROOT / f"docs/{name}.md").exists():
-            for plot in plots:
-                plot(page.read_text(encoding="utf-8"))
+    if (page := ROOT / "docs/performance.md").exists():
+        for plot in (first_token, decoding, moving):
+            plot(page.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def test_the_demo(root: Path, reference_model: Path, tmp_path: Path) -> None:
     assert len(rows) == len(chosen) * len(RECIPES)
     full, default = (summary[recipe]["right"] for recipe in RECIPES)
     assert (full, summary["kept"] + summary["gained"]) == (len(chosen), default)
-    assert summary["default"]["recipes"] == {"prophetkv+similarity_guided(10)": len(chosen)}
+    assert summary["default"]["recipes"] == {"deeplayer+primed+similarity_guided(10)": len(chosen)}
     for recipe in RECIPES:
         own = [row for row in rows if row["recipe"] == recipe]
         assert summary[recipe]["right"] == sum(row["right"] for row in own)
@@ -66,6 +66,6 @@ def test_the_demo(root: Path, reference_model: Path, tmp_path: Path) -> None:
             assert kinds[2] == counted["context_tokens"]
             assert row["right"]
         else:
-            assert counted["recipe"] == "prophetkv+similarity_guided(10)"
+            assert counted["recipe"] == "deeplayer+primed+similarity_guided(10)"
             assert 0 < kinds[2] < counted["context_tokens"]
             assert counted["chunks_missed"] == 0, "its chunks were encoded ahead of time"
