@@ -1,4 +1,4 @@
-"""Draws the plots of docs/performance.md and docs/cache.md, from rows in build/bench or the tables of the page.
+"""Draws the plots of docs/performance.md and of its journal, from rows in build/bench or the tables of the page.
 
 Panels stand below one another, so that a phone shows them in readable size; colours follow the reader's light or dark
 scheme.
