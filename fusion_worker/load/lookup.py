@@ -268,6 +268,12 @@ class Lookups:
                 raise CacheFault(f"fetch failed: {error}") from error
             return bytes(data)
 
+    async def forget(self, name: bytes, namespace: bytes) -> None:
+        """Deletes the entry that `named` has found to be wrong, so that it can be stored again."""
+        if self._cache is not None:
+            with suppress(ServiceError):
+                await self._cache.delete([keys.entry_key(namespace, (name,))], timeout=DELETE_SECONDS)
+
     def _from_hit(
         self, part: Chunk, position: int, path: tuple[bytes, ...], hit: Hit, exact: bytes, base: int
     ) -> ChunkSource | None:

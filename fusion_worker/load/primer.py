@@ -86,8 +86,14 @@ class Primers:
 
     async def _stored(self, key: tuple[str, str]) -> Primer | None:
         tenant, corpus = key
-        data = await self._locator.named(keys.primer_name(corpus), self._namespace(tenant))
-        return None if data is None else _unpacked(data, self._fallback, self._vocabulary)
+        name, namespace = keys.primer_name(corpus), self._namespace(tenant)
+        data = await self._locator.named(name, namespace)
+        try:
+            return None if data is None else _unpacked(data, self._fallback, self._vocabulary)
+        except CacheFault:
+            # It would spoil every prompt about the corpus.
+            await self._locator.forget(name, namespace)
+            raise
 
     async def _store(self, key: tuple[str, str], primer: Primer) -> bool:
         """Returns whether it was stored: not if another worker was faster, or the cache service refuses it."""

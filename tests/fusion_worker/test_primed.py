@@ -10,7 +10,7 @@ from fusionkv.fusion_worker.load.passages import TOKENS
 from fusionkv.fusion_worker.load.primer import _packed, _unpacked, choose
 from fusionkv.fusion_worker.prompt import Chunk
 from fusionkv.kvcache_service import keys
-from tests.fusion_worker.oracle import CLOSE, error, join, oracle, random_ids
+from tests.fusion_worker.oracle import CLOSE, error, join, oracle, random_ids, whole
 from tests.fusion_worker.test_hits import Text, hits
 
 pytestmark = pytest.mark.system
@@ -113,12 +113,13 @@ async def test_what_is_recomputed_over_primed_chunks(cached: Any, text: Text) ->
     system, question, a, b, c = (text[n] for n in "SQABC")
     primer = list(rig.servicer.loader.fallback.ids)
     kv = reused(plain, system, [a, b, c], [primer] * 2)
-    scores = plain.scores("prophetkv", system, [a, b, c], question, kv)
-    stale = list(range(len(system + a), len(system + a + b + c)))
-    count = round(0.3 * len(a + b + c))
-    chosen = sorted(sorted(stale, key=lambda i: (-float(scores[i]), i))[:count])
-    answer = await rig.ask(system, [a, b, c], question, recipe="prophetkv+primed", ratio=0.3)
-    assert answer.summary.tokens_recomputed == len(chosen) == count
+    parts = (system, [a, b, c], question)
+    for recipe in ("prophetkv", "deeplayer"):
+        fresh = plain.chosen(recipe, *parts, 0.3, kv)
+        expected = plain.overlaid(whole(parts), kv, fresh)
+        answer = await rig.ask(*parts, recipe=f"{recipe}+primed", ratio=0.3, expected=expected)
+        assert answer.summary.tokens_recomputed == fresh.sum() == round(0.3 * len(a + b + c))
+        assert error(plain.after(kv, question), expected) > 100 * CLOSE, "recomputing changed nothing"
 
 
 async def test_encoded_ahead(cached: Any, text: Text) -> None:
@@ -172,6 +173,8 @@ async def test_an_entry_that_is_no_primer_is_a_fault(cached: Any, text: Text) ->
     expected = oracle("llama").full_attention((system, [a, b], question))
     answer = await rig.ask(system, [a, b], question, **PRIMED, corpus="odd", expected=expected)
     assert "wrong entry as a primer" in answer.summary.degraded_reason
+    answer = await rig.ask(system, [a, b], question, **PRIMED, corpus="odd")
+    assert not answer.summary.degraded, "it is deleted"
 
 
 def test_a_primer_survives_its_entry() -> None:
