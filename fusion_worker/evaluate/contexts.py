@@ -62,9 +62,9 @@ async def hold(
     """Encodes the prompts' chunks with every encoding and as a whole, and holds them in the pool.
 
     library: passages among which neighbours are found, and of which the primer is made; None finds neighbours among
-    the prompts' chunks, and uses the primer of short corpora. Neighbours are pinned while a
-    chunk is encoded, and stay in the pool while there is room. restored: quantised chunks of earlier calls, by key.
-    Raises ResourceExhausted if the chunks don't fit.
+    the prompts' chunks, and uses the primer of short corpora. Neighbours are pinned while a chunk is encoded, and
+    stay in the pool while there is room. restored: quantised chunks of earlier calls, by key. Raises
+    ResourceExhausted if the chunks don't fit.
     """
     parts: dict[tuple[Prompt, Encoding], tuple[LoadedChunk, ...]] = {}
     wholes: dict[Prompt, tuple[LoadedChunk, ...]] = {}
@@ -126,8 +126,8 @@ def encoded_tokens(prompt: Prompt, encode: Encoding) -> int:
     if isinstance(encode, Anchored):
         chunks = [chunk for chunk in prompt.chunks if isinstance(chunk, AnchoredChunk)]
         return sum(len(cut.text) + len(cut.anchors) for chunk in chunks for cut in chunk.cuts)
-    # A chunk is encoded after its neighbours, which are encoded alone first: twice for each chunk of a corpus.
-    return prompt.context_tokens * (2 if isinstance(encode, SimilarityGuided) else 1)
+    # Twice for each chunk of a corpus: alone, for other chunks' neighbours or first places, and after the others.
+    return prompt.context_tokens * (2 if isinstance(encode, SimilarityGuided | Primed) else 1)
 
 
 def _wanted(loader: Loader, prompt: Prompt, variants: Mapping[bytes, tuple[bytes, bytes]]) -> list[ChunkSource]:
