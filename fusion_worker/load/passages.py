@@ -2,7 +2,7 @@
 
 from tokenizers import Tokenizer
 
-# Tokens of a primer. On Qwen2.5-Coder-0.5B, 1,500 are no better (docs/journal/encoding.md).
+# Tokens of a primer. 1,500 were worse on Qwen2.5-Coder-0.5B, better on SmolLM2 (docs/journal/encoding.md).
 TOKENS = 512
 PASSAGES = (
     """The lighthouse of Ostrand

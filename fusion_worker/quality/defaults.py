@@ -25,6 +25,7 @@ class Default:
         return f"{self.choice}: {self.why}"
 
 
-# The nearest to full attention of all that were measured on SmolLM2, Gemma 3 and Qwen2.5-Coder (docs/quality.md).
+# Of the recipes that need nothing learned, the nearest to full attention at 0.2 on the few questions that SmolLM2 and
+# Qwen2.5-Coder-0.5B were asked; not measured on other models (docs/journal/encoding.md).
 PRIMED = Choice("deeplayer+primed", 0.2)
 UNMEASURED = Default(PRIMED, "`fusionkv check` recommends nothing else for this model")
