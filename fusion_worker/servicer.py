@@ -222,6 +222,8 @@ class FusionServicer:
         chunks = tuple(Chunk(self._tokens(part.ids, f"chunk {number}")) for number, part in enumerate(parts))
         system = Chunk(self._tokens(request.system.ids, "the system prompt"))
         prompt = Prompt(system, chunks, (), request.tenant, request.corpus)
+        if request.corpus and request.mode != pb.EncodeRequest.MODE_PRIMED:
+            raise InvalidArgument("only MODE_PRIMED takes a corpus: omit it with other modes")
         # A primer is cut from the chunks before a primed one: they need not fit together.
         together = replace(prompt, chunks=chunks[-1:]) if request.mode == pb.EncodeRequest.MODE_PRIMED else prompt
         if together.tokens > self._model.max_tokens:

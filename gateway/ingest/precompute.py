@@ -77,14 +77,16 @@ class _Pass:
         yield waiting, total
 
     async def request(self, chunk: Chunk, vector: np.ndarray) -> fusion_pb2.EncodeRequest:
-        """The request that encodes a chunk, with its neighbours if there are to be any."""
-        if not self.neighbours:
-            primed = self.asked.recipe.primed
-            request = self.encode_request([*self._fitting(self.sample, chunk), chunk] if primed else [chunk])
-            request.mode, request.corpus = request.MODE_PRIMED if primed else request.MODE_EXACT, self.name
-            return request
-        request = self.encode_request([*await self._nearest(chunk, vector), chunk])
-        request.mode = request.MODE_NEIGHBOURS
+        """The request that encodes a chunk: with its neighbours, after the corpus's primer, or alone."""
+        if self.neighbours:
+            request = self.encode_request([*await self._nearest(chunk, vector), chunk])
+            request.mode = request.MODE_NEIGHBOURS
+        elif self.asked.recipe.primed:
+            request = self.encode_request([*self._fitting(self.sample, chunk), chunk])
+            request.mode, request.corpus = request.MODE_PRIMED, self.name
+        else:
+            request = self.encode_request([chunk])
+            request.mode = request.MODE_EXACT
         return request
 
     async def _nearest(self, chunk: Chunk, vector: np.ndarray) -> list[Chunk]:

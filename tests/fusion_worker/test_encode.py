@@ -70,6 +70,8 @@ async def test_a_cache_service_that_refuses_the_bytes(start: Any, launch: Any, t
     ("change", "error", "message"),
     [
         ({"mode": "UNSPECIFIED"}, InvalidArgument, "mode must be"),
+        ({"corpus": "c"}, InvalidArgument, "only MODE_PRIMED takes a corpus"),
+        ({"mode": "NEIGHBOURS", "corpus": "c"}, InvalidArgument, "only MODE_PRIMED takes a corpus"),
         ({"chunk": []}, InvalidArgument, "chunk 1 is empty"),
         ({"before": [[]]}, InvalidArgument, "chunk 0 is empty"),
         ({"chunk": [260]}, InvalidArgument, "token id 260"),
