@@ -137,7 +137,7 @@ def markdown(record: Mapping[str, Any]) -> str:
     lines: list[tuple[str, ...]] = [
         (f"{about['model']}, {about['processor']}", "full attention", "full reuse", "the default")
     ]
-    lines.append(("tokens of the context computed", "all", "none", _computed()))
+    lines.append(("tokens of the context computed", "all", "none", f"{_DEFAULT.ratio:.0%}"))
     lines += [*_first_tokens(parts["first"]), _questions(parts), *_qualities(parts["quality"])]
     lines.insert(1, ("---",) * len(lines[0]))
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -150,10 +150,6 @@ def markdown(record: Mapping[str, Any]) -> str:
         f"{max(row['n'] for row in quality)} questions each."
     )
     return f"{table}\n\n{caption}"
-
-
-def _computed() -> str:
-    return f"{_DEFAULT.ratio:.0%}" + f", in {_DEFAULT.depth:.0%} of the layers" * (_DEFAULT.depth < 1)
 
 
 def _first_tokens(rows: _Rows) -> Iterator[tuple[str, ...]]:

@@ -56,11 +56,10 @@ def cache_service(
     return running("kvcache_service", *flags, listen=f"unix:{directory}/cache.sock")
 
 
-def ideal(model: models.Model, prompt: Prompt, chosen: Sequence[int], depth: float = 1.0) -> float:
+def ideal(model: models.Model, prompt: Prompt, chosen: Sequence[int]) -> float:
     """Floating-point operations of full attention over those of computing only the chosen tokens and the question.
 
-    chosen: positions of the recomputed tokens; each attends to all tokens before it. depth: share of the layers that
-    they run through.
+    chosen: positions of the recomputed tokens; each attends to all tokens before it.
     """
     config = model.network.config
     hidden, kv_width = config.hidden_size, model.kv.kv_heads * model.kv.head_dim
@@ -74,7 +73,7 @@ def ideal(model: models.Model, prompt: Prompt, chosen: Sequence[int], depth: flo
     head = 2 * config.vocab_size * config.hidden_size
     full = operations(prompt.tokens, prompt.tokens / 2)
     question = operations(len(prompt.question), prompt.tokens)
-    recomputed = depth * operations(len(chosen), statistics.mean(chosen)) if chosen else 0.0
+    recomputed = operations(len(chosen), statistics.mean(chosen)) if chosen else 0.0
     return (full + head) / (recomputed + question + head)
 
 
@@ -138,7 +137,7 @@ def _row(
         "baseline_s": round(pair.baseline.stages.seconds["ttft"], 4),
         "value_s": round(seconds["ttft"], 4),
         "ratio": round(pair.ratio, 2),
-        "ideal": round(ideal(model, prompt, chosen, find_recipe(name).depth), 2),
+        "ideal": round(ideal(model, prompt, chosen), 2),
         "mean_position": round(statistics.mean(chosen)) if chosen else None,
         "stages_s": {stage: round(seconds.get(stage, 0.0), 4) for stage in ("lookup", "load", "select", "prefill")},
         "bytes_fetched": summary.stages.bytes_fetched,

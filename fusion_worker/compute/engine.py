@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
-from fusionkv.fusion_worker.compute.model_runner import Batch, LeavingRows, Probe, Votes, forward, install, logits
+from fusionkv.fusion_worker.compute.model_runner import Batch, Probe, Votes, forward, install, logits
 from fusionkv.fusion_worker.compute.scheduler import ForwardJob, Result, ScheduledSlice, Scheduler
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.decode.sampling import NotFinite
@@ -124,15 +124,12 @@ class Engine:
             self.tp.on_lost(Unavailable(f"the GPU answers no more calls of this process: {first_line(error)}"))
 
     def step(self, parts: list[ScheduledSlice]) -> None:
-        """One forward pass for each depth at which rows leave, and one for each part that is scored after layer 0.
-
-        Sets results of jobs.
-        """
-        for group in _groups(parts):
-            if group[0].work.shallow:
-                self._score_shallow(group[0])
-            else:
-                self._advance(group)
+        """One forward pass, and one for each part that is scored after layer 0. Sets results of jobs."""
+        if through := [part for part in parts if not part.work.shallow]:
+            self._advance(through)
+        for part in parts:
+            if part.work.shallow:
+                self._score_shallow(part)
 
     def _advance(self, parts: list[ScheduledSlice]) -> None:
         """Runs the parts' rows through the layers."""
@@ -200,7 +197,6 @@ class Engine:
             votes=tuple(votes.values()),
             tempered=[(s, t) for s, t in zip(spans, tempers, strict=True) if t is not None],
             wanted=[self._wanted(part) for part in parts],
-            leaving=_leaving(parts),
         )
         return _Step(batch, spans, probes, votes)
 
@@ -210,24 +206,6 @@ class Engine:
         if last in work.probe:
             return part.stop - part.start
         return max(work.logits, work.votes, int(work.sampler is not None)) if part.last else 0
-
-
-def _groups(parts: Sequence[ScheduledSlice]) -> list[list[ScheduledSlice]]:
-    """Parts that run through the layers together, by the depth at which their first rows leave; others join one."""
-    by_depth: dict[int | None, list[ScheduledSlice]] = {}
-    for part in parts:
-        if part.work.shallow is None:
-            by_depth.setdefault(part.work.depth, []).append(part)
-    others = by_depth.pop(None, [])
-    groups = list(by_depth.values()) or [[]]
-    groups[0] = [*others, *groups[0]]
-    return [group for group in [*groups, *([part] for part in parts if part.work.shallow)] if group]
-
-
-def _leaving(parts: Sequence[ScheduledSlice]) -> list[LeavingRows | None]:
-    """The rows of each part that run through the first layers only; empty if no part has any."""
-    leaving = [part.work.leaving(part.start, part.stop) for part in parts]
-    return leaving if any(leaving) else []
 
 
 class _Step(NamedTuple):

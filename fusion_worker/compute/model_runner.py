@@ -54,43 +54,6 @@ class Votes:
     layers: list[torch.Tensor] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class ReusedKV:
-    """Reused KV of some tokens. sources: int64 [tokens], its slots. shifts: int64 [tokens], as of `KVSegment`."""
-
-    sources: torch.Tensor
-    shifts: torch.Tensor
-
-    def part(self, start: int, stop: int) -> "ReusedKV":
-        """The KV of those tokens of `[start, stop)` that exist."""
-        return ReusedKV(self.sources[start:stop], self.shifts[start:stop])
-
-    def place(self, pool: torch.Tensor, first: int, targets: torch.Tensor, rotations: Sequence[Rotation]) -> None:
-        """Copies the KV of the layers from `first` on to other slots, its keys rotated by the shifts.
-
-        pool: [layers, 2, slots, kv_heads, head_dim]. targets: int64 [tokens], the slots to write. rotations: of each
-        layer.
-        """
-        for rotation in dict.fromkeys(rotations[first:]):
-            those = [[layer] for layer in range(first, len(pool)) if rotations[layer] is rotation]
-            layers = torch.tensor(those, device=pool.device)
-            cos, sin = (factor[:, None] for factor in rotation.factors(self.shifts))
-            pool[layers, 0, targets] = rotation.apply(pool[layers, 0, self.sources], cos, sin)
-            pool[layers, 1, targets] = pool[layers, 1, self.sources]
-
-
-@dataclass(frozen=True, slots=True)
-class LeavingRows:
-    """A span's first rows, which run through `depth` layers only.
-
-    reused: the KV that their slots get in the later layers; None leaves those as they are.
-    """
-
-    depth: int
-    rows: int
-    reused: ReusedKV | None = None
-
-
 @dataclass(slots=True)
 class Batch:
     """A ragged batch: token rows of several requests, concatenated, with the slots of their keys.
@@ -101,8 +64,6 @@ class Batch:
     tempered: spans whose rows attend to their context at a temperature; `spans` holds all others.
     wanted: for each span, in the order of their rows, the number of rows at its end whose attention in the last
         layer or last hidden state is used; None for all.
-    leaving: of each span, in the order of their rows, its first rows that run through the first layers only, or None.
-        All of them have the same depth, and all rows of the batch have slots. Empty if no rows leave.
     states: inputs of attention by layer, for the layers to record in place of computing attention.
     """
 
@@ -116,34 +77,12 @@ class Batch:
     votes: Sequence[Votes] = ()
     tempered: Sequence[tuple[QuerySpan, Temper]] = ()
     wanted: Sequence[int] | None = None
-    leaving: Sequence[LeavingRows | None] = ()
     states: dict[int, States | None] = field(default_factory=dict)
 
     @property
     def narrows(self) -> bool:
         """Whether less than half of the rows are wanted; with more, a separate pass would save little."""
         return self.wanted is not None and 2 * sum(self.wanted) < len(self.ids)
-
-    @property
-    def depth(self) -> int | None:
-        """Number of layers that all rows run through; None for all layers."""
-        return next((rows.depth for rows in self.leaving if rows is not None), None)
-
-    def remaining(self) -> "tuple[torch.Tensor, Batch]":
-        """Places the reused KV of the rows that leave at `depth`.
-
-        Returns int64, the rows that remain, and a batch of them for the later layers.
-        """
-        counts = []
-        for span, rows in zip(self._all_spans(), self.leaving, strict=True):
-            count = rows.rows if rows is not None else 0
-            if rows is not None and rows.reused is not None and count:
-                targets = self.slots[span.start : span.start + count]
-                rows.reused.place(self.pool, rows.depth, targets, self.rotations)
-            counts.append(span.rows - count)
-        kept, batch = self.last(counts)
-        wanted = self.wanted and [n for n, count in zip(self.wanted, counts, strict=True) if count]
-        return kept, replace(batch, slots=self.slots[kept], wanted=wanted)
 
     def attend(
         self,
@@ -213,7 +152,6 @@ class Batch:
             votes=[_moved(votes, new) for votes in self.votes if votes.span.stop in new],
             tempered=[(new[span.stop], temper) for span, temper in self.tempered if span.stop in new],
             wanted=None,
-            leaving=(),
             states={},
         )
 
@@ -264,27 +202,14 @@ def _keys(model: Model, start: int) -> torch.Tensor:
 @torch.inference_mode()
 def forward(model: Model, batch: Batch) -> torch.Tensor:
     """Runs all layers over the rows; writes their KV to the pool. Returns the last hidden states [rows, hidden]."""
-    decoder, rows = model.network.model, {"input_ids": batch.ids[None]}
-    if batch.depth is None:
-        hidden = _run(decoder, rows, batch)
-    else:
-        early = _run(_layers(decoder, slice(0, batch.depth)), rows, replace(batch, wanted=None))
-        kept, remaining = batch.remaining()
-        hidden = torch.zeros_like(early)
-        if len(kept):
-            rows = {"inputs_embeds": early[None, kept]}
-            hidden[kept] = _run(_layers(decoder, slice(batch.depth, None)), rows, remaining)
+    decoder, place = model.network.model, batch.positions[None]
+    narrows = batch.narrows and len(decoder.layers) > 1
+    layers = _layers(decoder, slice(0, -1)) if narrows else decoder
+    out = layers(input_ids=batch.ids[None], position_ids=place, use_cache=False, fusionkv_batch=batch)
+    hidden = _last_layer(decoder, out.last_hidden_state, batch) if narrows else out.last_hidden_state[0]
     if model.ranks.count > 1:
         _reduce_over_ranks(batch, model.ranks)
     return hidden
-
-
-def _run(decoder: Any, rows: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
-    """Runs the rows of a batch through all layers of a decoder. Returns their hidden states [rows, hidden]."""
-    narrows = batch.narrows and len(decoder.layers) > 1
-    layers = _layers(decoder, slice(0, -1)) if narrows else decoder
-    out = layers(**rows, position_ids=batch.positions[None], use_cache=False, fusionkv_batch=batch)
-    return _last_layer(decoder, out.last_hidden_state, batch) if narrows else out.last_hidden_state[0]
 
 
 def _last_layer(decoder: Any, before: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -9,7 +9,6 @@ import torch
 
 from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.kv_pool import behind, lay_out
-from fusionkv.fusion_worker.compute.model_runner import ReusedKV
 from fusionkv.fusion_worker.compute.scheduler import ForwardJob, Result, ShallowProbe
 from fusionkv.fusion_worker.decode.sampling import Sampler
 from fusionkv.fusion_worker.models import Model
@@ -34,8 +33,6 @@ class PrefillPlan:
         stale: bool [system and context tokens].
         scores: float32 [system and context tokens], by which tokens were chosen; None if there was no choice.
         scored_rows: number of rows computed only for the scores.
-        depth: number of layers that chosen tokens run through; None for all layers.
-        reused: with a depth, the reused KV of the chosen tokens, for the other layers.
         temper: a change of how the rows attend to the context; None for none.
         links: number of link tokens among the rows.
     """
@@ -49,8 +46,6 @@ class PrefillPlan:
     device: torch.device
     scores: torch.Tensor | None = None
     scored_rows: int = 0
-    depth: int | None = None
-    reused: ReusedKV | None = None
     temper: Temper | None = None
     links: int = 0
     _evicted: int = 0  # number of first rows that are no longer visible as keys
@@ -84,8 +79,6 @@ class PrefillPlan:
             self.seen,
             sampler=sampler,
             logits=logits,
-            depth=self.depth,
-            reused=self.reused,
             temper=self.temper,
             votes=votes,
         )
@@ -189,9 +182,6 @@ class Planner:
             ids = torch.cat([ids, links.ids])[order]
         plan = PrefillPlan(placement, seen, positions, ids, chosen, stale, self._model.device)
         plan.links = len(links.ids)
-        layers = self._model.kv.layers
-        if reuses and len(chosen) and (depth := max(1, round(recipe.depth * layers))) < layers:
-            plan.depth, plan.reused = depth, _hidden(seen, self._model.device)
         if recipe.attend is not None and reuses:
             low, high = len(prompt.system), prompt.question_start + plan.links
             plan.temper = Temper(low, high, recipe.attend.temperature, recipe.attend.scale)
@@ -233,8 +223,7 @@ class Planner:
         shallow: ShallowProbe | None = None,
         unstored: int = 0,
     ) -> Result:
-        device, layers = self._model.device, self._model.kv.layers
-        depth = max(probe, default=layers - 1) + 1
+        device = self._model.device
         return await self._engine.run(
             ForwardJob(
                 ids=prompt.ids[positions].to(device),
@@ -245,7 +234,6 @@ class Planner:
                 unstored=unstored,
                 probe=probe,
                 shallow=shallow,
-                depth=depth if depth < layers else None,
             )
         )
 
@@ -257,14 +245,3 @@ def _stale(placement: PromptLayout, prompt: Prompt) -> torch.Tensor:
         if not (part.wanted.is_system or part.wanted.lossless):
             stale[part.wanted.position : part.wanted.position + len(part.wanted.chunk)] = True
     return stale
-
-
-def _hidden(seen: Sequence[KVSegment], device: torch.device) -> ReusedKV:
-    """The reused KV of the chosen tokens, which the segments hide, in the order of positions."""
-    slots, shifts = list[torch.Tensor](), list[torch.Tensor]()
-    for segment in seen:
-        if segment.hidden is not None:
-            hidden = segment.hidden.nonzero()[:, 0]
-            slots.append(segment.start + hidden)
-            shifts.append(torch.full_like(hidden, segment.shift))
-    return ReusedKV(torch.cat(slots).to(device), torch.cat(shifts).to(device))

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from fusionkv.fusion_worker.compute.kv_pool import SlotRange, lay_out, slots_of
-from fusionkv.fusion_worker.compute.model_runner import Batch, LeavingRows, ReusedKV, shallow
+from fusionkv.fusion_worker.compute.model_runner import Batch, shallow
 from fusionkv.fusion_worker.decode.sampling import Sampler
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.select.base import scores
@@ -73,9 +73,6 @@ class ForwardJob:
         logits: number of last rows to return logits of.
         probe: layers whose attention into each position is summed.
         shallow: scores each token after layer 0, where the rows then stop; None runs them through all layers.
-        depth: number of layers that the first rows run through: as many rows as `reused` has, or all rows without it;
-            None for all layers.
-        reused: the KV that the first rows' slots get in the other layers. With a depth, all rows are stored.
         temper: a change of how the rows attend to the context; None for none.
         votes: number of last rows to return the attention of, by layer and KV head.
         background: whether it runs after all prefills of waiting requests.
@@ -92,8 +89,6 @@ class ForwardJob:
     logits: int = 0
     probe: frozenset[int] = frozenset()
     shallow: ShallowProbe | None = None
-    depth: int | None = None
-    reused: ReusedKV | None = None
     temper: Temper | None = None
     votes: int = 0
     background: bool = False
@@ -127,15 +122,6 @@ class ForwardJob:
     @property
     def splittable(self) -> bool:
         return not (self.probe or self.shallow or self.logits > 1 or self.votes)
-
-    def leaving(self, start: int, stop: int) -> LeavingRows | None:
-        """The first of the rows `[start, stop)` that run through the first layers only; None without a depth."""
-        if self.depth is None:
-            return None
-        if self.reused is None:
-            return LeavingRows(self.depth, stop - start)
-        reused = self.reused.part(start, stop)
-        return LeavingRows(self.depth, len(reused.sources), reused)
 
     def own(self, stop: int) -> tuple[KVSegment, ...]:
         """Segments of the keys of the first `stop` rows."""

@@ -70,8 +70,8 @@ class Tally:
 
     @property
     def order(self) -> tuple[float, int, float]:
-        """Cheaper ones first, by the share of a prefill that is computed; then those that keep more answers."""
-        return self.cell.ratio * self.cell.recipe.depth, -self.kept, fsum(self.kl)
+        """Cheaper ones first, by the share of the context that is recomputed; then those that keep more answers."""
+        return self.cell.ratio, -self.kept, fsum(self.kl)
 
     def judge(self) -> Judged:
         """The verdict."""

@@ -95,7 +95,6 @@ class Recipe:
         attend: how question and answer attend to the context; None attends as the model was trained.
         links: link tokens after every chunk, computed for each request; they see everything before them (KVLink 2.3).
             Not used if no chunk is reused stale.
-        depth: share of the model's layers that recomputed tokens run through; in later layers, their reused KV stays.
     """
 
     name: str
@@ -107,7 +106,6 @@ class Recipe:
     keep: SnapKV | None = None
     attend: Tempered | None = None
     links: int = 0
-    depth: float = 1.0
 
     @property
     def fixed(self) -> bool:
@@ -177,8 +175,6 @@ class Recipe:
         return self.ratio if asked is None else asked
 
 
-# Of SmolLM2's 30 layers, 8 to 19: they choose as well as all layers do, and the pass ends a third earlier.
-MIDDLE = CachedAttention(8 / 30, 20 / 30)
 # What the first layers attend to says little about the answer. Without them, Qwen2.5-Coder-0.5B is nearer to full
 # attention in 44 of 60 answers, and SmolLM2 as near as with them (docs/quality.md, docs/journal/selection.md).
 DEEP = CachedAttention(first=1 / 3)
@@ -245,14 +241,6 @@ RECIPES: dict[str, Recipe] = {
             0.2,
         ),
         Recipe(
-            "midlayer",
-            "recomputes, in the first 80% of the layers, the tokens that the question attends to most in the middle "
-            "layers",
-            QuestionAttention(MIDDLE),
-            0.12,
-            depth=0.8,
-        ),
-        Recipe(
             "cacheclip",
             "recomputes, in windows, the tokens that the question attends to most in a small auxiliary model; needs "
             "the setting auxiliary (CacheClip 3)",
@@ -303,22 +291,6 @@ def _windowed(recipe: Recipe, size: int, least: int) -> Recipe:
     return replace(recipe, choose=Window(size, least))
 
 
-def _linked(recipe: Recipe, count: int) -> Recipe:
-    if recipe.depth < 1.0:
-        raise InvalidArgument(f"{recipe.name} recomputes tokens in its first layers only: it takes no link tokens")
-    return replace(recipe, links=count)
-
-
-def _layers(recipe: Recipe, percent: int) -> Recipe:
-    if percent > 100:
-        raise InvalidArgument(f"layers({percent}): the percentage is at most 100")
-    if recipe.fixed or recipe.links:
-        raise InvalidArgument(
-            f"{recipe.name} chooses no tokens, or has link tokens beside them: it takes no layers(N)"
-        )
-    return replace(recipe, depth=percent / 100)
-
-
 def _evicting(recipe: Recipe, tokens: int) -> Recipe:
     if recipe.attend is not None:
         raise InvalidArgument(f"{recipe.name} attends to its whole context at a temperature: it takes no snapkv")
@@ -365,7 +337,7 @@ MODIFIERS: dict[str, Modifier] = {
         Modifier(
             "linked",
             "N trained link tokens after every chunk; the model must have them (KVLink 2.3)",
-            _linked,
+            lambda r, n: replace(r, links=n),
             (5,),
             least=0,
         ),
@@ -374,12 +346,6 @@ MODIFIERS: dict[str, Modifier] = {
             "recomputes only in windows of N tokens with at least M chosen ones (CacheClip 3.3)",
             _windowed,
             (8, 5),
-        ),
-        Modifier(
-            "layers",
-            "recomputes the chosen tokens in the first N% of the layers; the later ones keep their reused KV",
-            _layers,
-            (80,),
         ),
         Modifier(
             "snapkv",

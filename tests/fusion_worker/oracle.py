@@ -256,8 +256,8 @@ class Oracle:
         starts = [len(system) + sum(map(len, chunks[:i])) for i in range(len(chunks))]
         if recipe == "epic":
             return torch.cat([torch.zeros(len(system)), *[-torch.arange(len(c)).float() for c in chunks]])
-        # The last two are of 3 layers.
-        looked_at = {"prophetkv": range(layers), "fusionrag": [layers - 1], "midlayer": [1], "deeplayer": [1, 2]}
+        # The last one is of 3 layers.
+        looked_at = {"prophetkv": range(layers), "fusionrag": [layers - 1], "deeplayer": [1, 2]}
         if recipe in looked_at:
             return self.attention(context, question, looked_at[recipe])
         # Behind layer 0 every token is what full attention makes of it.
@@ -286,11 +286,10 @@ class Oracle:
         fresh[best[: round(ratio * sum(map(len, chunks)))]] = True
         return fresh
 
-    def overlaid(self, ids: Ids, stale: "KV", fresh: torch.Tensor, recipe: str = "") -> torch.Tensor:
+    def overlaid(self, ids: Ids, stale: "KV", fresh: torch.Tensor) -> torch.Tensor:
         """float32 [vocabulary]: all of `ids` computed densely, but in every layer the KV of context tokens that are
-        not `fresh` (bool [context]) is replaced by the stale one before anything attends to it; from layer 2 on that
-        of all context tokens if the recipe is midlayer, which recomputes them in 80% of 3 layers."""
-        return self.logits(ids, past_key_values=overlay(stale, fresh, 2 if recipe == "midlayer" else len(stale)))
+        not `fresh` (bool [context]) is replaced by the stale one before anything attends to it."""
+        return self.logits(ids, past_key_values=overlay(stale, fresh))
 
 
 KV = list[tuple[torch.Tensor, torch.Tensor]]
@@ -344,13 +343,10 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def overlay(stale: KV, fresh: torch.Tensor, depth: int | None = None) -> DynamicCache:
-    """The cache of `Oracle.overlaid`, with fresh tokens in the first `depth` layers, or in all.
-
-    `Oracle.kv` over it gives the KV that all of a mixed context has."""
-    found, nothing = DynamicCache(), torch.zeros_like(fresh)
-    layers = enumerate(stale)
-    found.layers = [_Overlay(k, v, fresh if depth is None or i < depth else nothing) for i, (k, v) in layers]
+def overlay(stale: KV, fresh: torch.Tensor) -> DynamicCache:
+    """The cache of `Oracle.overlaid`. `Oracle.kv` over it gives the KV that all of a mixed context has."""
+    found = DynamicCache()
+    found.layers = [_Overlay(k, v, fresh) for k, v in stale]
     return found
 
 

@@ -12,7 +12,7 @@ SYSTEM = random_ids(5, 1)
 CHUNKS = [random_ids(40 + 3 * n, 10 + n) for n in range(6)]
 ASKED = [
     (recipe, [CHUNKS[(n + i) % 6] for i in range(3)], random_ids(6 + n, 50 + n), {"max_tokens": 8})
-    for n, recipe in enumerate(("prophetkv", "full_reuse", "midlayer", "full_attention", "cacheblend", "epic"))
+    for n, recipe in enumerate(("prophetkv", "full_reuse", "deeplayer", "full_attention", "cacheblend", "epic"))
 ]
 
 

@@ -80,7 +80,7 @@ async def test_answers_are_the_same_alone_and_beside_others(loaded: Any, parts: 
     """Bit for bit, with `deterministic`: 12 prompts, 6 at a time, against one after another in another worker."""
     system, chunks, question = parts
     prompts = [[chunks[(n + i) % 4][:60] for i in range(3)] for n in range(4)]
-    asked = [(prompt, recipe) for recipe in ("prophetkv", "midlayer", "full_reuse") for prompt in prompts]
+    asked = [(prompt, recipe) for recipe in ("prophetkv", "deeplayer", "full_reuse") for prompt in prompts]
     own = {"replace": lambda _: loaded[0], "max_tokens": loaded[0].max_tokens, "deterministic": True, **_CONFIG}
 
     async def answer(rig: Any, prompt: list[list[int]], recipe: str) -> tuple[Any, torch.Tensor]:

@@ -40,7 +40,6 @@ def test_modifiers_fill_one_slot_each() -> None:
     assert (find("full_reuse+anchored").ratio_for(1.0), find("kvlink+linked(1)").ratio_for(0.0)) == (1.0, 0.0)
     with pytest.raises(InvalidArgument, match=r"has the fixed ratio 0, not 0\.5: omit the ratio"):
         find("kvlink+linked(1)").ratio_for(0.5)
-    assert (find("midlayer").depth, find("a3+layers").depth, find("midlayer+layers(100)").depth) == (0.8, 0.8, 1.0)
     assert (find("a3+window").choose, find("a3+window(16)").choose) == (Window(8, 5), Window(16, 5))
 
 
@@ -67,13 +66,8 @@ def test_modifiers_fill_one_slot_each() -> None:
         ("full_reuse+anchored(100)", "would leave no tokens of a chunk"),
         ("prophetkv+anchored(50)", r"prophetkv recomputes tokens of the text, of which anchored\(50\) keeps none"),
         ("full_attention+window", "full_attention is full attention"),
-        ("a3+layers(0)", "layers takes 1 numbers"),
-        ("a3+layers(101)", "the percentage is at most 100"),
-        ("full_reuse+layers", "full_reuse chooses no tokens"),
-        ("a3+linked+layers", "a3 chooses no tokens, or has link tokens beside them"),
         ("ape+anchored+snapkv(8)", r"ape attends to its whole context at a temperature: it takes no snapkv"),
         ("full_reuse+primed(3)", r"primed\(3\): primed takes no numbers$"),
-        ("midlayer+linked", "midlayer recomputes tokens in its first layers only: it takes no link tokens"),
         ("prefix_cache+a3", "unknown recipe modifier 'a3'"),
         ("prefix_cache+snapkv", "prefix_cache is full attention .* such as snapkv; .* attention at a ratio of 1"),
     ],

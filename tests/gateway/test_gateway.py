@@ -114,7 +114,7 @@ def test_a_bad_question_is_refused(client: Client, wrong: dict[str, Any], messag
         ({"temperature": 200.0}, InvalidArgument, r"temperature is 200: it must be from 0 \(greedy\) to 100"),
         ({"recipe": "deeplayer+window()"}, InvalidArgument, r"unknown recipe modifier 'window\(\)'"),
         ({"recipe": "prophetkv", "ratio": 1.5}, InvalidArgument, "ratio is 1.5: it must be from 0 to 1"),
-        ({"recipe": "midlayer+linked(1)"}, InvalidArgument, "midlayer.* takes no link tokens"),
+        ({"recipe": "ape+snapkv(8)"}, InvalidArgument, "ape attends .* takes no snapkv"),
         ({"recipe": "default+linked(1)"}, FailedPrecondition, r"deeplayer\+primed\+linked\(1\) takes 1: it was not"),
         ({"recipe": "cacheclip"}, FailedPrecondition, "start the worker with --auxiliary"),
     ],

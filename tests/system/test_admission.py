@@ -240,7 +240,7 @@ def test_a_large_document_comes_in_pieces(services: dict[str, Any]) -> None:
 def test_callers_make_no_labels(services: dict[str, Any]) -> None:
     with Client(services["gateway"].address, token=APP, timeout=60) as client:
         for number in range(1, 9):
-            for more in ("", "+layers(80)", "+isolated+layers(80)"):
+            for more in ("", "+snapkv(80)", "+isolated+snapkv(80)"):
                 client.ask("c", "Which lake?", max_tokens=2, recipe=f"cacheblend+window({number},1){more}")
             with pytest.raises(InvalidArgument):
                 client.ask("c", "Which lake?", recipe=f"unknown{number}")

@@ -20,20 +20,20 @@ def rows(out: Path) -> dict[tuple[str, str, float, str], dict[str, object]]:
 
 def test_measured_once_and_reported_again(reference_model: Path, tmp_path: Path) -> None:
     asked = ("eval", reference_model, "--out", tmp_path, "--n", 27, "--tasks", "twohop", "single")
-    fusionkv(*asked, "--recipes", "midlayer", "--ratios", 0.1, 0.2, "--processes", 2, timeout=300)
+    fusionkv(*asked, "--recipes", "deeplayer", "--ratios", 0.1, 0.2, "--processes", 2, timeout=300)
     found = rows(tmp_path)
     full = found["twohop", "full_attention", 1.0, "exact_match"]
     reuse = found["twohop", "full_reuse", 0.0, "exact_match"]
-    some = found["twohop", "midlayer", 0.2, "exact_match"]
+    some = found["twohop", "deeplayer", 0.2, "exact_match"]
     assert (full["model"], full["n"]) == (reference_model.name, 27)
     assert reuse["score"] < some["score"] <= full["score"]  # type: ignore[operator]
-    assert found["twohop", "midlayer", 0.1, "recomputed_tokens"]["n"] == 27
-    assert found["twohop", "midlayer", 0.1, "prefill_seconds"]["n"] == 1  # of every second block
+    assert found["twohop", "deeplayer", 0.1, "recomputed_tokens"]["n"] == 27
+    assert found["twohop", "deeplayer", 0.1, "prefill_seconds"]["n"] == 1  # of every second block
     # Where full reuse loses nothing, one ratio is enough.
-    assert {r for task, recipe, r, _ in found if (task, recipe) == ("single", "midlayer")} == {0.1}
+    assert {r for task, recipe, r, _ in found if (task, recipe) == ("single", "deeplayer")} == {0.1}
     kept = (tmp_path / "cells.jsonl").read_bytes()
     assert len(kept.splitlines()) == 2 * (2 + 2) + 2 * (2 + 1)
-    again = fusionkv(*asked, "--recipes", "midlayer", "epic", "--ratios", 0.1, 0.2, "--json", timeout=300)
+    again = fusionkv(*asked, "--recipes", "deeplayer", "epic", "--ratios", 0.1, 0.2, "--json", timeout=300)
     said = json.loads(again.stdout)
     assert Path(said["reports"]["json"]) == tmp_path / "report.json"
     assert Path(said["reports"]["html"]).is_file()
@@ -42,7 +42,7 @@ def test_measured_once_and_reported_again(reference_model: Path, tmp_path: Path)
     assert {json.loads(line)["recipe"] for line in more[len(kept) :].splitlines()} == {"epic"}
     after = rows(tmp_path)
     assert [(line["recipe"], line["r"]) for line in said["worst"]] == [
-        *(("full_attention", 1.0), ("full_reuse", 0.0), ("midlayer", 0.1), ("epic", 0.1))
+        *(("full_attention", 1.0), ("full_reuse", 0.0), ("deeplayer", 0.1), ("epic", 0.1))
     ]
     assert said["worst"][1]["scores"]["twohop"] == reuse["score"]
     assert {name: after[name] for name in found} == found

@@ -171,7 +171,7 @@ async def test_a_check_of_own_questions(model: Path, data: Path, capsys: pytest.
     assert await check._check(parsed(model, "--data", data), Console(stderr=True)) == 0
     said = json.loads(capsys.readouterr().out)
     assert Verdict.read(model, bytes.fromhex(said["fingerprint"])).recipes.keys() == said["recipes"].keys()
-    assert {PRIMED.recipe, "prophetkv", "midlayer", "prefix_cache"} <= said["recipes"].keys()
+    assert {PRIMED.recipe, "prophetkv", "epic", "prefix_cache"} <= said["recipes"].keys()
     assert not {"cacheclip", "kvlink"} & said["recipes"].keys()
     assert said["recipes"]["prefix_cache"][0]["verdict"] == "safe"
     assert said["default"]["choice"] == {"recipe": "deeplayer+primed", "ratio": 0.2}
