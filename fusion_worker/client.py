@@ -145,6 +145,11 @@ class WorkerClient:
         with self._errors():
             return await self._stub.Encode(request, timeout=timeout)
 
+    async def forget_corpus(self, request: pb.ForgetCorpusRequest, timeout: float) -> None:
+        """Deletes what the worker and its cache service keep of a corpus."""
+        with self._errors():
+            await self._stub.ForgetCorpus(request, timeout=timeout)
+
     async def close(self) -> None:
         """Closes the connection and cancels calls in flight."""
         self._watching.cancel()

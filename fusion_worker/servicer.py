@@ -16,6 +16,7 @@ from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.decode.sampling import SamplingParams
 from fusionkv.fusion_worker.load.encoder import Encoder
 from fusionkv.fusion_worker.load.loader import Loader
+from fusionkv.fusion_worker.load.lookup import CacheFault
 from fusionkv.fusion_worker.meters import Summary
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
@@ -34,7 +35,7 @@ from fusionkv.protos.contract.template import template_values
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime import frames, rpc
 from fusionkv.protos.runtime.checksum import Checksum
-from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted
+from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted, Unavailable
 
 SERVICE = pb.DESCRIPTOR.services_by_name["FusionService"]
 # A page of a listing.
@@ -239,6 +240,17 @@ class FusionServicer:
         return pb.EncodeResponse(
             key=encoded.key, variant=encoded.variant, existed=encoded.existed, tokens=len(chunks[-1])
         )
+
+    async def ForgetCorpus(self, request: pb.ForgetCorpusRequest, context: Any) -> pb.ForgetCorpusResponse:
+        check_label(request.tenant, "tenant")
+        check_label(request.corpus, "corpus")
+        if not request.corpus:
+            raise InvalidArgument("name a corpus")
+        try:
+            await self.loader.primers.forget(request.tenant, request.corpus)
+        except CacheFault as error:
+            raise Unavailable(str(error)) from error
+        return pb.ForgetCorpusResponse()
 
     def _verdicts(self) -> list[answer_pb2.Verdict]:
         judged = self._verdict.judged

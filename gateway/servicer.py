@@ -24,7 +24,7 @@ from fusionkv.gateway.history import History
 from fusionkv.gateway.ingest.ingest import Ingest
 from fusionkv.gateway.ingest.precompute import Precompute
 from fusionkv.gateway.pipeline import Engine, Pipeline
-from fusionkv.gateway.plan import order
+from fusionkv.gateway.plan import corpus_name, order
 from fusionkv.gateway.retrieval.base import MAX_NAME, HybridSearch, check_corpus, check_document
 from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
@@ -131,7 +131,13 @@ class GatewayServicer:
         check_corpus(request.corpus)
         if request.name:
             check_document(request.name)
-        documents, chunks = await _tenant().retrieval.delete(request.corpus, request.name)
+        tenant = _tenant()
+        try:
+            documents, chunks = await tenant.retrieval.delete(request.corpus, request.name)
+        finally:
+            # Of a corpus that is gone too: an earlier call may not have reached all workers.
+            if not request.name:
+                await self._workers.forget_corpus(tenant.salt, corpus_name(tenant.salt, request.corpus))
         return pb.DeleteResponse(documents=documents, chunks=chunks)
 
     async def List(self, request: pb.ListRequest, context: rpc.Call | None) -> pb.ListResponse:

@@ -268,11 +268,20 @@ class Lookups:
                 raise CacheFault(f"fetch failed: {error}") from error
             return bytes(data)
 
-    async def forget(self, name: bytes, namespace: bytes) -> None:
-        """Deletes the entry that `named` has found to be wrong, so that it can be stored again."""
-        if self._cache is not None:
-            with suppress(ServiceError):
-                await self._cache.delete([keys.entry_key(namespace, (name,))], timeout=DELETE_SECONDS)
+    async def delete(self, name: bytes, namespace: bytes) -> None:
+        """Deletes the entry of `named`, if there is one.
+
+        Raises:
+            CacheFault: as for `prompt`, or the entry was not deleted everywhere.
+        """
+        # The cache service deletes from its remote tier what it stores itself, or has found there.
+        async with self._lookup(namespace, [(name, ())]):
+            if self._cache is None:
+                return
+            try:
+                await self._cache.delete([keys.entry_key(namespace, (name,))], timeout=self._timeout)
+            except ServiceError as error:
+                raise CacheFault(f"delete failed: {error}") from error
 
     def _from_hit(
         self, part: Chunk, position: int, path: tuple[bytes, ...], hit: Hit, exact: bytes, base: int

@@ -4,6 +4,7 @@ import struct
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from fusionkv.fusion_worker.load.lookup import CacheFault, Lookups
@@ -84,6 +85,15 @@ class Primers:
             self._known.popitem(last=False)
         return primer
 
+    async def forget(self, tenant: str, corpus: str) -> None:
+        """Deletes the primer of a corpus, here and in the cache service.
+
+        Raises:
+            CacheFault: as for `Lookups.delete`; it is deleted here.
+        """
+        self._known.pop((tenant, corpus), None)
+        await self._locator.delete(keys.primer_name(corpus), self._namespace(tenant))
+
     async def _stored(self, key: tuple[str, str]) -> Primer | None:
         tenant, corpus = key
         name, namespace = keys.primer_name(corpus), self._namespace(tenant)
@@ -92,7 +102,8 @@ class Primers:
             return None if data is None else _unpacked(data, self._fallback, self._vocabulary)
         except CacheFault:
             # It would spoil every prompt about the corpus.
-            await self._locator.forget(name, namespace)
+            with suppress(CacheFault):
+                await self._locator.delete(name, namespace)
             raise
 
     async def _store(self, key: tuple[str, str], primer: Primer) -> bool:

@@ -46,6 +46,8 @@ _RESOLVE_SECONDS = 5.0
 _FRESH_SECONDS, _CHECK_SECONDS = 1.0, 2.0
 # An unresponsive worker is deprioritised, with exponential backoff between these limits.
 _MIN_BACKOFF, _MAX_BACKOFF = 2.0, 30.0
+# Maximum wait of the deletion of a corpus for each worker.
+_FORGET_SECONDS = 5.0
 # Tokens of a pool whose size is not known yet, and the most chunks to remember.
 _FIRST_TOKENS, _MAX_CHUNKS = 1 << 16, 1 << 16
 # Templates that requests asked for, of a few KB each.
@@ -231,6 +233,23 @@ class WorkerPool:
         async with contextlib.aclosing(self._stream({}, call)) as responses:
             _, encoded = await anext(responses)
         return encoded
+
+    async def forget_corpus(self, tenant: str, corpus: str) -> None:
+        """Has every worker delete what it and its cache service keep of a corpus; failures are logged.
+
+        tenant, corpus: as in a request to a worker.
+        """
+        await self._looked_up.wait()
+        request = pb.ForgetCorpusRequest(tenant=tenant, corpus=corpus)
+        with _used(self.members) as members:
+            calls = [member.client.forget_corpus(request, _FORGET_SECONDS) for member in members]
+            for result in await asyncio.gather(*calls, return_exceptions=True):
+                if isinstance(result, ServiceError):
+                    log.warning(
+                        "the primer of a deleted corpus may be kept until the corpus is deleted again: %s", result
+                    )
+                elif isinstance(result, BaseException):
+                    raise result
 
     async def generate(self, request: pb.GenerateRequest, timeout: float) -> AsyncGenerator[pb.GenerateResponse]:
         """Streams one answer. If a worker fails before its first token, the next one is tried.

@@ -10,6 +10,8 @@ from fusionkv.fusion_worker.load.passages import TOKENS
 from fusionkv.fusion_worker.load.primer import _packed, _unpacked, choose
 from fusionkv.fusion_worker.prompt import Chunk
 from fusionkv.kvcache_service import keys
+from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
+from fusionkv.protos.runtime.errors import InvalidArgument
 from tests.fusion_worker.oracle import CLOSE, error, join, oracle, random_ids, whole
 from tests.fusion_worker.test_hits import Text, hits
 
@@ -106,6 +108,22 @@ async def test_without_a_cache_service_the_primer_is_kept_in_memory(start: Any, 
     own = [i for chunk in LONG for i in chunk][:TOKENS]
     expected = plain.after(reused(plain, system, [a, b], [own]), question)
     await rig.ask(system, [a, b], question, **PRIMED, corpus="one", expected=expected)
+
+
+async def test_the_primer_of_a_corpus_is_forgotten(start: Any, text: Text) -> None:
+    plain, rig = oracle("llama"), await start("llama")
+    system, question, a, b = (text[n] for n in "SQAB")
+    other = [random_ids(200, 1), random_ids(190, 2)]
+    for chunks in (LONG, other):
+        await rig.ask(system, chunks, question, **PRIMED, corpus="one")
+        own = [i for chunk in chunks for i in chunk][:TOKENS]
+        expected = plain.after(reused(plain, system, [a, b], [own]), question)
+        await rig.ask(system, [a, b], question, **PRIMED, corpus="one", expected=expected)
+        for tenant in (rig.tenant, rig.tenant, "another"):
+            await rig.servicer.ForgetCorpus(pb.ForgetCorpusRequest(tenant=tenant, corpus="one"), None)
+    for wrong in ({}, {"corpus": "a" * 257}, {"corpus": "one", "tenant": "a" * 257}):
+        with pytest.raises(InvalidArgument):
+            await rig.servicer.ForgetCorpus(pb.ForgetCorpusRequest(**wrong), None)
 
 
 async def test_what_is_recomputed_over_primed_chunks(cached: Any, text: Text) -> None:

@@ -18,9 +18,11 @@ import pytest
 from opentelemetry import trace
 
 from fusionkv.fusion_worker.client import WorkerClient
+from fusionkv.fusion_worker.models import LAYOUT
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.workers import vllm, workers
 from fusionkv.gateway.workers.workers import Member, PrefixAffinity, WorkerPool
+from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos.contract.capabilities import check_usable
 from fusionkv.protos.contract.recipes import find_recipe
@@ -30,7 +32,13 @@ from fusionkv.protos.kvcache.v1 import kvcache_pb2
 from fusionkv.protos.kvcache.v1.kvcache_pb2_grpc import KVCacheServiceServicer
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime import rpc
-from fusionkv.protos.runtime.errors import DeadlineExceeded, FailedPrecondition, ServiceError, Unavailable
+from fusionkv.protos.runtime.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    NotFound,
+    ServiceError,
+    Unavailable,
+)
 from tests.gateway import test_tokens
 from tests.gateway.conftest import Serve, Start
 from tests.ports import free_port
@@ -149,18 +157,64 @@ async def test_a_recipe_is_refused_only_if_no_worker_can_follow_it() -> None:
             assert (await both.model(check=check)).model.capabilities.auxiliary
 
 
-async def test_workers_over_one_cache_service_encode_after_the_same_primer(cache: Any, start: Start) -> None:
-    async def answer(worker: WorkerClient, chunks: range) -> tuple[list[int], int]:
-        """The answer's tokens, and the number of chunks that were missed."""
-        parts = [pb.Chunk(ids=[(number + i * i) % 250 for i in range(100)]) for number in chunks]
-        sampling = pb.Sampling(max_tokens=8)
-        asked = pb.GenerateRequest(
-            system=IDS, chunks=parts, question=IDS, sampling=sampling, recipe="default", corpus="c"
-        )
-        *told, last = [response async for response in worker.generate(asked, 60)]
-        assert not last.summary.degraded, last.summary.degraded_reason
-        return [response.token.id for response in told], last.summary.chunks_missed
+def chunk_ids(number: int) -> list[int]:
+    return [(number + i * i) % 250 for i in range(100)]
 
+
+async def answer(worker: WorkerClient, chunks: range) -> tuple[list[int], int]:
+    """The tokens of an answer about the corpus `c`, and the number of chunks that were missed."""
+    parts = [pb.Chunk(ids=chunk_ids(number)) for number in chunks]
+    sampling = pb.Sampling(max_tokens=8)
+    asked = pb.GenerateRequest(
+        system=IDS, chunks=parts, question=IDS, sampling=sampling, recipe="default", corpus="c"
+    )
+    *told, last = [response async for response in worker.generate(asked, 60)]
+    assert not last.summary.degraded, last.summary.degraded_reason
+    return [response.token.id for response in told], last.summary.chunks_missed
+
+
+async def test_the_primer_is_deleted_with_its_corpus(cache: Any, start: Start, serve: Serve) -> None:
+    processes = [start(cache=cache) for _ in range(2)]
+    client, gateway = serve(processes)
+    workers, store = [WorkerClient(process.address) for process in processes], CacheClient(cache.address)
+    model = await workers[0].model()
+    namespace = keys.namespace(model.fingerprint, {"dtype": model.dtype, "layout": LAYOUT}, "")
+
+    async def primer_of(chunk: int) -> bool | None:
+        """Whether the stored primer is made of a chunk; None if there is no primer."""
+        (hit,) = (await store.lookup(namespace, [(keys.primer_name("c"), ())], timeout=20)).hits
+        if hit.entry is None:
+            return None
+        data = bytearray(hit.entry.size)
+        await store.fetch(hit.entry, memoryview(data), timeout=20)
+        return keys.chunk_digest(chunk_ids(chunk)) in data
+
+    async def delete() -> None:
+        await asyncio.to_thread(client.ingest, "c", "a.txt", "the lake is blue")
+        assert (await asyncio.to_thread(client.delete, "c")).documents == 1
+
+    for worker in workers:
+        await answer(worker, range(3))
+    assert await primer_of(0)
+    await delete()
+    assert await primer_of(0) is None
+    await answer(workers[1], range(3, 6))
+    assert await primer_of(3), "the worker remembers the primer of the corpus that was deleted"
+    # A deletion that did not reach a worker is repeated.
+    with pytest.raises(NotFound):
+        await asyncio.to_thread(client.delete, "c")
+    assert await primer_of(3) is None
+    await answer(workers[0], range(3))
+    assert await primer_of(0)
+    assert "may be kept" not in gateway.log
+    cache.process.kill()
+    await delete()
+    assert gateway.log.count("the primer of a deleted corpus may be kept") == 2
+    for client_of in (*workers, store):
+        await client_of.close()
+
+
+async def test_workers_over_one_cache_service_encode_after_the_same_primer(cache: Any, start: Start) -> None:
     async def stored(entries: int) -> None:
         """Waits until workers have stored so many, which they do in the background."""
         await until(lambda: reached(entries))
