@@ -39,7 +39,6 @@ def main() -> int:
         process.check_files()
         process.check_ports(config.listen, "--listen")
         process.check_ports(config.http_listen, "--http-listen")
-        process.check_ports(config.admin_listen, "--admin-listen")
         telemetry.attach("fusionkv-gateway", config.metrics_listen)
         if config.tls_cert or config.tls_ca:
             handshakes.attach()
@@ -56,7 +55,6 @@ async def _serve(config: GatewayConfig) -> None:
     from fusionkv.gateway.auth.tenants import Quotas, Tenants, read_key
     from fusionkv.gateway.embed.base import Embedder
     from fusionkv.gateway.embed.choose import open_embedder, open_reranker
-    from fusionkv.gateway.history import History
     from fusionkv.gateway.pipeline import Engine
     from fusionkv.gateway.retrieval.base import HybridSearch
     from fusionkv.gateway.servicer import SERVICE, GatewayServicer
@@ -88,7 +86,6 @@ async def _serve(config: GatewayConfig) -> None:
             if isinstance(opened, Embedder):
                 await opened.close()
         raise
-    history = History(config.admin_answers) if config.admin_listen else None
     search = HybridSearch(config, await embedder, await open_reranker(config))
     workers = WorkerPool(config.workers, config.client_tls())
     engine: Engine = workers
@@ -96,7 +93,7 @@ async def _serve(config: GatewayConfig) -> None:
         with extra("http", "decode = vllm"):
             from fusionkv.gateway.workers.vllm import VLLMEngine
         engine = VLLMEngine(workers, config)
-    servicer = GatewayServicer(config, tenants, workers, history, search, engine)
+    servicer = GatewayServicer(config, tenants, workers, search, engine)
     memory_returner = asyncio.create_task(process.return_memory())
 
     await rpc.serve(
@@ -147,16 +144,11 @@ async def _milvus(config: GatewayConfig, tenant: str) -> "Retrieval":
 
 
 def _http(config: GatewayConfig, servicer: "GatewayServicer", bearer: Bearer | None) -> list[rpc.Beside]:
-    servers: list[rpc.Beside] = []
-    if config.http_listen:
-        with extra("http", "http_listen"):
-            from fusionkv.gateway.http.server import HTTPServer
-        servers.append(HTTPServer(config, servicer, bearer))
-    if config.admin_listen:
-        with extra("http", "admin_listen"):
-            from fusionkv.gateway.http.admin import AdminServer
-        servers.append(AdminServer(config, servicer, bearer))
-    return servers
+    if not config.http_listen:
+        return []
+    with extra("http", "http_listen"):
+        from fusionkv.gateway.http.server import HTTPServer
+    return [HTTPServer(config, servicer, bearer)]
 
 
 def _verifiers(config: GatewayConfig) -> list[Verifier]:

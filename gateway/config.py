@@ -38,16 +38,7 @@ class GatewayConfig:
         "origins of web pages that may call http_listen from a browser (CORS), such as https://app.example; * allows "
         "all pages; by default, none may",
     )
-    admin_listen: tuple[str, ...] = setting(
-        (),
-        "addresses of the HTML pages that explain answers to operators: host:port or unix:/path; empty disables them",
-    )
-    admin_answers: int = setting(
-        20, "number of recent answers kept for each tenant on the pages of admin_listen", low=1, high=1000
-    )
-    http_connections: int = setting(
-        512, "maximum open connections, separately for http_listen and admin_listen; further ones are refused", low=1
-    )
+    http_connections: int = setting(512, "maximum open HTTP connections; further ones are refused", low=1)
     http_connections_per_address: int = setting(
         384,
         "maximum open connections from one IP address (IPv6: one /64 network); a proxy counts as one address",

@@ -1,4 +1,4 @@
-"""A self-contained HTML page that explains an answer: for `ask --explain` and the gateway's pages for operators."""
+"""A self-contained HTML page that explains an answer, for `ask --explain`."""
 
 import itertools
 from typing import TYPE_CHECKING, Any
@@ -29,28 +29,20 @@ STAGES = {
 ENDS = {"max_tokens": ", cut off at max_tokens", "stop_string": ", ended by a stop string"}
 
 
-def template(name: str = "explain.html", what: str = "--explain", error: type[Exception] = UsageError) -> "Template":
-    """A page's template, for the flag or setting `what`. Raises `error` if jinja2 is not installed."""
-    with extra("gateway", what, error):
+def template() -> "Template":
+    """The page's template. Raises UsageError if jinja2 is not installed."""
+    with extra("gateway", "--explain", UsageError):
         from jinja2 import Environment, PackageLoader
     loader = PackageLoader("fusionkv.gateway", "pages")
-    return Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template(name)
+    pages = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return pages.get_template("explain.html")
 
 
-def render(
-    page: "Template",
-    question: str,
-    answer: Answer,
-    explanation: Explanation,
-    full: Answer | None,
-    **served: str,
-) -> str:
+def render(page: "Template", question: str, answer: Answer, explanation: Explanation, full: Answer | None) -> str:
     """Renders the page as HTML.
 
     Args:
         full: the answer by full attention, if the question was repeated with it.
-        served: what a page has in addition when a gateway serves it: `at`, the time of the answer; `home`, the URL of
-            the list of all answers; `compare`, the URL that repeats the question with full attention, or "".
     """
     answers = [("this answer", answer), *([("full attention", full)] if full is not None else [])]
     longest = max(a.summary.seconds.total for _, a in answers) or 1.0
@@ -75,7 +67,6 @@ def render(
             *(_chunk(p, c) for p, c in zip(answer.sources, explanation.chunks, strict=True)),
             _around("question", explanation.question),
         ],
-        **served,
     )
 
 

@@ -132,12 +132,6 @@ class Pipeline:
                 raise DeadlineExceeded(f"retrieval took longer than the remaining {timeout:.1f} s") from error
             return [plan.retrieved(*best) for best in found]
 
-    def check(self, request: pb.GenerateRequest) -> Conversation:
-        """The conversation of a request. Raises InvalidArgument for what is wrong with the request itself."""
-        conversation = Conversation.of(request)
-        plan.check(request, self._config.max_top_k)
-        return conversation
-
     def _asked(self, request: pb.GenerateRequest, model: fusion_pb2.GetModelResponse) -> RequestedRecipe:
         """The recipe of a request, which a worker can follow. Raises InvalidArgument and FailedPrecondition."""
         recipe = RequestedRecipe.of(full_name(request.recipe or DEFAULT, self._config.recipe), model)
@@ -155,7 +149,8 @@ class Pipeline:
         def left() -> float:
             return max(0.001, timeout - (time.perf_counter() - began))
 
-        conversation = self.check(request)
+        conversation = Conversation.of(request)
+        plan.check(request, self._config.max_top_k)
         asked = partial(self._asked, request)
         vocabulary = await self._engine.model(timeout, asked)
         recipe = asked(vocabulary.model)

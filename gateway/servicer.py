@@ -20,7 +20,6 @@ from opentelemetry import metrics
 from fusionkv.gateway.auth import access
 from fusionkv.gateway.auth.tenants import Shares, Tenant, Tenants
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.gateway.history import History
 from fusionkv.gateway.ingest.ingest import Ingest
 from fusionkv.gateway.ingest.precompute import Precompute
 from fusionkv.gateway.pipeline import Engine, Pipeline
@@ -88,12 +87,10 @@ class GatewayServicer:
         config: GatewayConfig,
         tenants: Tenants,
         workers: WorkerPool,
-        history: History | None,
         search: HybridSearch,
         engine: Engine,
     ) -> None:
-        """`history` stores answers with explanations for operators; `engine` answers prompts."""
-        self.history = history
+        """`engine` answers prompts."""
         self._search = search
         self._engine = engine
         self._config = config
@@ -198,20 +195,11 @@ class GatewayServicer:
         except TimeoutError as error:
             raise DeadlineExceeded("embedding took longer than the request's deadline") from error
 
-    def Generate(self, request: pb.GenerateRequest, context: rpc.Call | None) -> AsyncGenerator[pb.GenerateResponse]:
-        return self.generate(request, context, self.history)
-
-    async def generate(
-        self, request: pb.GenerateRequest, context: rpc.Call | None, history: History | None
+    async def Generate(
+        self, request: pb.GenerateRequest, context: rpc.Call | None
     ) -> AsyncGenerator[pb.GenerateResponse]:
-        """Generate, with the answer stored in `history`, if there is one."""
         call = _CALL.get()
-        self._pipeline.check(request)  # before the history copies it
-
-        def start(observed: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse]:
-            return self._pipeline.answer(call.tenant, observed, self._time_left(context))
-
-        answer = history.watch(call.tenant.salt, request, start) if history is not None else start(request)
+        answer = self._pipeline.answer(call.tenant, request, self._time_left(context))
         async with contextlib.aclosing(answer) as responses:
             async for response in responses:
                 if response.HasField("summary"):
@@ -258,10 +246,6 @@ class GatewayServicer:
                 self._ready = await self._engine.ready(_READY_SECONDS)
                 self._checked = time.monotonic()
             return self._ready
-
-    async def tenant_salt(self) -> str:
-        """The salt of the tenant of the current call, by which the history stores answers."""
-        return (await self._tenants.current()).salt
 
     async def close(self) -> None:
         """Closes everything. Call it after the last call has ended."""

@@ -66,11 +66,11 @@ async def answering(url: str) -> None:
             await asyncio.sleep(0.2)
 
 
-def settings(ports: dict[str, int], admin: int, model: Path) -> str:
-    """The services' configuration, with scrape endpoints and the gateway's pages for operators."""
+def settings(ports: dict[str, int], http: int, model: Path) -> str:
+    """The services' configuration, with scrape endpoints and the gateway's HTTP endpoint."""
     tables = [f'[{name}]\nmetrics_listen = "127.0.0.1:{ports[name]}"\n' for name in SERVICES]
     tables[1] += f'model = "{model}"\nshadow_share = 0.2\n'
-    return "\n".join(tables) + f'admin_listen = ["127.0.0.1:{admin}"]\n'
+    return "\n".join(tables) + f'http_listen = ["127.0.0.1:{http}"]\n'
 
 
 def scraping(ports: dict[str, int]) -> str:
@@ -161,11 +161,11 @@ async def observe(flags: argparse.Namespace) -> None:
     phoenix = tool("phoenix", TOOLS / "bin/phoenix")
     prometheus = tool("prometheus", TOOLS / "prometheus/usr/bin/prometheus")
     chromium = tool("chromium")
-    ports = {name: port() for name in (*SERVICES, "gateway-grpc", "admin", "phoenix", "phoenix-grpc", "prometheus")}
+    ports = {name: port() for name in (*SERVICES, "gateway-grpc", "http", "phoenix", "phoenix-grpc", "prometheus")}
     at = {name: f"http://127.0.0.1:{number}" for name, number in ports.items()}
     with tempfile.TemporaryDirectory(prefix="fusionkv-observe-") as made:
         folder = Path(made)
-        (folder / "fusionkv.toml").write_text(settings(ports, ports["admin"], flags.model.absolute()))
+        (folder / "fusionkv.toml").write_text(settings(ports, ports["http"], flags.model.absolute()))
         (folder / "prometheus.yml").write_text(scraping(ports))
         phoenix_settings = {
             "PHOENIX_WORKING_DIR": made,
@@ -193,7 +193,7 @@ async def observe(flags: argparse.Namespace) -> None:
                 running("prometheus", (prometheus, *own), folder),
             ):
                 print("starting the services ...", flush=True)
-                await answering(f"{at['admin']}/")
+                await answering(f"{at['http']}/health")
                 await answering(f"{at['prometheus']}/-/ready")
                 print(f"traffic for {flags.seconds:g} s ...", flush=True)
                 began, trace_id = await traffic(gateway, flags.seconds)
@@ -201,7 +201,7 @@ async def observe(flags: argparse.Namespace) -> None:
                 await draw(at["prometheus"], began, time.time(), flags.out / "metrics.svg")
                 print(await alerts(at["prometheus"]), flush=True)
                 await pictures(flags.out, chromium, at["phoenix"], trace_id)
-                shown = f"Phoenix {at['phoenix']}, Prometheus {at['prometheus']}, answers {at['admin']}"
+                shown = f"Phoenix {at['phoenix']}, Prometheus {at['prometheus']}"
                 print(f"pictures are in {flags.out}; {shown}", flush=True)
                 if flags.stay:
                     print("stop with Ctrl-C", flush=True)

@@ -45,7 +45,6 @@ GATEWAY = "/gateway.v1.GatewayService/"
 _ALL_ROLES = frozenset(Role)
 _APPS = frozenset({Role.APP, Role.OPERATOR})
 _OPERATORS = frozenset({Role.OPERATOR})
-ADMIN_PAGES = "/fusionkv.admin/Pages"
 # A method that is neither here nor in OPEN is refused to every role.
 ROLES = {
     GATEWAY + "Ingest": _APPS,
@@ -60,7 +59,6 @@ ROLES = {
     GATEWAY + "Generate": _APPS,
     GATEWAY + "GetModel": _ALL_ROLES,
     GATEWAY + "Stats": _OPERATORS,
-    ADMIN_PAGES: _OPERATORS,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _OPERATORS,
 }
 # Health probes of load balancers and Kubernetes carry no token, and learn only whether the gateway is serving.

@@ -149,9 +149,6 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--http-listen", metavar="ADDRESS", help="also serve the OpenAI-compatible API at this host:port"
     )
-    serve.add_argument(
-        "--admin-listen", metavar="ADDRESS", help="also serve pages that explain recent answers at this host:port"
-    )
     serve.add_argument("--config", type=Path, metavar="FILE", help="TOML file with [kvcache], [worker], [gateway]")
     serve.add_argument("--json", action="store_true", help="print one JSON object per line")
 

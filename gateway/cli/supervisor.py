@@ -40,7 +40,7 @@ _TRIES = 5
 # A process that has ended may leave children behind, which hold its output open.
 _LAST_LINES_SECONDS = 1.0
 _NONE: Mapping[str, str] = {}
-_ENDPOINTS = {"fusionkv-gateway": "gRPC", "fusionkv-gateway-http": "HTTP", "fusionkv-gateway-admin": "pages"}
+_ENDPOINTS = {"fusionkv-gateway": "gRPC", "fusionkv-gateway-http": "HTTP"}
 
 
 class Child:
@@ -272,7 +272,7 @@ async def _answered(call: Callable[[], Awaitable[T]]) -> T:
 
 def _gateway(args: argparse.Namespace) -> GatewayConfig:
     """Loads the gateway's settings. Raises SettingsError, and OSError if one of its ports is in use."""
-    overrides = {name: getattr(args, name) for name in ("listen", "http_listen", "admin_listen")}
+    overrides = {name: getattr(args, name) for name in ("listen", "http_listen")}
     config = settings.load(GatewayConfig, "gateway", file=args.config, flags=overrides)
     for name in overrides:
         process.check_ports(getattr(config, name), f"--{name.replace('_', '-')}")
@@ -297,10 +297,9 @@ def _children(args: argparse.Namespace, gateway: GatewayConfig, stack: contextli
     model = ["--model", str(args.model)] if args.model else []
     listen = ["--listen", ",".join(gateway.listen)]
     listeners = {"fusionkv-gateway": "--listen"}
-    for kind in ("http", "admin"):
-        if addresses := getattr(gateway, f"{kind}_listen"):
-            listeners[f"fusionkv-gateway-{kind}"] = flag = f"--{kind}-listen"
-            listen += [flag, ",".join(addresses)]
+    if gateway.http_listen:
+        listeners["fusionkv-gateway-http"] = "--http-listen"
+        listen += ["--http-listen", ",".join(gateway.http_listen)]
     modules = {
         "kvcache": ("fusionkv.kvcache_service", ["--listen", cache, "--data-dir", str(data / "kvcache")]),
         "worker": ("fusionkv.fusion_worker", [*model, "--listen", worker, "--cache", cache]),

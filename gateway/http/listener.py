@@ -61,15 +61,12 @@ class Listener:
         """Adds a handler of POST. Call it before `start`."""
         self.app.router.add_post(path, handler, expect_handler=_expected)
 
-    def guarded(
-        self, method: str, handler: Handler, token: Callable[[str], str] = str, admit: Admit = nullcontext
-    ) -> Handler:
+    def guarded(self, method: str, handler: Handler, admit: Admit = nullcontext) -> Handler:
         """Requires a token that may call `method`, if calls require a token, and admits the call.
 
         Both come before the body is read.
 
         Args:
-            token: converts the value of the header Authorization.
             admit: open while the handler runs.
         """
 
@@ -77,8 +74,7 @@ class Listener:
             if self._bearer is None:
                 check_site(request, self._origins)
             else:
-                given = [token(value) for value in request.headers.getall("Authorization", [])]
-                CALLER.set(await self._bearer.admit(given, method))
+                CALLER.set(await self._bearer.admit(request.headers.getall("Authorization", []), method))
             try:
                 async with admit():
                     return await _counted(handler, request)

@@ -57,7 +57,7 @@ def test_every_method_of_the_gateway_has_its_roles() -> None:
     for name in ("grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"):
         service = descriptor_pool.Default().FindServiceByName(name)
         served |= {f"/{name}/{method.name}" for method in service.methods}
-    assert {*served, access.ADMIN_PAGES} == {*access.ROLES, *access.OPEN}
+    assert served == {*access.ROLES, *access.OPEN}
     assert all(Role.OPERATOR in roles for roles in access.ROLES.values())
 
 

@@ -3,13 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-import httpx2
 import pytest
-from bs4 import BeautifulSoup
 
 from fusionkv.gateway.client.client import Client
 from fusionkv.gateway.client.results import Answer, Explanation, Passage
-from tests.gateway.conftest import Serve, Stack
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system
@@ -109,19 +106,3 @@ def test_a_conversation_over_a_corpus_is_searched_by_its_last_message(client: Cl
     for query, document in (("", "page-2.txt"), ("Name4", "page-4.txt")):
         answer = client.ask("base", messages=messages, query=query, top_k=1, max_tokens=1)
         assert [s.document for s in answer.sources] == [document]
-
-
-def test_answers_over_passages_are_explained_to_operators(stack: Stack, serve: Serve) -> None:
-    client, gateway = serve(stack.worker, "--admin-listen", "127.0.0.1:0", services=2)
-    passages = [Passage(title="Lakes", text="The lake is blue."), "The hill is green."]
-    messages = [{"role": role, "content": f"Which {role}?"} for role in ("user", "assistant", "user")]
-    client.ask(passages=passages, messages=messages, max_tokens=1)
-    (address,) = gateway.addresses["fusionkv-gateway-admin"]
-    listed = BeautifulSoup(httpx2.get(f"http://{address}/").text, "html.parser")
-    (link,) = listed.select("a.card")
-    assert "Which user?" in link.text
-    assert "given passages" in link.text
-    page = f"http://{address}/{link['href']}"
-    assert httpx2.post(f"{page}/full", timeout=60).status_code == 303
-    shown = BeautifulSoup(httpx2.get(page).text, "html.parser").text
-    assert all(said in shown for said in ("Which user?", "Lakes", "passage 2", "full attention"))

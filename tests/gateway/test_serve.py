@@ -61,8 +61,7 @@ def serve(launch: Launch, model: Path, folder: Path, *more: str, before: Sequenc
 
 @pytest.fixture(scope="module")
 def all_services(launch_module: Launch, tiny_model: Path, tmp_path_factory: Any) -> tuple[Any, str]:
-    ports = ("--http-listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0")
-    return serve(launch_module, tiny_model, tmp_path_factory.mktemp("all"), *ports)
+    return serve(launch_module, tiny_model, tmp_path_factory.mktemp("all"), "--http-listen", "127.0.0.1:0")
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +88,7 @@ def pages(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_ready_says_what_can_be_asked_where(all_services: tuple[Any, str], tiny_model: Path) -> None:
     (ready,) = [e for e in events(all_services[0]) if e["event"] == "ready"]
     assert (ready["model"], ready["recipe"]) == (tiny_model.name, "default")
-    assert [*ready["endpoints"]] == ["grpc", "http", "pages"]
+    assert [*ready["endpoints"]] == ["grpc", "http"]
     assert ready["endpoints"]["grpc"] == [all_services[1]]
     assert ready["next"][0] == f"fusionkv ingest --gateway {all_services[1]} CORPUS FOLDER", "as it has to be typed"
     # As a probe, again: a worker that gets no core for 2 s counts as not ready.

@@ -26,7 +26,7 @@ from tests.services import Launch, start_cache, start_gateway, start_worker, tok
 from tests.system.otlp import Receiver, receiving
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]
-HTTP, ADMIN = "fusionkv-gateway-http", "fusionkv-gateway-admin"
+HTTP = "fusionkv-gateway-http"
 # Of a line: a time, a level, a service, a logger and what is said.
 _LINE = re.compile(r"\S+ \S+ ([A-Z]+) \S+ (\S+): (.*)")
 _CALL = re.compile(r"(Generate|Ingest|List|Retrieve|Stats|Precompute|Delete|Move|Embed) [A-Z_]+ after ")
@@ -44,13 +44,13 @@ class Running:
         scraped = ("--metrics-listen", "127.0.0.1:0")
         cache = start_cache(launch, folder, *scraped, **more)
         worker = start_worker(launch, model, *scraped, cache=cache, **more)
-        ports = (*scraped, "--http-listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0", "--chunk-tokens", "64")
+        ports = (*scraped, "--http-listen", "127.0.0.1:0", "--chunk-tokens", "64")
         auth = (*tokens, "--auth-jwks", str(folder / "jwks"))
         auth = (*auth, "--auth-issuer", "https://issuer", "--auth-audience", "fusionkv")
         soon = ("--http-head-seconds", "1", "--http-body-seconds", "1", "--http-idle-seconds", "1")
-        front = start_gateway(launch, folder, worker, *ports, *auth, *soon, services=3, **more)
+        front = start_gateway(launch, folder, worker, *ports, *auth, *soon, services=2, **more)
         self.services = {"gateway": front, "fusion": worker, "kvcache": cache}
-        self.http, self.admin = front.addresses[HTTP][0], front.addresses[ADMIN][0]
+        self.http = front.addresses[HTTP][0]
         found = {name: re.search(r"metrics at http://(\S+)/metrics", s.log) for name, s in self.services.items()}
         self.metrics = {name: match[1] for name, match in found.items() if match}
 
@@ -89,13 +89,6 @@ def used(running: Running) -> None:
     wrong: list[dict[str, Any]] = [{"temperature": mark("x")}, {"model": mark("none")}, {"stop": [mark("x")] * 99}]
     for more in ({}, {"stream": True}, *wrong):
         httpx2.post(f"http://{running.http}/v1/chat/completions", json={**asked, **more}, headers=headers, timeout=60)
-    auth = ("any", running.operator)
-    page = httpx2.get(f"http://{running.admin}/", auth=auth, timeout=60)
-    assert mark("question") in page.text
-    for path in re.findall(r'href="(explain/[^"]+)"', page.text):
-        assert httpx2.get(f"http://{running.admin}/{path}", auth=auth, timeout=60).status_code == 200
-        assert httpx2.post(f"http://{running.admin}/{path}/full", auth=auth, timeout=60).status_code == 303
-    assert httpx2.get(f"http://{running.admin}/explain/{mark('id')}", auth=auth).status_code == 404
 
 
 def tokens() -> Iterator[str]:
@@ -142,24 +135,19 @@ def strange_calls(address: str, service: str, bearer: str) -> None:
 
 def attacked(running: Running) -> None:
     """Everything, by strangers and by callers whose client is broken."""
-    http = [
-        (address, data)
-        for address, token in ((running.http, running.app), (running.admin, running.operator))
-        for data in [*malformed(token.encode()).values(), *malformed().values()]
-    ]
+    http = [(running.http, data) for data in [*malformed(running.app.encode()).values(), *malformed().values()]]
     scraped = [(address, data, 0.2) for address in running.metrics.values() for data in malformed().values()]
     with ThreadPoolExecutor(16) as threads:
         list(threads.map(lambda one: send(*one), http))
         list(threads.map(lambda one: send(*one), scraped))
         called = [(service.address, name, running.operator) for name, service in running.services.items()]
         list(threads.map(lambda one: strange_calls(*one), called))
-        ports = [running.http, running.admin, *running.metrics.values(), *(at for at, _, _ in called)]
+        ports = [running.http, *running.metrics.values(), *(at for at, _, _ in called)]
         parts = [malformed()["bare LF"], b"GET /" + mark("part").encode(), b"", malformed()["body that ends early"]]
         list(threads.map(lambda one: reset(*one), [(port, part) for port in ports for part in parts]))
     for token in tokens():
-        for address, path in ((running.http, "/v1/models"), (running.admin, "/")):
-            reply = httpx2.get(f"http://{address}{path}", headers={"Authorization": f"Bearer {token}"})
-            assert reply.status_code == 401
+        reply = httpx2.get(f"http://{running.http}/v1/models", headers={"Authorization": f"Bearer {token}"})
+        assert reply.status_code == 401
 
 
 @pytest.mark.long

@@ -8,7 +8,6 @@ import itertools
 import json
 import mmap
 import os
-import re
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
@@ -18,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from aiohttp import ClientSession, web
+from aiohttp import web
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from fusionkv.fusion_worker.client import WorkerClient
@@ -254,24 +253,6 @@ async def test_workers_that_are_away_or_late(start: Start, decoder: Decoder, ope
     assert "fusion worker" in answer.summary.degraded_reason
     assert answer.summary.tokens_recomputed == answer.summary.context_tokens > 0
     assert "kv_transfer_params" not in decoder.bodies[-1]
-
-
-@pytest.mark.slow
-async def test_an_answer_that_no_worker_explains_has_no_page(
-    start: Start, decoder: Decoder, launch: Launch, tmp_path: Path
-) -> None:
-    worker = start("--cache", "none", "--prefill-bytes", "1000")
-    flags = ("--decode", "vllm", "--vllm-url", decoder.url, "--admin-listen", "127.0.0.1:0")
-    gateway = start_gateway(launch, tmp_path, worker, *flags, services=2)
-    async with AsyncClient(gateway.address, timeout=60) as client, ClientSession() as browser:
-        await ask(client, PASSAGES)
-        home = f"http://{gateway.addresses['fusionkv-gateway-admin'][0]}/"
-        async with browser.get(home) as reply:
-            (link,) = re.findall(r'href="(explain/\w+)"', await reply.text())
-        async with browser.get(home + link) as reply:
-            assert reply.status == 404
-            assert "no explanation: no worker computed its prompt" in await reply.text()
-    assert "unexpected error" not in gateway.log
 
 
 @pytest.mark.slow

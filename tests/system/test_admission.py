@@ -25,7 +25,7 @@ from tests.system.test_telemetry import scrape
 pytestmark = pytest.mark.system
 MIB = 1 << 20
 APP = secrets.token_urlsafe(32)
-HTTP, ADMIN = "fusionkv-gateway-http", "fusionkv-gateway-admin"
+HTTP = "fusionkv-gateway-http"
 EVERYWHERE = [health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR]
 SERVED = {
     "gateway": [gateway_pb2.DESCRIPTOR, *EVERYWHERE],
@@ -133,8 +133,8 @@ def services(
     metrics = ("--metrics-listen", "127.0.0.1:0")
     worker = start_worker(launch_module, reference_model, *metrics, cache=cache)
     tokens = token_flags(folder, token_entry(APP, "app"))
-    pages = ("--http-listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0")
-    gateway = start_gateway(launch_module, folder, worker, *tokens, *pages, *metrics, services=3)
+    flags = (*tokens, *metrics, "--http-listen", "127.0.0.1:0")
+    gateway = start_gateway(launch_module, folder, worker, *flags, services=2)
     with Client(gateway.address, token=APP, timeout=60) as client:
         client.ingest("c", "a.txt", "A page about a lake.")
         assert client.ask("c", "Which lake?", max_tokens=1).text
@@ -160,9 +160,8 @@ def head(method: str, path: str, *lines: str) -> bytes:
 
 
 ROUTES = [
-    (HTTP, "GET", "/health"), (HTTP, "GET", "/v1/models"), (HTTP, "GET", "/v1/models/c"),
-    (HTTP, "POST", "/v1/chat/completions"), (HTTP, "POST", "/v1/completions"), (HTTP, "POST", "/v1/embeddings"),
-    (HTTP, "POST", "/nothing"), (ADMIN, "GET", "/"), (ADMIN, "GET", "/explain/x"), (ADMIN, "POST", "/explain/x/full"),
+    ("GET", "/health"), ("GET", "/v1/models"), ("GET", "/v1/models/c"), ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"), ("POST", "/v1/embeddings"), ("POST", "/nothing"),
 ]  # fmt: skip
 LISTS = b"[" + b"[]," * (MIB * 5 // 4) + b"0]"
 WIDE = b'{"model":"c","messages":[' + b'{"role":"user","content":"x"},' * 100_000 + b"0]}"
@@ -182,13 +181,13 @@ def test_a_body_that_is_refused_costs_little(services: dict[str, Any], kind: str
     gateway = services["gateway"]
     lines, body, times = BODIES[kind]
     typed = lines if any("Type" in line for line in lines) else ("Content-Type: application/json", *lines)
-    for name, method, path in ROUTES:
+    for method, path in ROUTES:
         for who, shown in CREDENTIALS.items():
             cost, sent = Cost(gateway.process.pid), 0
             own = tuple(f"{key}: {value}" for key, value in shown)
             for _ in range(times):
                 request = head(method, path, *typed, *own, f"Content-Length: {len(body)}", "Connection: close")
-                with opened(gateway.addresses[name][0]) as connection:
+                with opened(gateway.addresses[HTTP][0]) as connection:
                     sent += offer(connection, request + body)
                     with contextlib.suppress(OSError):
                         said = connection.recv(100)
@@ -198,14 +197,14 @@ def test_a_body_that_is_refused_costs_little(services: dict[str, Any], kind: str
 
 def test_bodies_that_never_end_cost_little(services: dict[str, Any]) -> None:
     gateway = services["gateway"]
-    for name, method, path in ROUTES:
+    for method, path in ROUTES:
         for who, shown in CREDENTIALS.items():
             cost, sent = Cost(gateway.process.pid), 0
             own = tuple(f"{key}: {value}" for key, value in shown)
             request = head(method, path, "Content-Type: application/json", *own, f"Content-Length: {4 * MIB}")
             with contextlib.ExitStack() as stack:
                 for _ in range(40):
-                    connection = stack.enter_context(opened(gateway.addresses[name][0]))
+                    connection = stack.enter_context(opened(gateway.addresses[HTTP][0]))
                     connection.settimeout(0.02)
                     sent += offer(connection, request + bytes(4 * MIB - 1))
                 cost.check(f"unfinished {method} {path} {who}", sent, 16 * 4 + 48 if who == "app" else STRANGERS)
