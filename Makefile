@@ -17,11 +17,18 @@ help: ## Lists these commands
 .PHONY: setup
 setup: .venv/.packages .venv/.stubs build/tools/.done ## Virtual environment, packages, stubs, tools
 
-.venv/.packages: pyproject.toml constraints.txt setup.py scripts/setup.sh
-	@scripts/setup.sh python
+PACKAGES := pyproject.toml constraints.txt setup.py scripts/setup.sh
+
+.venv/.packages: $(PACKAGES)
+	@scripts/setup.sh tests
+	@touch .venv/.services $@
+
+# The demo needs no packages of the tests, which take twice as much room.
+.venv/.services: $(PACKAGES)
+	@scripts/setup.sh services
 	@touch $@
 
-.venv/.stubs: $(PROTOS) setup.py scripts/setup.sh | .venv/.packages
+.venv/.stubs: $(PROTOS) setup.py scripts/setup.sh | .venv/.services
 	@scripts/setup.sh stubs
 	@touch $@
 
@@ -31,7 +38,7 @@ build/tools/.done: scripts/setup.sh
 	@touch $@
 
 .PHONY: demo
-demo: setup ## Fetches SmolLM2, starts the three services, asks questions with full attention and with the default
+demo: .venv/.services .venv/.stubs ## Fetches SmolLM2, starts the three services, asks questions with full attention and with the default
 	@$(PY) examples/demo.py $(ARGS)
 
 .PHONY: cluster
@@ -63,7 +70,7 @@ format: setup ## Formats Python and protos
 	.venv/bin/buf format --write protos
 
 .PHONY: proto
-proto: .venv/.packages ## Regenerates the gRPC stubs
+proto: .venv/.services ## Regenerates the gRPC stubs
 	@scripts/setup.sh stubs
 	@touch .venv/.stubs
 

