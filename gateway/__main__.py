@@ -19,8 +19,8 @@ from fusionkv.protos.runtime.errors import ServiceError
 from fusionkv.protos.runtime.settings import extra
 
 if TYPE_CHECKING:
+    from fusionkv.gateway.application import Application
     from fusionkv.gateway.retrieval.base import Retrieval
-    from fusionkv.gateway.servicer import GatewayServicer
 
 # LanceDB's client for remote catalogues. Its package loads every call; LanceDB needs only some of its submodules.
 _CATALOGS = "lance_namespace_urllib3_client"
@@ -52,12 +52,13 @@ def main() -> int:
 
 
 async def _serve(config: GatewayConfig) -> None:
+    from fusionkv.gateway.application import Application
     from fusionkv.gateway.auth.tenants import Quotas, Tenants, read_key
     from fusionkv.gateway.embed.base import Embedder
     from fusionkv.gateway.embed.choose import open_embedder, open_reranker
     from fusionkv.gateway.pipeline import Engine
     from fusionkv.gateway.retrieval.base import HybridSearch
-    from fusionkv.gateway.servicer import SERVICE, GatewayServicer
+    from fusionkv.gateway.servicer import SERVICE, handlers
     from fusionkv.gateway.workers.workers import WorkerPool
 
     verifiers = _verifiers(config)
@@ -93,19 +94,19 @@ async def _serve(config: GatewayConfig) -> None:
         with extra("http", "decode = vllm"):
             from fusionkv.gateway.workers.vllm import VLLMEngine
         engine = VLLMEngine(workers, config)
-    servicer = GatewayServicer(config, tenants, workers, search, engine)
+    application = Application(config, tenants, workers, search, engine)
     memory_returner = asyncio.create_task(process.return_memory())
 
     await rpc.serve(
         "fusionkv-gateway",
         config.listen,
-        {SERVICE.full_name: rpc.handlers(SERVICE, servicer, admit=servicer.admitted)},
+        {SERVICE.full_name: handlers(application)},
         drain_seconds=config.drain_seconds,
-        on_drain=servicer.close,
-        ready=servicer.ready,
+        on_drain=application.close,
+        ready=application.ready,
         tls=config.server_tls,
         interceptors=[BearerInterceptor(bearer)] if bearer else [],
-        beside=_http(config, servicer, bearer),
+        beside=_http(config, application, bearer),
     )
     memory_returner.cancel()
 
@@ -143,12 +144,12 @@ async def _milvus(config: GatewayConfig, tenant: str) -> "Retrieval":
     return await MilvusRetrieval.open(config.milvus_url, tenant, token=token, database=config.milvus_database, ca=ca)
 
 
-def _http(config: GatewayConfig, servicer: "GatewayServicer", bearer: Bearer | None) -> list[rpc.Beside]:
+def _http(config: GatewayConfig, application: "Application", bearer: Bearer | None) -> list[rpc.Beside]:
     if not config.http_listen:
         return []
     with extra("http", "http_listen"):
         from fusionkv.gateway.http.server import HTTPServer
-    return [HTTPServer(config, servicer, bearer)]
+    return [HTTPServer(config, application, bearer)]
 
 
 def _verifiers(config: GatewayConfig) -> list[Verifier]:

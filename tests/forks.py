@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 # By service. Not lancedb itself, which starts threads, and those are not in a fork.
 IMPORTS = {
     "fusionkv.fusion_worker": ("fusionkv.fusion_worker.servicer",),
-    "fusionkv.gateway": ("fusionkv.gateway.servicer", "lance_namespace"),
+    "fusionkv.gateway": ("fusionkv.gateway.application", "lance_namespace"),
 }
 # What a service reads of its environment after the imports; a test that sets anything else has a process started.
 LATE = ("FUSIONKV_", "OTEL_", "PYTEST_", "PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR")

@@ -4,7 +4,6 @@ import asyncio
 import ipaddress
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
 from urllib.parse import urlsplit
 
 from aiohttp import HttpVersion11, web
@@ -26,7 +25,6 @@ _MAX_BODY = 4 << 20
 # As for gRPC connections: limits how long a client stays connected whose certificate is no longer trusted.
 _CONNECTION_SECONDS = 3600.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Admit = Callable[[], AbstractAsyncContextManager[None]]
 
 
 class Listener:
@@ -61,25 +59,15 @@ class Listener:
         """Adds a handler of POST. Call it before `start`."""
         self.app.router.add_post(path, handler, expect_handler=_expected)
 
-    def guarded(self, method: str, handler: Handler, admit: Admit = nullcontext) -> Handler:
-        """Requires a token that may call `method`, if calls require a token, and admits the call.
-
-        Both come before the body is read.
-
-        Args:
-            admit: open while the handler runs.
-        """
+    def guarded(self, method: str, handler: Handler) -> Handler:
+        """Requires a token that may call `method`, if calls require a token, before the body is read."""
 
         async def guarded(request: web.Request) -> web.StreamResponse:
             if self._bearer is None:
                 check_site(request, self._origins)
             else:
                 CALLER.set(await self._bearer.admit(request.headers.getall("Authorization", []), method))
-            try:
-                async with admit():
-                    return await _counted(handler, request)
-            except _Refusal as refused:
-                raise refused.response from None
+            return await handler(request)
 
         return guarded
 
@@ -224,21 +212,6 @@ def _is_local(host: str) -> bool:
     except ValueError:
         return host == "localhost" or host.endswith(".localhost")
     return (getattr(address, "ipv4_mapped", None) or address).is_loopback
-
-
-class _Refusal(InvalidArgument):
-    """A refusal by its HTTP status, as an error that is counted as the caller's."""
-
-    def __init__(self, response: web.HTTPException) -> None:
-        super().__init__(response.reason)
-        self.response = response
-
-
-async def _counted(handler: Handler, request: web.Request) -> web.StreamResponse:
-    try:
-        return await handler(request)
-    except web.HTTPException as response:
-        raise _Refusal(response) from None
 
 
 async def _expected(request: web.Request) -> None:

@@ -4,26 +4,28 @@ import asyncio
 import contextlib
 import gc
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Any
 
 from aiohttp import web
 
+from fusionkv.gateway.application import Application
 from fusionkv.gateway.auth.access import GATEWAY, Bearer
+from fusionkv.gateway.auth.admission import AdmittedCall
 from fusionkv.gateway.client import results
 from fusionkv.gateway.client.results import Event
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.http import replies, requests
 from fusionkv.gateway.http.listener import Handler, Listener
 from fusionkv.gateway.retrieval.base import no_corpus
-from fusionkv.gateway.servicer import GatewayServicer
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import InvalidArgument
 
 _PAGE = 1000
 # X-Accel-Buffering tells nginx to pass events on at once.
 _STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+CallHandler = Callable[[web.Request, AdmittedCall], Awaitable[web.StreamResponse]]
 
 
 class HTTPServer(Listener):
@@ -31,9 +33,9 @@ class HTTPServer(Listener):
 
     name = "fusionkv-gateway-http"
 
-    def __init__(self, config: GatewayConfig, servicer: GatewayServicer, bearer: Bearer | None) -> None:
+    def __init__(self, config: GatewayConfig, application: Application, bearer: Bearer | None) -> None:
         super().__init__(config.http_listen, config, bearer, config.http_allowed_origins)
-        self._servicer = servicer
+        self._application = application
         # Names of Kubernetes; vLLM's /health fails when its engine can't answer.
         self.get("/livez", self._alive)
         for path in ("/readyz", "/health"):
@@ -44,10 +46,17 @@ class HTTPServer(Listener):
         self.post("/v1/completions", self._admitted("Generate", partial(self._complete, True)))
         self.post("/v1/embeddings", self._admitted("Embed", self._embed, like="Retrieve"))
 
-    def _admitted(self, method: str, handler: Handler, *, like: str = "") -> Handler:
-        """A handler that is admitted as a call of `method`, by those who may call the RPC `like`, or `method`."""
-        admit = partial(self._servicer.admitted, method)
-        return self.guarded(GATEWAY + (like or method), handler, admit=admit)
+    def _admitted(self, method: str, handler: CallHandler, *, like: str = "") -> Handler:
+        """A handler of admitted calls of `method`, from those who may call the RPC `like`, or `method`."""
+
+        async def admitted(request: web.Request) -> web.StreamResponse:
+            try:
+                async with self._application.admission.admitted(method) as call:
+                    return await _counted(handler, request, call)
+            except _Refusal as refusal:
+                raise refusal.response from None
+
+        return self.guarded(GATEWAY + (like or method), admitted)
 
     def failed(self, error: Exception) -> web.Response:
         if isinstance(error, web.HTTPException):
@@ -64,13 +73,13 @@ class HTTPServer(Listener):
 
     async def _ready(self, request: web.Request) -> web.Response:
         """Reports whether questions would be answered, to probes without a token."""
-        if await self._servicer.ready():
+        if await self._application.ready():
             return web.json_response({"status": "ok"})
         return web.json_response({"status": "not ready"}, status=503)
 
-    async def _complete(self, text: bool, request: web.Request) -> web.StreamResponse:
+    async def _complete(self, text: bool, request: web.Request, call: AdmittedCall) -> web.StreamResponse:
         completion = requests.completion(await self._json(request), text, self._config.max_top_k)
-        async with contextlib.aclosing(self._servicer.Generate(completion.request, None)) as responses:
+        async with contextlib.aclosing(self._application.generate(call, completion.request)) as responses:
             events = (results.event(response) async for response in responses)
             if completion.stream:
                 return await self._stream(request, completion, events)
@@ -96,32 +105,32 @@ class HTTPServer(Listener):
         await response.write_eof()
         return response
 
-    async def _embed(self, request: web.Request) -> web.Response:
+    async def _embed(self, request: web.Request, call: AdmittedCall) -> web.Response:
         embedding = requests.embeddings(await self._json(request))
         asked = embedding.texts, embedding.model, embedding.dimensions
         try:
-            vectors, model, tokens = await self._servicer.embed(*asked, None)
+            vectors, model, tokens = await self._application.embed(call, *asked)
         except InvalidArgument as error:
             raise requests.BadRequest(str(error), "dimensions") from error
         body = await asyncio.to_thread(replies.embeddings, embedding, vectors, model, tokens)
         return web.Response(body=body, content_type="application/json", charset="utf-8")
 
-    async def _models(self, request: web.Request) -> web.Response:
-        return web.json_response(replies.models(await self._corpora()))
+    async def _models(self, request: web.Request, call: AdmittedCall) -> web.Response:
+        return web.json_response(replies.models(await self._corpora(call)))
 
-    async def _model(self, request: web.Request) -> web.Response:
+    async def _model(self, request: web.Request, call: AdmittedCall) -> web.Response:
         name = request.match_info["model"]
-        for item in await self._corpora():
+        for item in await self._corpora(call):
             if item.name == name:
                 return web.json_response(replies.model(item))
         raise no_corpus(name[:80])
 
-    async def _corpora(self) -> list[pb.Item]:
+    async def _corpora(self, call: AdmittedCall) -> list[pb.Item]:
         """All corpora, preceded by NO_CORPUS."""
         items = [pb.Item(name=requests.NO_CORPUS)]
         token = ""
         while True:
-            page = await self._servicer.List(pb.ListRequest(page_size=_PAGE, page_token=token), None)
+            page = await self._application.list(call, pb.ListRequest(page_size=_PAGE, page_token=token))
             items.extend(page.items)
             token = page.next_page_token
             if not token:
@@ -129,6 +138,21 @@ class HTTPServer(Listener):
 
     async def _json(self, request: web.Request) -> Any:
         return parse(await self.body(request, "application/json"))
+
+
+class _Refusal(InvalidArgument):
+    """A refusal by its HTTP status, as an error that is counted as the caller's."""
+
+    def __init__(self, response: web.HTTPException) -> None:
+        super().__init__(response.reason)
+        self.response = response
+
+
+async def _counted(handler: CallHandler, request: web.Request, call: AdmittedCall) -> web.StreamResponse:
+    try:
+        return await handler(request, call)
+    except web.HTTPException as response:
+        raise _Refusal(response) from None
 
 
 def parse(body: bytes) -> Any:

@@ -14,8 +14,9 @@ import grpc
 from fusionkv.protos.observe import rejected
 from fusionkv.protos.runtime.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 
-# Receives the name of a method; open while a call of it runs. Raises ServiceError to refuse the call.
-Admit: TypeAlias = "Callable[[str], contextlib.AbstractAsyncContextManager[Any]]"
+# Receives the name of a method and the context of a call of it; open while the call runs, with what its method
+# receives. Raises ServiceError to refuse the call.
+Admit: TypeAlias = "Callable[[str, grpc.aio.ServicerContext], contextlib.AbstractAsyncContextManager[Any]]"
 # Messages that arrive at the same time: of probes, whose callers are unknown, and of all other calls together.
 PLACES, PROBE_PLACES = 16, 2
 # Seconds in which a message must have arrived; the second limit holds while other calls wait for a place.

@@ -17,6 +17,7 @@ from google.protobuf import descriptor, message_factory
 from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health, health_pb2
 
+from fusionkv.protos.deadline import NO_DEADLINE, Deadline
 from fusionkv.protos.observe import logs, rejected, telemetry
 from fusionkv.protos.runtime import errors, fields, process
 from fusionkv.protos.runtime.admission import PROBE_PLACES, Admit, Arrivals, following, write
@@ -40,7 +41,7 @@ _MAX_RESPONSE_BYTES = 64 << 20
 _MAX_FIELDS = 1 << 16
 _OPTIONS = [("grpc.max_send_message_length", _MAX_RESPONSE_BYTES)]
 # Seconds. A longer deadline counts as none.
-_NO_DEADLINE = 1e6
+_LONGEST = 1e6
 _CLIENT_OPTIONS = [
     *_OPTIONS,
     # Services call each other directly; gRPC would send even loopback calls to $http_proxy.
@@ -191,16 +192,16 @@ class Call(Protocol):
         ...
 
 
-def time_remaining(call: Call | None) -> float | None:
-    """Seconds until the caller's deadline; None without one, as for a caller in this process (`call` is None).
+def deadline(call: Call | None) -> Deadline:
+    """The caller's deadline; a caller in this process (`call` is None) has none.
 
     gRPC subtracts two readings of the wall clock, and a clock that jumps between them leaves nothing or a day (28 of
     13,759 readings while the clock jumped every 0.5 ms). gRPC itself ends a call at its deadline by a clock that does
     not jump, so the longer of two answers is safe.
     """
     readings = [call.time_remaining() for _ in range(2)] if call else []
-    longest = max((seconds for seconds in readings if seconds is not None), default=_NO_DEADLINE)
-    return longest if longest < _NO_DEADLINE else None
+    longest = max((seconds for seconds in readings if seconds is not None), default=_LONGEST)
+    return Deadline.after(longest) if longest < _LONGEST else NO_DEADLINE
 
 
 def handlers(
@@ -209,14 +210,15 @@ def handlers(
     deserialisers: Mapping[str, Deserialiser] | None = None,
     serialisers: Mapping[str, Callable[[Any], bytes]] | None = None,
     *,
-    admit: Admit = lambda method: contextlib.nullcontext(),
+    admit: Admit = lambda method, context: contextlib.nullcontext(context),
     arrivals: Arrivals | None = None,
 ) -> grpc.GenericRpcHandler:
     """Binds a servicer's methods to a service by name.
 
     Args:
         deserialisers: used instead of protobuf's for some methods, as are `serialisers`.
-        admit: entered with a method's name before a call's message is read.
+        admit: entered before a call's message is read. What it yields, by default the context, is the second argument
+            of the servicer's method.
         arrivals: where messages are read; all services share the places by default.
     """
     table = {}
@@ -264,16 +266,16 @@ def _reader(parse: Deserialiser) -> Deserialiser:
 async def _called(
     method: descriptor.MethodDescriptor, arrivals: Arrivals, admit: Admit, context: grpc.aio.ServicerContext
 ) -> AsyncIterator[Any]:
-    """Admits a call, and then reads its message; yields it, or the stream that it begins."""
-    async with admit(method.name):
+    """Admits a call, and then reads its message; yields it, or the stream that it begins, and the admitted call."""
+    async with admit(method.name, context) as call:
         first = await arrivals.message(context)
         if not method.client_streaming:
             if first is grpc.aio.EOF:
                 raise InvalidArgument("the call ended without a message")
-            yield first
+            yield first, call
             return
         async with contextlib.aclosing(following(first, context)) as requests:
-            yield requests
+            yield requests, call
 
 
 def _with_status(method: Callable[..., Any], called: Callable[..., Any], streams: bool) -> Callable[..., Any]:
@@ -282,8 +284,8 @@ def _with_status(method: Callable[..., Any], called: Callable[..., Any], streams
     @contextlib.asynccontextmanager
     async def reported(context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         try:
-            async with called(context) as request:
-                yield request
+            async with called(context) as arguments:
+                yield arguments
         except grpc.aio.AbortError:
             raise
         except Exception as error:
@@ -294,12 +296,12 @@ def _with_status(method: Callable[..., Any], called: Callable[..., Any], streams
             await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}")
 
     async def unary(_: object, context: grpc.aio.ServicerContext) -> Any:
-        async with reported(context) as request:
-            return await method(request, context)
+        async with reported(context) as arguments:
+            return await method(*arguments)
 
     async def stream(_: object, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         """Writes to the context, in order to limit the wait for the client, and yields nothing."""
-        async with reported(context) as request, contextlib.aclosing(method(request, context)) as responses:
+        async with reported(context) as arguments, contextlib.aclosing(method(*arguments)) as responses:
             async for response in responses:
                 await write(context, response)
         if False:

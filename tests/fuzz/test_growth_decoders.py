@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusionkv.gateway import plan, servicer
+from fusionkv.gateway import plan
 from fusionkv.gateway.auth.access import Bearer
 from fusionkv.gateway.auth.tenants import Quotas
 from fusionkv.gateway.auth.verifiers import StaticTokens
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.http import requests
 from fusionkv.gateway.http.server import parse
-from fusionkv.gateway.retrieval import base, milvus_rows
+from fusionkv.gateway.retrieval import base, milvus_rows, page_tokens
 from fusionkv.gateway.retrieval.base import Chunk
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 from fusionkv.gateway.tokens import ModelIdentity
@@ -100,7 +100,7 @@ def test_bytes(name: str) -> None:
 
 
 def listed(token: str) -> str:
-    return servicer.listed_to("tenant", "corpus", token)
+    return page_tokens.decode("tenant", "corpus", token)
 
 
 @pytest.mark.parametrize(

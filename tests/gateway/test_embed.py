@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 
 from fusionkv.fusion_worker.library import cache
+from fusionkv.gateway.application import Application
 from fusionkv.gateway.auth.tenants import Quotas, Tenants
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.embed import choose, local
@@ -22,7 +23,6 @@ from fusionkv.gateway.embed.models import CrossEncoder, SentenceModel, Unsupport
 from fusionkv.gateway.embed.url import URLEmbedder, URLReranker
 from fusionkv.gateway.retrieval.base import HybridSearch
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
-from fusionkv.gateway.servicer import GatewayServicer
 from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.runtime.errors import (
     FailedPrecondition,
@@ -240,9 +240,9 @@ async def test_a_server_that_takes_few_texts_a_call_gets_few(endpoint: Endpoint,
     await reranker.close()
 
 
-async def embed(servicer: GatewayServicer, texts: list[str], dimensions: int) -> tuple[Any, str, int]:
-    async with servicer.admitted("Embed"):
-        return await servicer.embed(texts, "", dimensions, None)
+async def embed(application: Application, texts: list[str], dimensions: int) -> tuple[Any, str, int]:
+    async with application.admission.admitted("Embed") as call:
+        return await application.embed(call, texts, "", dimensions)
 
 
 async def test_texts_that_were_not_embedded_cost_no_quota(endpoint: Endpoint, tmp_path: Path) -> None:
@@ -250,19 +250,19 @@ async def test_texts_that_were_not_embedded_cost_no_quota(endpoint: Endpoint, tm
     config, workers = GatewayConfig(), WorkerPool(["127.0.0.1:1"])
     tenants = Tenants("", b"", Quotas(tmp_path / "quotas"), lambda name: EmbeddedRetrieval.open(tmp_path / "own"))
     search = HybridSearch(config, await URLEmbedder.open(endpoint.url, "", ""))
-    servicer = GatewayServicer(config, tenants, workers, None, search, workers)
+    application = Application(config, tenants, workers, search, workers)
     for endpoint.status, error in ((500, Unavailable), (429, ResourceExhausted)):
         with pytest.raises(error, match=f"status {endpoint.status}"):
-            await embed(servicer, ["x" * 80], 0)
+            await embed(application, ["x" * 80], 0)
     endpoint.status = 200
     asked = len(endpoint.said)
     with pytest.raises(InvalidArgument, match="supports only 4 dimensions"):
-        await embed(servicer, ["x" * 80], 5)
+        await embed(application, ["x" * 80], 5)
     assert len(endpoint.said) == asked
-    assert (await embed(servicer, ["x" * 80], 4))[2] == 20
+    assert (await embed(application, ["x" * 80], 4))[2] == 20
     with pytest.raises(ResourceExhausted, match="quota of 20 tokens"):
-        await embed(servicer, ["x"], 0)
-    await servicer.close()
+        await embed(application, ["x"], 0)
+    await application.close()
 
 
 async def test_a_reranker_behind_a_url(endpoint: Endpoint) -> None:

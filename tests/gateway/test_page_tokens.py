@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusionkv.gateway.client.client import Client
+from fusionkv.gateway.retrieval import page_tokens
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
-from fusionkv.gateway.servicer import listed_to, page_token
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.gateway.v1 import gateway_pb2_grpc
 from fusionkv.protos.runtime import rpc
@@ -25,15 +25,15 @@ TENANTS = ("acme", "other")
 
 @given(st.text(st.characters(codec="utf-8"), min_size=1, max_size=100), st.integers(0, 10_000), st.integers(1, 255))
 def test_a_token_is_good_unchanged_alone(name: str, place: int, change: int) -> None:
-    token = page_token("acme", "c", name)
-    assert listed_to("acme", "c", token) == name
+    token = page_tokens.encode("acme", "c", name)
+    assert page_tokens.decode("acme", "c", token) == name
     other = bytearray.fromhex(token)
     other[place % len(other)] ^= change
     changed = [("acme", "c", tried) for tried in (other.hex(), token[:-2], token + "00")]
     of_others = [("other", "c", token), ("", "c", token), ("acme", "d", token), ("acme", "", token)]
     for tenant, corpus, tried in (*changed, *of_others):
         with pytest.raises(InvalidArgument, match="bad page token"):
-            listed_to(tenant, corpus, tried)
+            page_tokens.decode(tenant, corpus, tried)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.gateway.client.client import Client
 from fusionkv.gateway.config import GatewayConfig
+from fusionkv.protos.deadline import NO_DEADLINE
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.kvcache.v1 import kvcache_pb2_grpc
 from fusionkv.protos.runtime import errors, process, rpc
@@ -286,8 +287,8 @@ def test_a_clock_that_jumps_leaves_a_call_its_time(readings: tuple[float, float]
         def time_remaining(self) -> float | None:
             return next(self._readings)
 
-    assert rpc.time_remaining(Call()) == seconds
-    assert rpc.time_remaining(None) is None
+    assert rpc.deadline(Call()).timeout() == (seconds and pytest.approx(seconds, abs=1.0))
+    assert rpc.deadline(None) == NO_DEADLINE
 
 
 @pytest.mark.parametrize("name", ["a b", "c%2F", "é", "100%", "a b; c%2F é"])

@@ -271,7 +271,7 @@ def test_the_log_is_json_with_one_line_a_request(run: Run) -> None:
     # Faults belong to no request: the one that met them says so itself, as `degraded`.
     assert "the cache failed; the prompt is prefilled in full" in "".join(line["message"] for line in run.log)
     lines = [line for line in run.log if "trace_id" in line and line["logger"] != "fusionkv.gateway.auth.tenants"]
-    assert {line["logger"] for line in lines} == {"fusionkv.gateway.servicer"}
+    assert {line["logger"] for line in lines} == {"fusionkv.gateway.auth.admission"}
     assert len({line["trace_id"] for line in lines}) == len(lines)
     by_trace = {line["trace_id"]: line for line in lines}
     for summary in run.summaries.values():
