@@ -20,13 +20,14 @@ VERSIONS = ("1.27", "1.33", "1.37")
 CONFIGS: dict[str, Any] = {"kvcache": CacheConfig, "worker": WorkerConfig, "gateway": GatewayConfig}
 COMPONENT = "app.kubernetes.io/component"
 PORTS = {"kvcache": 7070, "worker": 7071, "gateway": 7072}
-_CHART = Path(__file__).parent.parent.parent / "k8s/fusionkv"
+CHART = Path(__file__).parent.parent.parent / "k8s/fusionkv"
+EXAMPLES = sorted((CHART.parent / "examples").glob("*.yaml"))
 
 
-def template(helm: str, folder: Path, values: Any, version: str = VERSIONS[-1]) -> list[Any]:
+def template(helm: str, folder: Path, values: Any, version: str = VERSIONS[-1], chart: Path = CHART) -> list[Any]:
     """The objects of a release `rel` in the namespace `ns`. ValueError with what helm says if it refuses them."""
     (folder / "values.yaml").write_text(yaml.safe_dump(values))
-    command = [helm, "template", "rel", str(_CHART), "-n", "ns", "--kube-version", version]
+    command = [helm, "template", "rel", str(chart), "-n", "ns", "--kube-version", version]
     done = subprocess.run([*command, "-f", str(folder / "values.yaml")], capture_output=True, text=True)
     if done.returncode != 0:
         raise ValueError(done.stderr)
@@ -36,7 +37,7 @@ def template(helm: str, folder: Path, values: Any, version: str = VERSIONS[-1]) 
 def notes(helm: str, folder: Path, *flags: str) -> str:
     """What helm tells after an installation, in one line: only with a cluster, so an object is made of it."""
     chart = folder / "chart"
-    shutil.copytree(_CHART, chart)
+    shutil.copytree(CHART, chart)
     text = chart / "templates/NOTES.txt"
     defined = f'{{{{ define "notes" }}}}{text.read_text()}{{{{ end }}}}'
     text.with_name("notes.yaml").write_text(defined + 'kind: Notes\ntext: {{ include "notes" . | quote }}')
@@ -85,6 +86,10 @@ class Objects(dict[str, dict[str, Any]]):
     def __init__(self, documents: Iterable[Any]) -> None:
         for document in documents:
             self.setdefault(document["kind"], {})[document["metadata"]["name"].removeprefix("rel-")] = document
+
+    @property
+    def documents(self) -> Iterable[Any]:
+        return (document for named in self.values() for document in named.values())
 
     @property
     def workloads(self) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """What the chart brings besides its workloads: jobs, autoscaling, a route, and values to start from."""
 
+import os
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,9 @@ import yaml
 
 from fusionkv.gateway.cli import main as cli
 from fusionkv.protos.runtime import settings
-from tests.deploy.rendering import COMPONENT, CONFIGS, VERSIONS, Objects, Render, confined, env_of
+from tests.deploy.rendering import COMPONENT, CONFIGS, EXAMPLES, VERSIONS, Objects, Render, confined, env_of
 
 pytestmark = pytest.mark.slow
-
-EXAMPLES = sorted((Path(__file__).parents[2] / "k8s/examples").glob("*.yaml"))
 
 
 def parsed(command: list[str]) -> Any:
@@ -76,25 +76,72 @@ def test_only_workers_get_the_keys_that_entries_are_signed_with(render: Render, 
 
 
 def test_a_model_is_fetched_into_the_claim_that_workers_read(render: Render) -> None:
-    download = {"repo": "Qwen/Qwen2.5-0.5B", "revision": "v1", "secret": "hub", "accessMode": "ReadWriteOnce"}
-    found = render({"worker": {"model": {"claim": "weights", "path": "q", "download": download}}})
-    ((name, job),) = found["Job"].items()
-    fetching = container(job)
-    assert fetching["image"] == "fusionkv-worker:0.2.0"
-    wanted = ["hf", "download", "Qwen/Qwen2.5-0.5B", "--revision", "v1", "--local-dir", "/models/q"]
-    assert fetching["command"] == wanted
+    model = {"uri": "hf://Qwen/Qwen2.5-0.5B@v1", "secret": "hub", "storage": {"accessMode": "ReadWriteOnce"}}
+    found = render({"worker": {"model": model}})
+    assert "Job" not in found, "a job can't be changed"
+    pod = found.pod("worker")
+    confined(pod)
+    (fetching,) = pod["initContainers"]
+    assert fetching["image"] == pod["containers"][0]["image"]
     env = {e["name"]: e for e in fetching["env"]}
     # The image says otherwise.
     assert env["HF_HUB_OFFLINE"]["value"] == "0"
     assert env["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "hub", "key": "token"}
-    claim = found["PersistentVolumeClaim"]["weights"]
+    claim = found["PersistentVolumeClaim"]["model"]
     assert claim["spec"]["accessModes"] == ["ReadWriteOnce"]
     assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
-    assert found.config("worker").model == Path("/models/q")
-    # A job can't be changed: another model is another job.
-    other = render({"worker": {"model": {"download": {**download, "revision": "v2"}}}})
-    assert name not in other["Job"]
-    assert "Job" not in render({})
+    (volume,) = [v for v in pod["volumes"] if v["name"] == "models"]
+    assert volume["persistentVolumeClaim"] == {"claimName": "rel-model"}
+    mounts = [
+        next(m for m in each["volumeMounts"] if m["name"] == "models") for each in (fetching, *pod["containers"])
+    ]
+    assert [mount.get("readOnly", False) for mount in mounts] == [False, True]
+    assert found.config("worker").model == Path("/models/v1/Qwen/Qwen2.5-0.5B")
+    assert found.traffic("worker")[1] == {53: [], 443: [], 7070: ["kvcache"]}
+    held = render({"worker": {"model": {**model, "storage": {"existingClaim": "weights"}}}})
+    assert "model" not in held["PersistentVolumeClaim"]
+    (volume,) = [v for v in held.pod("worker")["volumes"] if v["name"] == "models"]
+    assert volume["persistentVolumeClaim"] == {"claimName": "weights"}
+
+
+def test_a_model_that_is_there_is_not_fetched_again(render: Render, tmp_path: Path) -> None:
+    """The command of the init container, with a download that fails, then one that succeeds, then none."""
+    (fetching,) = render({"worker": {"model": {"uri": "hf://o/m"}}}).pod("worker")["initContainers"]
+    command = [word.replace("/models/", f"{tmp_path}/models/") for word in fetching["command"]]
+    program = tmp_path / "bin/hf"
+    program.parent.mkdir()
+    for status, calls in ((1, 1), (0, 2), (0, 2)):
+        program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nmkdir -p "$6"\nexit {status}\n')
+        program.chmod(0o755)
+        done = subprocess.run(command, env={"PATH": f"{program.parent}:{os.environ['PATH']}"})
+        assert done.returncode == status
+        lines = (tmp_path / "calls").read_text().splitlines()
+        assert lines == [f"download o/m --revision main --local-dir {tmp_path}/models/main/o/m"] * calls
+
+
+def test_a_model_of_a_claim_is_only_read(render: Render) -> None:
+    found = render({"worker": {"model": {"uri": "pvc://weights/a/b"}}})
+    pod = found.pod("worker")
+    assert "initContainers" not in pod
+    assert found.config("worker").model == Path("/models/a/b")
+    (volume,) = [v for v in pod["volumes"] if v["name"] == "models"]
+    assert volume["persistentVolumeClaim"] == {"claimName": "weights", "readOnly": True}
+    assert set(found["PersistentVolumeClaim"]) == {"gateway"}
+    assert 443 not in found.traffic("worker")[1]
+
+
+def test_corpora_outlive_a_release(render: Render) -> None:
+    found = render({})
+    assert found["PersistentVolumeClaim"]["gateway"]["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    held = render({"gateway": {"storage": {"existingClaim": "corpora"}}})
+    assert "PersistentVolumeClaim" not in held
+    for made, claim in ((found, "rel-gateway"), (held, "corpora")):
+        (volume,) = [v for v in made.pod("gateway")["volumes"] if v["name"] == "data"]
+        assert volume["persistentVolumeClaim"] == {"claimName": claim}
+    # Of a StatefulSet, Kubernetes keeps the volumes.
+    kept = render({"milvus": {"enabled": True}})
+    for name in ("kvcache", "milvus"):
+        assert "persistentVolumeClaimRetentionPolicy" not in kept["StatefulSet"][name]["spec"]
 
 
 def test_corpora_are_encoded_one_an_index(render: Render) -> None:
@@ -132,7 +179,7 @@ def on_ray(render: Render) -> Render:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_encoders_on_ray_are_as_workers_are(on_ray: Render, root: Path, version: str, gpus: int, image: str) -> None:
     config = {"store": "int8", "signing_keys": "/etc/fusionkv/signing.keys"}
-    worker = {"gpu": {"count": gpus}, "secret": "keys", "config": config, "model": {"path": "q"}}
+    worker = {"gpu": {"count": gpus}, "secret": "keys", "config": config, "model": {"uri": "pvc://m/q"}}
     found = on_ray({"worker": worker, "certManager": {"enabled": True}}, version)
     assert "Job" not in found
     (job,) = found["RayJob"].values()

@@ -51,14 +51,14 @@ def test_the_gateway_has_it_decode(render: Render, root: Path) -> None:
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"] == {"path": "/health", "port": "http"}
     # KV of another model, or of another dtype, would be refused.
-    assert container["command"][2] == str(worker.model) == "/models/qwen2.5-7b-instruct"
+    assert container["command"][2] == str(worker.model) == "/models/main/Qwen/Qwen2.5-7B-Instruct"
     assert flags(found)["--dtype"] == worker.dtype == "bfloat16"
     assert worker.prefill_bytes == 8 << 30
     claims = [
         [v["persistentVolumeClaim"] for v in each["volumes"] if v["name"] == "models"]
         for each in (pod["spec"], found.pod("worker"))
     ]
-    assert claims == [[{"claimName": "fusionkv-models", "readOnly": True}]] * 2
+    assert claims == [[{"claimName": "rel-model"}]] * 2
     assert flags(found)["--max-model-len"] == "32768"
 
 

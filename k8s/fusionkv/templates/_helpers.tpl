@@ -75,6 +75,66 @@ http://{{ include "fusionkv.fullname" (dict "root" . "name" "vllm") }}:8000
 {{- end }}
 {{- end }}
 
+{{/* Where the model is: the claim, the directory in it, and of a model of the hub its repo and revision. */}}
+{{- define "fusionkv.model" -}}
+{{- $model := .Values.worker.model -}}
+{{- if hasPrefix "pvc://" $model.uri -}}
+{{- $parts := regexSplit "/" (trimPrefix "pvc://" $model.uri) 2 -}}
+claim: {{ index $parts 0 }}
+path: {{ index $parts 1 }}
+{{- else -}}
+{{- $parts := regexSplit "@" (trimPrefix "hf://" $model.uri) 2 -}}
+{{- $revision := ternary (last $parts) "main" (eq (len $parts) 2) -}}
+claim: {{ $model.storage.existingClaim | default (include "fusionkv.fullname" (dict "root" . "name" "model")) }}
+{{- /* A revision in a directory of its own: workers that still run read the files of theirs. */}}
+path: {{ $revision }}/{{ index $parts 0 }}
+repo: {{ index $parts 0 }}
+revision: {{ $revision }}
+{{- end }}
+{{- end }}
+
+{{/* The init container that downloads a model of the hub, unless it is there; with `resources` of the pod's container. */}}
+{{- define "fusionkv.download" -}}
+{{- $worker := .root.Values.worker -}}
+{{- $model := include "fusionkv.model" .root | fromYaml -}}
+{{- $image := ternary (printf "%s-gpu" $worker.image) $worker.image (gt (int $worker.gpu.count) 0) -}}
+{{- $path := printf "/models/%s" $model.path -}}
+- name: model
+  image: {{ include "fusionkv.image" (dict "root" .root "image" $image) }}
+  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  {{- /* The owner of its files is the same in every pod that downloads. */}}
+  securityContext:
+    runAsUser: 10001
+    {{- include "fusionkv.containerSecurity" . | nindent 4 }}
+  # The mark says that the download is complete: no start after it needs the hub.
+  command:
+    - sh
+    - -euc
+    - test -e "$1/.complete" || { hf download "$2" --revision "$3" --local-dir "$1" && touch "$1/.complete"; }
+    - sh
+    - {{ $path | quote }}
+    - {{ $model.repo | quote }}
+    - {{ $model.revision | quote }}
+  env:
+    - {name: HF_HUB_OFFLINE, value: "0"}
+    - {name: HF_HOME, value: /tmp/hf}
+    {{- with $worker.model.secret }}
+    - name: HF_TOKEN
+      valueFrom: {secretKeyRef: {name: {{ . }}, key: token}}
+    {{- end }}
+  resources: {{- toYaml .resources | nindent 4 }}
+  volumeMounts:
+    - {name: models, mountPath: /models}
+    - {name: tmp, mountPath: /tmp}
+{{- end }}
+
+{{/* The volume that the model is in, which only a download writes. */}}
+{{- define "fusionkv.modelVolume" -}}
+{{- $model := include "fusionkv.model" . | fromYaml -}}
+- name: models
+  persistentVolumeClaim: {claimName: {{ $model.claim }}{{ if not $model.repo }}, readOnly: true{{ end }}}
+{{- end }}
+
 {{/* Not empty where the service speaks TLS. */}}
 {{- define "fusionkv.speaksTLS" -}}
 {{- if .root.Values.certManager.enabled }}yes{{ else }}{{ (index .root.Values .name).config.tls_cert | default "" }}{{ end }}
@@ -165,12 +225,12 @@ http://{{ include "fusionkv.fullname" (dict "root" . "name" "vllm") }}:8000
 {{- end }}
 {{- end }}
 
-{{/* A pod template: `root`, `name`, `port`, `image`, `env` (own settings), `startup` (seconds), `volumes`, `mounts`, `limits`, `http` (port). */}}
+{{/* A pod template: `root`, `name`, `port`, `image`, `env` (own settings), `startup` (seconds), `volumes`, `mounts`, `limits`, `http` (port), `init` (containers). */}}
 {{- define "fusionkv.pod" -}}
 {{- $values := index .root.Values .name -}}
 {{- $section := upper .name -}}
 metadata:
-  labels: {{- include "fusionkv.labels" . | nindent 4 }}
+  labels: {{- include "fusionkv.selector" . | nindent 4 }}
 spec:
   serviceAccountName: {{ include "fusionkv.fullname" . }}
   automountServiceAccountToken: false
@@ -197,6 +257,9 @@ spec:
             topologyKey: kubernetes.io/hostname
             labelSelector:
               matchLabels: {{- include "fusionkv.selector" . | nindent 16 }}
+  {{- with .init }}
+  initContainers: {{- . | nindent 4 }}
+  {{- end }}
   containers:
     - name: {{ .name }}
       image: {{ include "fusionkv.image" . }}
@@ -316,12 +379,22 @@ automountServiceAccountToken: false
 
 {{/* A claim's spec from `storage` values. */}}
 {{- define "fusionkv.claim" -}}
-accessModes: [ReadWriteOnce]
+accessModes: [{{ .accessMode | default "ReadWriteOnce" }}]
 {{- with .className }}
 storageClassName: {{ . }}
 {{- end }}
 resources:
   requests: {storage: {{ .size }}}
+{{- end }}
+
+{{/* A claim that outlives the release, which `helm uninstall` would delete with what is in it: `root`, `name`, `storage`. */}}
+{{- define "fusionkv.keptClaim" -}}
+apiVersion: v1
+kind: PersistentVolumeClaim
+metadata:
+  {{- include "fusionkv.metadata" . | nindent 2 }}
+  annotations: {helm.sh/resource-policy: keep}
+spec: {{- include "fusionkv.claim" .storage | nindent 2 }}
 {{- end }}
 
 {{/* Egress that every component needs: names, and the collector where there is one. */}}
@@ -330,6 +403,11 @@ resources:
 {{- with .root.Values.otlp.endpoint }}
 - ports: [{port: {{ (urlParse .).host | splitList ":" | last }}, protocol: TCP}]
 {{- end }}
+{{- end }}
+
+{{/* Egress of a download. */}}
+{{- define "fusionkv.hubEgress" -}}
+- ports: [{port: 443, protocol: TCP}]
 {{- end }}
 
 {{/* What pods of jobs have in common: no rights, no token, tried again by the job alone. */}}
