@@ -12,9 +12,10 @@ from opentelemetry import trace
 
 from fusionkv.fusion_worker import meters
 from fusionkv.fusion_worker.compute.engine import Engine
+from fusionkv.fusion_worker.compute.jobs import NextToken, Sampled
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
-from fusionkv.fusion_worker.compute.planner import Planner, PrefillPlan, Scored
-from fusionkv.fusion_worker.compute.scheduler import Result
+from fusionkv.fusion_worker.compute.plan import PrefillPlan
+from fusionkv.fusion_worker.compute.planner import Planner, Scored
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.decode.eviction import evict
 from fusionkv.fusion_worker.decode.sampling import NotFinite, Sampler, SamplingParams
@@ -133,12 +134,12 @@ class Admission:
 
 
 class _Prefilled(NamedTuple):
-    """A request after its prefill; `result` holds the first token."""
+    """A request after its prefill; `first` is the first token."""
 
     summary: Summary
     plan: PrefillPlan
     sampler: Sampler
-    result: Result
+    first: Sampled
     allowed: Allowed
 
 
@@ -211,7 +212,7 @@ class Answerer:
                 if request.explained:
                     yield self._explain(prefilled)
                 text = TextStream(self._model.tokenizer, request.params.stop)
-                token = self._next_token(prefilled.result, text, summary, request.params)
+                token = self._next_token(prefilled.first.token, text, summary, request.params)
                 more = summary.finish == "max_tokens" and max_tokens > 1
                 finish, lossless = "" if more else summary.finish, not summary.reused
                 yield FirstToken(token=token, finish_reason=finish, lossless=lossless, max_tokens=max_tokens)
@@ -237,32 +238,32 @@ class Answerer:
             held = await stack.enter_async_context(AsyncExitStack())
             plan = await self._prepare(held, summary, params)
             try:
-                result = await self._first(plan, summary, sampler, params)
+                first = await self._first(plan, summary, sampler, params)
             except NotFinite as error:
-                if not plan.placement.parts:
+                if not plan.layout.parts:
                     raise
                 # Only reused KV may be to blame.
-                await self._loader.discard(plan.placement.parts)
+                await self._loader.discard(plan.layout.parts)
                 await held.aclose()
                 self._degrade(summary, CacheFault(f"with the reused KV, {error}"))
                 plan = await self._plain(held, summary, params)
-                result = await self._first(plan, summary, sampler, params)
+                first = await self._first(plan, summary, sampler, params)
             stages = summary.stages  # replaced if the cache failed
             stages.seconds["ttft"] = time.perf_counter() - arrived
             self.admission.first_token(stages.seconds["ttft"] - stages.seconds["queue"])
             meters.first_token(summary)
-            yield _Prefilled(summary, plan, sampler, result, allowed)
+            yield _Prefilled(summary, plan, sampler, first, allowed)
 
-    async def _first(self, plan: PrefillPlan, summary: Summary, sampler: Sampler, params: SamplingParams) -> Result:
+    async def _first(self, plan: PrefillPlan, summary: Summary, sampler: Sampler, params: SamplingParams) -> Sampled:
         """Computes a plan's rows and the first token."""
         shadowed, votes = self._shadowed(summary, params), len(summary.prompt.question) if summary.kept else 0
         with tracer.start_as_current_span("fusionkv.prefill") as span, summary.stages.clock("prefill"):
             span.set_attribute("fusionkv.rows", len(plan.ids))
-            result = await self._engine.run(plan.prefill(sampler, int(shadowed), votes))
+            first = await self._engine.run(plan.prefill(NextToken(sampler, shadowed, votes)))
             summary.recomputed = len(plan.chosen)
-        if shadowed and result.logits is not None:
-            summary.first_logits = result.logits[0].clone()  # not a view of all rows of the step
-        return result
+        if first.logits is not None:
+            summary.first_logits = first.logits.clone()  # not a view of all rows of the step
+        return first
 
     def _shadowed(self, summary: Summary, params: SamplingParams) -> bool:
         """Whether to repeat the answer with full attention: only a greedy answer that may differ from it."""
@@ -330,7 +331,7 @@ class Answerer:
         return explain(summary.prompt, prefilled.plan, summary.stages, self._model.tokenizer)
 
     async def _decode(self, prefilled: _Prefilled, params: SamplingParams) -> AsyncGenerator[Token]:
-        summary, plan, result = prefilled.summary, prefilled.plan, prefilled.result
+        summary, plan, sampled = prefilled.summary, prefilled.plan, prefilled.first
         text = TextStream(self._model.tokenizer, params.stop)
         started = time.perf_counter()
         # Not made the current span: a generator runs in its caller's context.
@@ -338,24 +339,23 @@ class Answerer:
         try:
             with self._engine.streaming():
                 while True:
-                    token = self._next_token(result, text, summary, params)
+                    token = self._next_token(sampled.token, text, summary, params)
                     yield token
                     if summary.finish:
                         break
-                    if result.votes is not None:
+                    if sampled.votes is not None:
                         assert summary.recipe.keep is not None
                         keep, tp = summary.recipe.keep, self._engine.tp
-                        await evict(plan, keep, result.votes, self._pool, self._model, tp)
-                    result = await self._engine.run(plan.next([token.id], prefilled.sampler))
+                        plan = await evict(plan, keep, sampled.votes, self._pool, self._model, tp)
+                    sampled = await self._engine.run(plan.next([token.id], NextToken(prefilled.sampler)))
+                    plan = plan.followed_by([token.id])
         finally:
             span.set_attribute("fusionkv.tokens", summary.generated)
             span.end()
         summary.stages.seconds["decode"] = time.perf_counter() - started
 
-    def _next_token(self, result: Result, text: TextStream, summary: Summary, params: SamplingParams) -> Token:
-        """A step's token with the text that it completes; sets `summary.finish` at the last token."""
-        token = result.token
-        assert token is not None
+    def _next_token(self, token: int, text: TextStream, summary: Summary, params: SamplingParams) -> Token:
+        """A token with the text that it completes; sets `summary.finish` at the last token."""
         summary.generated += 1
         if token in self._model.ends:
             summary.finish = "end"

@@ -14,7 +14,8 @@ import torch
 from fusionkv.bench import command
 from fusionkv.bench.worker.bench import add_model, load, show
 from fusionkv.fusion_worker import models
-from fusionkv.fusion_worker.compute.model_runner import Batch, forward, install
+from fusionkv.fusion_worker.compute.batch import Batch
+from fusionkv.fusion_worker.compute.model_runner import forward, install
 from fusionkv.fusion_worker.evaluate.command import run as run_command
 from fusionkv.kernels.segments import KVSegment, QuerySpan, Spans
 
@@ -46,7 +47,7 @@ def _step(model: models.Model, pool: torch.Tensor, chunks: int, requests: int, t
     spans = Spans([QuerySpan(row, row + 1, position, segments) for row, segments in zip(rows, seen, strict=True)])
     slots = torch.tensor([segments[-1].stop - 1 for segments in seen], device=pool.device)
     ids = torch.ones(requests, dtype=torch.int64, device=pool.device)
-    batch = Batch(ids, position.expand(requests), slots, spans, pool, model.rotations, wanted=[1] * requests)
+    batch = Batch(ids, position.expand(requests), slots, spans, pool, model.rotations, used=[1] * requests)
     if pool.is_cuda:
         torch.cuda.synchronize()
     started = time.perf_counter()

@@ -33,6 +33,7 @@ from fusionkv.bench.services import vllm
 from fusionkv.bench.worker.bench import PATIENT, cache_service, show
 from fusionkv.bench.worker.passages import Passages
 from fusionkv.fusion_worker import models
+from fusionkv.fusion_worker.compute.scheduler import ScheduledSlice
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.decode.sampling import SamplingParams
 from fusionkv.fusion_worker.evaluate.command import run as run_command
@@ -153,10 +154,10 @@ class WorkerStation(Station):
         engine = servicer.engine
         step = engine.step
 
-        def timed(parts: Sequence[object]) -> None:
+        def timed(slices: list[ScheduledSlice]) -> None:
             started = time.perf_counter()
             try:
-                step(parts)  # type: ignore[arg-type]
+                step(slices)
             finally:
                 self.busy += time.perf_counter() - started
 

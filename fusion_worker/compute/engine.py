@@ -5,17 +5,21 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from fusionkv.fusion_worker.compute.batch import Batch
+from fusionkv.fusion_worker.compute.jobs import ForwardJob, ShallowScores, T_co
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
-from fusionkv.fusion_worker.compute.model_runner import Batch, Probe, Votes, forward, install, logits
-from fusionkv.fusion_worker.compute.scheduler import ForwardJob, Result, ScheduledSlice, Scheduler
+from fusionkv.fusion_worker.compute.model_runner import forward, install, logits, shallow
+from fusionkv.fusion_worker.compute.scheduler import QueuedJob, ScheduledSlice, Scheduler
+from fusionkv.fusion_worker.compute.step import Step
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.decode.sampling import NotFinite
 from fusionkv.fusion_worker.models import ALONE, Model, Ranks
-from fusionkv.kernels.segments import QuerySpan, Spans
+from fusionkv.fusion_worker.select.base import scores
+from fusionkv.fusion_worker.select.fresh_layer import FreshStates
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime.cancellation import to_the_end
 from fusionkv.protos.runtime.errors import Unavailable, first_line
@@ -69,17 +73,21 @@ class Engine:
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self._thread.start()
 
-    async def run(self, work: ForwardJob) -> Result:
-        """Computes a job. If the caller is cancelled, this returns only after the step: slots are not freed early."""
-        self._scheduler.add(work)
-        waiting = asyncio.wrap_future(work.future)
+    async def run(self, job: ForwardJob[T_co], background: bool = False) -> T_co:
+        """Computes a job. If the caller is cancelled, this returns only after the step: slots are not freed early.
+
+        background: whether it runs after all prefills of waiting requests.
+        """
+        queued = QueuedJob(job, background)
+        self._scheduler.add(queued)
+        waiting: asyncio.Future[T_co] = asyncio.wrap_future(queued.future)
         try:
             return await asyncio.shield(waiting)
         except asyncio.CancelledError:
-            work.abandoned = True
+            queued.abandoned = True
             # Nobody reads its error any more; the event loop must not report it as never retrieved.
             waiting.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-            if not work.future.cancel():
+            if not queued.future.cancel():
                 await to_the_end(asyncio.wait([waiting]))
             raise
 
@@ -90,29 +98,29 @@ class Engine:
 
     def _loop(self) -> None:
         with torch.cuda.device_of(self._pool.kv):  # where Triton launches kernels; each thread has its own
-            while (parts := self._scheduler.take()) is not None:
-                if parts:
-                    self._compute(parts)
+            while (slices := self._scheduler.take()) is not None:
+                if slices:
+                    self._compute(slices)
 
-    def _compute(self, parts: list[ScheduledSlice]) -> None:
+    def _compute(self, slices: list[ScheduledSlice]) -> None:
         """Computes a step. If it fails, its jobs are computed one by one, so that only the faulty job fails."""
         try:
-            self.step(parts)
+            self.step(slices)
         except Exception as error:
-            left = [part for part in parts if not part.work.future.done()]
-            if len(parts) > 1:
+            unfinished = [one for one in slices if not one.queued.future.done()]
+            if len(slices) > 1:
                 log.warning(
                     "a step of %d jobs failed and is repeated one by one: %s",
-                    len(parts),
+                    len(slices),
                     logs.kind(error),
                 )
-                for part in left:
-                    self._compute([part])
+                for one in unfinished:
+                    self._compute([one])
                 return
             log.error("a job failed", exc_info=error)
-            for part in left:
-                part.work.abandoned = True
-                part.work.future.set_exception(error)
+            for one in unfinished:
+                one.queued.abandoned = True
+                one.queued.future.set_exception(error)
             if self._pool.kv.is_cuda:
                 self._check_device()
 
@@ -123,95 +131,41 @@ class Engine:
         except Exception as error:
             self.tp.on_lost(Unavailable(f"the GPU answers no more calls of this process: {first_line(error)}"))
 
-    def step(self, parts: list[ScheduledSlice]) -> None:
-        """One forward pass, and one for each part that is scored after layer 0. Sets results of jobs."""
-        if through := [part for part in parts if not part.work.shallow]:
-            self._advance(through)
-        for part in parts:
-            if part.work.shallow:
-                self._score_shallow(part)
+    def step(self, slices: list[ScheduledSlice]) -> None:
+        """One forward pass, and one for each slice that is scored at layer 1. Sets results of jobs."""
+        if through := [one for one in slices if not isinstance(one.job.output, ShallowScores)]:
+            self._advance(Step.of(through, self._model, self._pool.kv))
+        for one in slices:
+            if isinstance(one.job.output, ShallowScores):
+                batch = Step.of([one], self._model, self._pool.kv).batch
+                scored = self.tp.step(partial(_score_shallow, one.job.output, self._model, batch))
+                one.queued.future.set_result(scored.cpu())
 
-    def _advance(self, parts: list[ScheduledSlice]) -> None:
-        """Runs the parts' rows through the layers."""
-        step = self._assemble(parts)
+    def _advance(self, step: Step) -> None:
+        """Runs a step's rows through all layers, and completes the jobs of which it has the last rows."""
         hidden = self.tp.step(partial(forward, self._model, step.batch))
-        last = {part.work: span for part, span in zip(parts, step.spans, strict=True) if part.last}
-        predicted = self._predict(last, hidden)
-        for work in last:
-            rows = predicted.get(work)
-            try:
-                token = work.sampler.draw(rows[-1]) if work.sampler is not None and rows is not None else None
-            except NotFinite as error:  # of this job: the step's others have their results
-                work.future.set_exception(error)
-                continue
-            result = Result(
-                token=token,
-                logits=rows if work.logits else None,
-                scores=step.probes[work].scores.cpu() if work in step.probes else None,  # waits for the step, here
-                votes=torch.stack(step.votes[work].layers) if work in step.votes else None,
-            )
-            work.future.set_result(result)
+        predicted = self._predict(step, hidden)
+        for index, one in enumerate(step.slices):
+            if one.last:
+                try:
+                    one.queued.future.set_result(step.result(index, predicted.get(index)))
+                except NotFinite as error:  # of this job: the step's others have their results
+                    one.queued.future.set_exception(error)
 
-    def _predict(self, spans: dict[ForwardJob, QuerySpan], hidden: torch.Tensor) -> dict[ForwardJob, torch.Tensor]:
-        """Logits of the last rows, for jobs that sample a token or want logits."""
-        counts = {work: max(work.logits, int(work.sampler is not None)) for work in spans}
-        wanted = {work: count for work, count in counts.items() if count}
-        if not wanted:
+    def _predict(self, step: Step, hidden: torch.Tensor) -> dict[int, torch.Tensor]:
+        """By index of the slice, logits of its last rows, where a token or logits are wanted."""
+        counts = step.predicted()
+        if not counts:
             return {}
-        rows = [torch.arange(spans[work].stop - count, spans[work].stop) for work, count in wanted.items()]
-        found = logits(self._model, hidden[torch.cat(rows).to(hidden.device)])
-        return dict(zip(wanted, found.split(list(wanted.values())), strict=True))
-
-    def _score_shallow(self, part: ScheduledSlice) -> None:
-        """Runs a job's rows through layer 0 and scores its tokens by their states there."""
-        work, step = part.work, self._assemble([part])
-        assert work.shallow is not None
-        scores = self.tp.step(partial(work.shallow.look, self._model, step.batch))
-        work.future.set_result(Result(scores=scores.cpu()))
-
-    def _assemble(self, parts: list[ScheduledSlice]) -> "_Step":
-        spans: list[QuerySpan] = []
-        probes: dict[ForwardJob, Probe] = {}
-        votes: dict[ForwardJob, Votes] = {}
-        at = 0
-        for part in parts:
-            work = part.work
-            positions = work.positions[part.start : part.stop]
-            span = QuerySpan(at, at + len(positions), positions, (*work.seen, *work.own(part.stop)))
-            at = span.stop
-            spans.append(span)
-            if work.probe:
-                probes[work] = Probe(span, work.probe)
-            if work.votes:
-                voters = QuerySpan(at - work.votes, at, positions[-work.votes :], span.segments)
-                votes[work] = Votes(voters)
-        tempers = [part.work.temper for part in parts]
-        batch = Batch(
-            ids=torch.cat([p.work.ids[p.start : p.stop] for p in parts]),
-            positions=torch.cat([s.positions for s in spans]),
-            slots=torch.cat([p.work.slots(p.start, p.stop) for p in parts]),
-            spans=Spans([s for s, t in zip(spans, tempers, strict=True) if t is None]),
-            pool=self._pool.kv,
-            rotations=self._model.rotations,
-            probes=tuple(probes.values()),
-            votes=tuple(votes.values()),
-            tempered=[(s, t) for s, t in zip(spans, tempers, strict=True) if t is not None],
-            wanted=[self._wanted(part) for part in parts],
-        )
-        return _Step(batch, spans, probes, votes)
-
-    def _wanted(self, part: ScheduledSlice) -> int:
-        """Number of rows at the end of a part whose attention in the last layer or last hidden state is used."""
-        work, last = part.work, self._model.kv.layers - 1
-        if last in work.probe:
-            return part.stop - part.start
-        return max(work.logits, work.votes, int(work.sampler is not None)) if part.last else 0
+        stops = {index: step.spans[index].stop for index in counts}
+        rows = [torch.arange(stops[index] - count, stops[index]) for index, count in counts.items()]
+        predicted = logits(self._model, hidden[torch.cat(rows).to(hidden.device)])
+        return dict(zip(counts, predicted.split(list(counts.values())), strict=True))
 
 
-class _Step(NamedTuple):
-    """A batch, the span of each part, and the probe or votes of each job."""
-
-    batch: Batch
-    spans: list[QuerySpan]
-    probes: dict[ForwardJob, Probe]
-    votes: dict[ForwardJob, Votes]
+@torch.inference_mode()
+def _score_shallow(output: ShallowScores, model: Model, batch: Batch) -> torch.Tensor:
+    """Scores of a batch's single span, float32 [selectors, last position + 1]."""
+    (span,), states = batch.spans, shallow(model, batch)
+    fresh = FreshStates(states, batch.pool[1], span, model.rotations[1], output.starts, model.ranks)
+    return torch.stack([scores(selector, fresh) for selector in output.selectors])

@@ -7,7 +7,7 @@ import torch
 
 from fusionkv.fusion_worker.compute.engine import TPGroup
 from fusionkv.fusion_worker.compute.kv_pool import KVPool, behind, slots_of, stretches
-from fusionkv.fusion_worker.compute.planner import PrefillPlan
+from fusionkv.fusion_worker.compute.plan import PrefillPlan
 from fusionkv.fusion_worker.models import Model
 from fusionkv.kernels.segments import QuerySpan
 from fusionkv.protos.contract.selectors import SnapKV
@@ -19,22 +19,22 @@ _POOL = 5
 
 async def evict(
     plan: PrefillPlan, keep: SnapKV, votes: torch.Tensor, pool: KVPool, model: Model, tp: TPGroup
-) -> None:
-    """Evicts all context but `keep.tokens` tokens by layer and head. Call it after the prefill, before decoding.
+) -> PrefillPlan:
+    """Evicts all context but `keep.tokens` tokens by layer and head; returns the plan to decode with.
 
     A kept slot holds a different token in each layer and head, with its key rotated to that token's position. The
     slots are taken from the end of the request's fresh ones. If cancelled, returns only once copying has stopped.
 
-    plan: the plan, which is changed. votes: float32 [layers, kv_heads, positions], attention of the question's rows.
+    plan: after its prefill. votes: float32 [layers, kv_heads, positions], attention of the question's rows.
     """
-    fresh, low = plan.placement.fresh, len(plan.stale) - plan.context_tokens
+    fresh, low = plan.layout.fresh, len(plan.stale) - plan.context_tokens
     kept = behind(fresh, sum(run.length for run in fresh) - keep.tokens)
     tokens = most_voted(votes[..., low : len(plan.stale) + plan.links], keep.tokens) + low
     span, to = QuerySpan(0, 1, plan.positions[-1:].to(pool.kv.device), plan.visible()), slots_of(kept)
     await to_the_end(asyncio.to_thread(tp.copy, partial(copy_kept, span, tokens, to, pool.kv, model)))
     context = stretches(kept, keep.tokens, low, shift=0)
-    plan.evict((*(segment for segment in plan.seen if segment.first < low), *context))
-    plan.placement.let_go()
+    plan.layout.let_go()
+    return plan.evict((*(segment for segment in plan.keys if segment.first < low), *context))
 
 
 def most_voted(votes: torch.Tensor, count: int) -> torch.Tensor:

@@ -7,15 +7,16 @@ another: full attention's answer and the expected one are fed in, and an answer 
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
 from fusionkv.fusion_worker.compute.engine import Engine
+from fusionkv.fusion_worker.compute.jobs import Logits, NextToken
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
-from fusionkv.fusion_worker.compute.planner import PrefillPlan
+from fusionkv.fusion_worker.compute.plan import PrefillPlan
 from fusionkv.fusion_worker.decode.eviction import evict
 from fusionkv.fusion_worker.decode.sampling import Sampler, SamplingParams
 from fusionkv.fusion_worker.evaluate import metrics
@@ -100,7 +101,7 @@ class Examiner:
         """
         first = None
         if keep is not None or timed:
-            first = await self._prefill(asked, fused, answer, keep)
+            first, fused = await self._prefill(asked, fused, answer, keep)
         if asked.task.metrics:
             await self._measure(asked, fused, first, answer, given)
         else:
@@ -147,17 +148,19 @@ class Examiner:
         full = self._text(task, given.tokens)
         answer.values |= {f"{name}_full": metrics.text_score(name, text, [full], ()) for name in task.compared}
 
-    async def _prefill(self, asked: Asked, fused: PrefillPlan, answer: Answer, keep: SnapKV | None) -> torch.Tensor:
-        """Returns the logits of the first answer token, float32 [1, vocabulary]."""
+    async def _prefill(
+        self, asked: Asked, fused: PrefillPlan, answer: Answer, keep: SnapKV | None
+    ) -> tuple[torch.Tensor, PrefillPlan]:
+        """Returns the logits of the first answer token, float32 [1, vocabulary], and the plan to decode with."""
         with clock(answer, "prefill"):
             votes = len(asked.prompt.question) if keep else 0
-            result = await self._engine.run(fused.prefill(GREEDY, 1, votes))
-            assert result.logits is not None
-            logits = result.logits.cpu()  # waits for the device
+            first = await self._engine.run(fused.prefill(NextToken(GREEDY, logits=True, votes=votes)))
+            assert first.logits is not None
+            logits = first.logits[None].cpu()  # waits for the device
         if keep is not None:
-            assert result.votes is not None
-            await evict(fused, keep, result.votes, self._pool, self._model, self._engine.tp)
-        return logits
+            assert first.votes is not None
+            fused = await evict(fused, keep, first.votes, self._pool, self._model, self._engine.tp)
+        return logits, fused
 
     async def _feed(self, fused: PrefillPlan, first: torch.Tensor | None, answer: Sequence[int]) -> torch.Tensor:
         """Feeds in an answer.
@@ -168,22 +171,21 @@ class Examiner:
         if first is not None and not answer:
             return first
         if first is None:
-            work = fused.behind(answer).prefill(logits=len(answer) + 1)
+            job = fused.followed_by(answer).prefill(Logits(len(answer) + 1))
         else:
-            work = replace(fused).next(answer, logits=len(answer))
-        logits = (await self._engine.run(work)).logits
-        assert logits is not None
+            job = fused.next(answer, Logits(len(answer)))
+        logits = await self._engine.run(job)
         return logits if first is None else torch.cat([first, logits.cpu()])
 
     async def _give(self, task: Task, fused: PrefillPlan, first: torch.Tensor) -> Given:
         """Generates the greedy answer of a prefilled prompt. first: logits of the first token."""
         tokens, rows = [int(first.argmax())], [first]
         while not self._over(task, tokens):
-            result = await self._engine.run(fused.next(tokens[-1:], GREEDY, logits=1))
-            assert result.token is not None
-            assert result.logits is not None
-            tokens.append(result.token)
-            rows.append(result.logits.cpu())
+            sampled = await self._engine.run(fused.next(tokens[-1:], NextToken(GREEDY, logits=True)))
+            assert sampled.logits is not None
+            fused = fused.followed_by(tokens[-1:])
+            tokens.append(sampled.token)
+            rows.append(sampled.logits[None].cpu())
         return Given(tuple(tokens), torch.cat(rows).numpy())
 
     async def _follow(
@@ -197,11 +199,11 @@ class Examiner:
         same = next((i for i, pair in enumerate(zip(likely, given, strict=True)) if len({*pair}) > 1), None)
         if same is None:
             return given
-        fused, tokens = fused.behind(given[:same]), [*given[:same], likely[same]]
+        fused, tokens = fused.followed_by(given[:same]), [*given[:same], likely[same]]
         while not self._over(task, tokens):
-            result = await self._engine.run(fused.next(tokens[-1:], GREEDY))
-            assert result.token is not None
-            tokens.append(result.token)
+            sampled = await self._engine.run(fused.next(tokens[-1:], NextToken(GREEDY)))
+            fused = fused.followed_by(tokens[-1:])
+            tokens.append(sampled.token)
         return tuple(tokens)
 
     def _text(self, task: Task, tokens: Sequence[int]) -> str:

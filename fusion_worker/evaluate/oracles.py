@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fusionkv.fusion_worker.compute.engine import Engine
+from fusionkv.fusion_worker.compute.jobs import Logits
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.compute.planner import Planner
 from fusionkv.fusion_worker.config import WorkerConfig
@@ -75,9 +76,7 @@ async def _by_engine(model: Model, prompt: Prompt, config: WorkerConfig) -> list
         for ratio in (1.0, 0.0):
             async with loader.prompt(prompt, lambda _: prompt.tokens, Stages()) as placement:
                 fused = await fuser.fuse(placement, prompt, find_recipe("epic"), ratio)
-                logits = (await engine.run(fused.prefill(logits=1))).logits
-            assert logits is not None
-            found.append(logits[0].cpu())
+                found.append((await engine.run(fused.prefill(Logits(1))))[0].cpu())
     finally:
         await loader.close()
         engine.close()

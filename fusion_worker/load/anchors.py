@@ -6,8 +6,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from fusionkv.fusion_worker.compute.engine import Engine
+from fusionkv.fusion_worker.compute.jobs import encoding
 from fusionkv.fusion_worker.compute.kv_pool import PooledChunk, SlotRange, behind, stretches
-from fusionkv.fusion_worker.compute.scheduler import ForwardJob
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Chunk, LoadedChunk
 from fusionkv.kvcache_service import keys
@@ -82,13 +82,13 @@ class AnchoredChunk(Chunk):
         seen = tuple(segment for part in before for segment in part.segments())
         start, done = sum(len(part.wanted.chunk) for part in before), 0
         for text, anchors in self.cuts:
-            await engine.run(ForwardJob.consecutive(text, start, scratch, seen, model.device))
+            await engine.run(encoding(text, start, scratch, seen, model.device))
             # Earlier anchors and the text share RoPE positions. As keys they are laid side by side before the rows,
             # so that all are visible; their shifts restore the RoPE positions.
             earlier = stretches(resident.runs, done, start, shift=0)
             read = stretches(scratch, len(text), start + done, shift=done)
             at, runs, visible = start + done + len(text), behind(resident.runs, done), (*seen, *earlier, *read)
-            await engine.run(ForwardJob.consecutive(anchors, at, runs, visible, model.device))
+            await engine.run(encoding(anchors, at, runs, visible, model.device))
             done += len(anchors)
 
 

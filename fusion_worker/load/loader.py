@@ -13,8 +13,8 @@ from opentelemetry import trace
 from opentelemetry.trace import Span
 
 from fusionkv.fusion_worker.compute.engine import Engine
+from fusionkv.fusion_worker.compute.jobs import encoding
 from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk, SlotRange
-from fusionkv.fusion_worker.compute.scheduler import ForwardJob
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.load.anchors import AnchoredChunk, compressed
 from fusionkv.fusion_worker.load.lookup import CacheFault, Deadline, EntryGone, Lookups, NotFiniteKV
@@ -341,8 +341,7 @@ class Loader:
             return
         seen = tuple(segment for p in before for segment in p.segments())
         ids, resident = part.wanted.chunk.ids, part.resident
-        work = ForwardJob.consecutive(ids, resident.base, resident.runs, seen, self._model.device)
-        await self._engine.run(work)
+        await self._engine.run(encoding(ids, resident.base, resident.runs, seen, self._model.device))
 
 
 def _span(wanted: ChunkSource) -> Span:

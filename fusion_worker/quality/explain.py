@@ -5,19 +5,19 @@ from collections.abc import Iterator
 import torch
 from tokenizers import Tokenizer
 
-from fusionkv.fusion_worker.compute.planner import PrefillPlan
+from fusionkv.fusion_worker.compute.plan import PrefillPlan
 from fusionkv.fusion_worker.meters import Stages
 from fusionkv.fusion_worker.prompt import Prompt
 from fusionkv.protos.answer.v1.answer_pb2 import ExplainedChunk, Explanation
 
 
 def explain(prompt: Prompt, plan: PrefillPlan, stages: Stages, tokenizer: Tokenizer) -> Explanation:
-    placed = [part.wanted for part in plan.placement.parts if not part.wanted.is_system]
+    placed = [part.wanted for part in plan.layout.parts if not part.wanted.is_system]
     lossless = [w.lossless for w in placed] or [False] * len(prompt.chunks)
     origins = [stages.origins[w.key] for w in placed] or [("", "")] * len(prompt.chunks)
     chunks = zip(prompt.chunks, chosen(prompt, plan), origins, lossless, strict=True)
     # The system prompt comes first, so its reused KV is lossless.
-    reused = bool(plan.placement.parts)
+    reused = bool(plan.layout.parts)
     explained = [
         ExplainedChunk(
             texts=texts(tokenizer, chunk.ids), kind=kind, tier=tier, lossless=exact, recomputed=found, scores=scores

@@ -18,9 +18,9 @@ import torch
 from opentelemetry import metrics
 
 from fusionkv.fusion_worker.compute.engine import Engine
+from fusionkv.fusion_worker.compute.jobs import Logits, Nothing
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.compute.planner import Planner
-from fusionkv.fusion_worker.compute.scheduler import ForwardJob, Result
 from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.prompt import Prompt
 from fusionkv.fusion_worker.quality.defaults import UNMEASURED, Choice, Default
@@ -329,20 +329,15 @@ class Shadow:
         # All but the question's last token first: a prefill without logits can be split, and yields to others.
         *question, last = prompt.question
         head = Prompt(prompt.system, prompt.chunks, tuple(question), prompt.tenant)
-        async with self._loader.plain(prompt.tokens + len(answer)) as placement:
-            plan = self._planner.plain(placement, head)
+        async with self._loader.plain(prompt.tokens + len(answer)) as layout:
+            plan = self._planner.plain(layout, head)
             if head.tokens:
-                await self._in_background(plan.prefill())
+                await self._engine.run(plan.prefill(Nothing()), background=True)
             rest = [last, *answer[:-1]]
             for start in range(0, len(rest), _BLOCK):
                 block = rest[start : start + _BLOCK]
-                result = await self._in_background(plan.next(block, logits=len(block)))
-                assert result.logits is not None
-                yield result.logits
-
-    async def _in_background(self, work: ForwardJob) -> Result:
-        work.background = True
-        return await self._engine.run(work)
+                yield await self._engine.run(plan.next(block, Logits(len(block))), background=True)
+                plan = plan.followed_by(block)
 
 
 def _most_likely(logits: torch.Tensor) -> list[int]:

@@ -8,8 +8,8 @@ import torch
 from tokenizers import Tokenizer
 
 from fusionkv.fusion_worker.compute.engine import Engine
+from fusionkv.fusion_worker.compute.jobs import AttentionScores, ForwardJob
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
-from fusionkv.fusion_worker.compute.scheduler import ForwardJob
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.decode.text import Characters
 from fusionkv.fusion_worker.load.loader import Loader
@@ -77,17 +77,16 @@ class Auxiliary:
         if not ids or not question:
             return torch.zeros(len(chunk))
         chunk_prompt = Prompt(Chunk(system), (Chunk(ids),), question, tenant)
-        async with self._loader.prompt(chunk_prompt, lambda _: len(question), Stages()) as placement:
-            work = ForwardJob(
+        async with self._loader.prompt(chunk_prompt, lambda _: len(question), Stages()) as layout:
+            job = ForwardJob(
                 ids=torch.tensor(question),
                 positions=torch.arange(chunk_prompt.question_start, chunk_prompt.tokens),
-                runs=placement.fresh,
-                seen=placement.segments,
-                probe=frozenset({self._model.kv.layers - 1}),
+                slots=layout.fresh,
+                keys=layout.segments,
+                output=AttentionScores(frozenset({self._model.kv.layers - 1})),
             )
-            result = await self._engine.run(work)
-        assert result.scores is not None
-        own_scores = result.scores[len(system) : chunk_prompt.question_start]
+            attention = await self._engine.run(job)
+        own_scores = attention[len(system) : chunk_prompt.question_start]
         return await asyncio.to_thread(carry_over, own_scores, own, spans)
 
     def _retokenise(self, ids: tuple[int, ...]) -> _Retokenised:

@@ -14,7 +14,7 @@ import torch
 
 from fusionkv.fusion_worker.compute.engine import TPGroup
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
-from fusionkv.fusion_worker.compute.planner import PrefillPlan
+from fusionkv.fusion_worker.compute.plan import PrefillPlan
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Prompt
 from fusionkv.kernels.segments import QuerySpan

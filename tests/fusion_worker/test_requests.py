@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from fusionkv.fusion_worker.compute.jobs import ForwardJob, Nothing
 from fusionkv.fusion_worker.compute.kv_pool import SlotRange
-from fusionkv.fusion_worker.compute.scheduler import ForwardJob
 from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted
 from tests.fusion_worker.oracle import Parts, oracle, random_ids
 
@@ -160,9 +160,13 @@ async def test_cancelled_between_two_of_its_steps(start: Any) -> None:
 
     async def cancel_midway() -> int:
         ids = torch.zeros(1500, dtype=torch.int64, device=rig.model.device)
-        long = ForwardJob(ids, torch.arange(1500, device=rig.model.device), held)
-        running = asyncio.create_task(rig.servicer.engine.run(long))
-        await rig.until(lambda: long.done > 0)
+        job = ForwardJob(ids, torch.arange(1500, device=rig.model.device), held, (), Nothing())
+        running, prefills = (
+            asyncio.create_task(rig.servicer.engine.run(job)),
+            rig.servicer.engine._scheduler._prefills,
+        )
+        await rig.until(lambda: any(queued.done for queued in prefills))
+        (long,) = prefills
         await cancelled(running)
         return long.done
 
@@ -202,7 +206,7 @@ async def test_cancelled_while_it_waits_for_room(start: Any, parts: Any) -> None
     assert (await second).ids
 
 
-async def test_a_failing_work_fails_alone(start: Any, parts: Any) -> None:
+async def test_a_failing_job_fails_alone(start: Any, parts: Any) -> None:
     """A token that the model has no embedding for, in one step with two requests.
 
     On a GPU its ids are on the wrong device as well: there, such a token would end the process's use of the GPU.
@@ -211,7 +215,7 @@ async def test_a_failing_work_fails_alone(start: Any, parts: Any) -> None:
     expected = await rig.ask(*parts, max_tokens=3)
     gate, running = await rig.block(*parts, recipe="full_attention")
     held = rig.pool.reserve(4)
-    bad = ForwardJob(torch.tensor([3, 999_999]), torch.arange(2), (SlotRange(held[0].start, 2),))
+    bad = ForwardJob(torch.tensor([3, 999_999]), torch.arange(2), (SlotRange(held[0].start, 2),), (), Nothing())
     failing = asyncio.create_task(rig.servicer.engine.run(bad))
     good = ask_many(rig, parts, 2, max_tokens=3)
     await rig.until(lambda: queued(rig) == 3)

@@ -2,35 +2,38 @@
 
 import random
 import threading
-from typing import Any
 
 import pytest
 import torch
 
-from fusionkv.fusion_worker.compute.scheduler import ForwardJob, ScheduledSlice, Scheduler
+from fusionkv.fusion_worker.compute.jobs import ForwardJob, Logits, Nothing
+from fusionkv.fusion_worker.compute.scheduler import QueuedJob, ScheduledSlice, Scheduler
 
 
-def work(rows: int, **more: Any) -> ForwardJob:
-    return ForwardJob(torch.arange(rows), torch.arange(rows), (), **more)
+def queued(rows: int, background: bool = False, whole: bool = False) -> QueuedJob:
+    """whole: whether the job can't be split over steps."""
+    output = Logits(2) if whole else Nothing()
+    return QueuedJob(ForwardJob(torch.arange(rows), torch.arange(rows), (), (), output), background)
 
 
-def finish(parts: list[ScheduledSlice]) -> None:
-    for part in parts:
-        if part.last:
-            part.work.future.set_result(None)  # type: ignore[arg-type]
+def finish(slices: list[ScheduledSlice]) -> None:
+    for one in slices:
+        if one.last:
+            one.queued.future.set_result(None)
 
 
-def step(scheduler: Scheduler, *added: ForwardJob) -> dict[ForwardJob, int]:
+def step(scheduler: Scheduler, *added: QueuedJob) -> dict[QueuedJob, int]:
     for one in added:
         scheduler.add(one)
-    parts = scheduler.take()
-    assert all(part.stop == part.work.done for part in parts if part.work.rows > 1)
-    finish(parts)
-    return {part.work: part.stop - part.start for part in parts}
+    slices = scheduler.take()
+    assert slices is not None
+    assert all(one.stop == one.queued.done for one in slices if one.job.rows > 1)
+    finish(slices)
+    return {one.queued: one.rows for one in slices}
 
 
 def test_the_oldest_gets_half_and_the_shortest_the_rest() -> None:
-    long, middle, short = work(1000), work(60), work(20)
+    long, middle, short = queued(1000), queued(60), queued(20)
     scheduler = Scheduler(100, 100)
     assert step(scheduler, long, middle, short) == {long: 50, short: 20, middle: 30}
     assert step(scheduler) == {long: 70, middle: 30}
@@ -38,17 +41,17 @@ def test_the_oldest_gets_half_and_the_shortest_the_rest() -> None:
 
 
 def test_a_stream_of_short_ones_starves_nobody() -> None:
-    chance, long, steps, scheduler = random.Random(1), work(2000), 0, Scheduler(64, 64)
+    chance, long, steps, scheduler = random.Random(1), queued(2000), 0, Scheduler(64, 64)
     scheduler.add(long)
     while long.left:
-        assert step(scheduler, *(work(chance.randrange(2, 60)) for _ in range(4)))[long] >= 32 or not long.left
+        assert step(scheduler, *(queued(chance.randrange(2, 60)) for _ in range(4)))[long] >= 32 or not long.left
         steps += 1
     assert steps <= 2000 / 32 + 1
 
 
 def test_steps_are_short_while_an_answer_is_streamed() -> None:
     """Also when its next row is not here: its last token is on its way to the caller."""
-    long, scheduler = work(1000), Scheduler(100, 30)
+    long, scheduler = queued(1000), Scheduler(100, 30)
     assert step(scheduler, long) == {long: 100}
     with scheduler.streaming():
         for _ in range(3):
@@ -58,7 +61,7 @@ def test_steps_are_short_while_an_answer_is_streamed() -> None:
 
 def test_a_step_waits_for_a_stream_that_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fusionkv.fusion_worker.compute.scheduler._GRACE_SECONDS", 60.0)
-    long, row, scheduler = work(1000), work(1), Scheduler(100, 30)
+    long, row, scheduler = queued(1000), queued(1), Scheduler(100, 30)
     scheduler.add(long)
     with scheduler.streaming():
         threading.Timer(0.05, scheduler.add, (row,)).start()
@@ -72,7 +75,7 @@ def test_a_step_waits_for_a_stream_that_is_on_its_way(monkeypatch: pytest.Monkey
 def test_answers_that_are_decoded_together_share_steps(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first to return waits for the others, but not for one whose caller reads slowly."""
     monkeypatch.setattr("fusionkv.fusion_worker.compute.scheduler._GRACE_SECONDS", 1.0 if late else 60.0)
-    first, second, third, scheduler = work(1), work(1), work(1), Scheduler(100, 30)
+    first, second, third, scheduler = queued(1), queued(1), queued(1), Scheduler(100, 30)
     with scheduler.streaming(), scheduler.streaming(), scheduler.streaming():
         scheduler.add(first)
         rest = [second] if late else [second, third]
@@ -83,36 +86,36 @@ def test_answers_that_are_decoded_together_share_steps(late: bool, monkeypatch: 
 
 
 def test_steps_are_small_while_answers_are_streamed() -> None:
-    long, scheduler = work(5000), Scheduler(1000, 100)
+    long, scheduler = queued(5000), Scheduler(1000, 100)
     assert step(scheduler, long) == {long: 1000}
     for _ in range(5):
-        decode = work(1)
+        decode = queued(1)
         assert step(scheduler, decode) == {decode: 1, long: 99}
     assert step(scheduler) == {long: 1000}
 
 
 def test_what_cant_be_split_goes_whole_when_it_is_the_oldest() -> None:
-    plain, whole, scheduler = work(120), work(150, logits=2), Scheduler(100, 100)
+    plain, whole, scheduler = queued(120), queued(150, whole=True), Scheduler(100, 100)
     assert step(scheduler, plain, whole) == {plain: 100}
     # Decodes in every step don't hold it up.
-    assert step(scheduler, work(1))[plain] == 20
-    assert step(scheduler, work(1))[whole] == 150
+    assert step(scheduler, queued(1))[plain] == 20
+    assert step(scheduler, queued(1))[whole] == 150
 
 
 def test_background_takes_what_is_left() -> None:
-    behind, wanted = work(200, background=True), work(70)
+    behind, wanted = queued(200, background=True), queued(70)
     assert step(Scheduler(100, 100), behind, wanted) == {wanted: 70, behind: 30}
 
 
 def test_background_that_cant_be_split_holds_no_stream_up() -> None:
-    behind, decode, short = work(150, background=True, logits=2), work(1), work(20)
+    behind, decode, short = queued(150, background=True, whole=True), queued(1), queued(20)
     scheduler = Scheduler(100, 100)
     assert step(scheduler, behind, decode, short) == {decode: 1, short: 20}
     assert step(scheduler) == {behind: 150}
 
 
-def test_abandoned_works_leave() -> None:
-    begun, waiting, last, fresh, scheduler = work(300), work(400), work(50), work(10), Scheduler(100, 100)
+def test_abandoned_jobs_leave() -> None:
+    begun, waiting, last, fresh, scheduler = queued(300), queued(400), queued(50), queued(10), Scheduler(100, 100)
     assert step(scheduler, begun, waiting, last) == {begun: 50, last: 50}
     begun.abandoned = waiting.abandoned = True
     assert waiting.future.cancel(), "it has not begun"
@@ -125,20 +128,20 @@ def test_abandoned_works_leave() -> None:
 def test_every_row_once_and_in_order(seed: int) -> None:
     chance = random.Random(seed)
     scheduler = Scheduler(64, 16)
-    works, next_row = [], {}
+    jobs, next_row = [], {}
     for _ in range(60):
         for _ in range(chance.randrange(3)):
             rows = chance.choice([1, 1, 2, 30, 64, 65, 300])
-            works.append(work(rows, logits=2 * (chance.random() < 0.2), background=chance.random() < 0.2))
-            scheduler.add(works[-1])
-        if any(one.left for one in works if not one.future.done()):
-            parts = scheduler.take()
-            assert parts
-            for part in parts:
-                assert part.start == next_row.get(part.work, 0)
-                next_row[part.work] = part.stop
-            finish(parts)
-    while any(not one.future.done() for one in works):
-        parts = scheduler.take()
-        assert parts
-        finish(parts)
+            jobs.append(queued(rows, whole=chance.random() < 0.2, background=chance.random() < 0.2))
+            scheduler.add(jobs[-1])
+        if any(one.left for one in jobs if not one.future.done()):
+            slices = scheduler.take()
+            assert slices
+            for one in slices:
+                assert one.start == next_row.get(one.queued, 0)
+                next_row[one.queued] = one.stop
+            finish(slices)
+    while any(not one.future.done() for one in jobs):
+        slices = scheduler.take()
+        assert slices
+        finish(slices)
