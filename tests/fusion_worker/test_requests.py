@@ -161,10 +161,8 @@ async def test_cancelled_between_two_of_its_steps(start: Any) -> None:
     async def cancel_midway() -> int:
         ids = torch.zeros(1500, dtype=torch.int64, device=rig.model.device)
         job = ForwardJob(ids, torch.arange(1500, device=rig.model.device), held, (), Nothing())
-        running, prefills = (
-            asyncio.create_task(rig.servicer.engine.run(job)),
-            rig.servicer.engine._scheduler._prefills,
-        )
+        engine = rig.servicer.engine
+        running, prefills = asyncio.create_task(engine.run(job)), engine._scheduler._prefills
         await rig.until(lambda: any(queued.done for queued in prefills))
         (long,) = prefills
         await cancelled(running)
