@@ -102,12 +102,10 @@ bench: setup ## Speed of the cache service and of the worker, storage that it sa
 	@$(PY) -m fusionkv.bench.cache.simulation --json build/bench/storage.json
 	@$(PY) -m fusionkv.bench.cache.scale --json build/bench/scale.json
 	@$(PY) -m fusionkv.bench.cache.bench --json build/bench/kvcache.json
-	@$(PY) -m fusionkv.bench.services.start --json build/bench/start.json
 	@$(PY) -m fusionkv.bench.worker.bench --json build/bench/ttft.json
 	@$(PY) -m fusionkv.bench.worker.decode --json build/bench/decode.json
 	@$(PY) -m fusionkv.bench.worker.encode --json build/bench/encode.json
 	@$(PY) -m fusionkv.bench.worker.throughput --requests 12 --chunks 4 --json build/bench/throughput.json
-	@$(PY) bench/summary.py build/bench
 
 .PHONY: figures
 figures: setup ## Lines of the product and its tests, words of the docs, files that answer a question

@@ -5,8 +5,7 @@ and drops received ones: no checksums, no tiers, no OpenTelemetry. memcpy of the
 disk tier's files are in the page cache. "fetch shared" copies from the service's memory without a stream. "fetch
 extent" reads the disk tier's files; its limit is preadv of the same bytes, one entry after another. These two and
 their limits never wait, and are given in CPU time, which depends little on other load. "fetch cold" is "fetch extent"
-of files that are not in the page cache, in wall time. Over TCP, entries of 8 MiB and more are also fetched from a
-Redis, if there is a redis-server on this machine.
+of files that are not in the page cache, in wall time.
 """
 
 import argparse
@@ -28,7 +27,7 @@ from typing import Any
 from rich.progress import Progress
 
 from fusionkv.bench import command
-from fusionkv.bench.cache.bench_floor import FloorClient, Redis, drop_pages, memcpy, preadv, serve
+from fusionkv.bench.cache.bench_floor import FloorClient, drop_pages, memcpy, preadv, serve
 from fusionkv.bench.cache.peers import Process
 from fusionkv.bench.services.process import cpu_seconds
 from fusionkv.kvcache_service.client import CacheClient, Entry
@@ -59,8 +58,6 @@ class Row:
     cpu_s_per_gb: float
     """CPU time of the service per GB, which hardly depends on other load, unlike the speeds."""
     grpc_cpu_s_per_gb: float
-    redis_gb_per_s: float | None = None
-    """Speed of GETs of the same size and concurrency from Redis, copied into the same buffers."""
 
 
 class Bench:
@@ -76,7 +73,6 @@ class Bench:
         self.transport, self.folder, self.pids, self.rounds = transport, folder, pids, rounds
         self.service, self.disk_service = map(CacheClient, addresses[:2])
         self.floor = FloorClient(addresses[2])
-        self.redis = Redis() if transport == "tcp" and Redis.here() else None
         self.source = memoryview(os.urandom(64 * MIB))
         self.count = 0
         self.lease = 0
@@ -85,8 +81,6 @@ class Bench:
         await self.service.close()
         await self.disk_service.close()
         await self.floor.close()
-        if self.redis is not None:
-            await self.redis.close()
 
     async def warm_up(self) -> None:
         """Writes all space that the rows use once: new pages of memory and files cost 0.6 and 2 s/GB more."""
@@ -105,13 +99,9 @@ class Bench:
         self.client = self.disk_service if on_disk else self.service
         await self.client.delete(namespace=NAMESPACE)
         run = self._put if operation == "put" else self._fetch
-        redis = self.redis if (operation, tier) == ("fetch", "memory") and size >= 8 * MIB else None
-        if redis is not None:
-            for n in range(at_once):
-                await redis.put(b"%d" % n, self.source[:size])
         entries = [] if operation == "put" else await self._entries(size, at_once, tier)
         pid, floor_pid = self.pids[on_disk], self.pids[2]
-        speeds, floor_speeds, copies, redis_speeds, cpu, floor_cpu = [], [], [], [], 0.0, 0.0
+        speeds, floor_speeds, copies, cpu, floor_cpu = [], [], [], 0.0, 0.0
         files = self._open_extents(entries) if from_file else []
 
         def copy() -> None:
@@ -139,19 +129,15 @@ class Bench:
                     copy()
                 cpu += cpu_seconds(pid) - before
                 floor_cpu += cpu_seconds(floor_pid) - floor_before
-            if redis is not None:
-                redis_took = await self._timed(redis.get(b"%d" % n, buffer) for n, buffer in enumerate(into))
-                redis_speeds.append(size * at_once / redis_took / 1e9)
         for file, _ in files:
             os.close(file)
         gb, floor_gb, memcpy_gb = map(statistics.median, (speeds, floor_speeds, copies))
-        redis_gb = statistics.median(redis_speeds[1:]) if redis_speeds else None
         if self.lease:
             await self.client.release(self.lease)
         moved = size * at_once * self.rounds / 1e9
         name = f"{operation} {tier}".strip()
         cpus = cpu / moved, floor_cpu / moved
-        return Row(name, self.transport, size, at_once, gb, floor_gb, memcpy_gb, *cpus, redis_gb)
+        return Row(name, self.transport, size, at_once, gb, floor_gb, memcpy_gb, *cpus)
 
     async def _timed(self, work: Any, clock: Callable[[], float] = time.perf_counter) -> float:
         tasks = list(work)
@@ -262,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _show(rows: Sequence[Row]) -> None:
     hashing = 64 * MIB / statistics.median(timeit.repeat(partial(checksum, bytearray(64 * MIB)), number=1)) / 1e9
-    numbers = ("entry", "at once", "GB/s", "bare gRPC", "of it", "memcpy", "of it", "CPU s/GB", "bare", "Redis")
+    numbers = ("entry", "at once", "GB/s", "bare gRPC", "of it", "memcpy", "of it", "CPU s/GB", "bare")
     lines = []
     for row in rows:
         size = f"{row.entry_bytes // MIB} MiB" if row.entry_bytes >= MIB else f"{row.entry_bytes // KIB} KiB"
@@ -271,7 +257,6 @@ def _show(rows: Sequence[Row]) -> None:
             f"{row.grpc_gb_per_s:.2f}", f"{row.gb_per_s / row.grpc_gb_per_s:.0%}", f"{row.memcpy_gb_per_s:.1f}",
             f"{row.gb_per_s / row.memcpy_gb_per_s:.0%}",
             f"{row.cpu_s_per_gb:.2f}", f"{row.grpc_cpu_s_per_gb:.2f}",
-            "" if row.redis_gb_per_s is None else f"{row.redis_gb_per_s:.2f}",
         ))  # fmt: skip
     title = f"{os.cpu_count()} CPUs; checksums {hashing:.1f} GB/s"
     command.show(command.table(title, ("operation", "over", *numbers), lines, texts=2))

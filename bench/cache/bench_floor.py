@@ -1,17 +1,12 @@
-"""Baselines of the cache service's speed: a bare gRPC stream, Redis, and copies within a process."""
+"""Baselines of the cache service's speed: a bare gRPC stream, and copies within a process."""
 
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import grpc
-import redis.asyncio
 
-from fusionkv.bench.cache.peers import Process, free_port
 from fusionkv.protos.runtime import frames, process, rpc
 
 _MIB = 1 << 20
@@ -61,33 +56,6 @@ class FloorClient:
 
     async def close(self) -> None:
         await self._channel.close()
-
-
-class Redis:
-    """A Redis server on loopback TCP without persistence, and the same client as in the Redis tier."""
-
-    def __init__(self) -> None:
-        port, self._folder = free_port(), tempfile.TemporaryDirectory(prefix="fusionkv-bench")
-        command = ("redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "")
-        self._process = Process(Path(self._folder.name), *command, "--dir", self._folder.name).listens(port)
-        self._client = redis.asyncio.Redis(port=port)
-
-    @classmethod
-    def here(cls) -> bool:
-        return shutil.which("redis-server") is not None
-
-    async def put(self, key: bytes, data: memoryview) -> None:
-        await self._client.set(key, bytes(data))
-
-    async def get(self, key: bytes, into: memoryview) -> None:
-        data = await self._client.get(key)
-        assert isinstance(data, bytes)
-        into[:] = data
-
-    async def close(self) -> None:
-        await self._client.aclose()
-        self._process.stop()
-        self._folder.cleanup()
 
 
 def memcpy(into: Sequence[memoryview], data: memoryview) -> float:

@@ -1,1 +1,1 @@
-"""Benchmarks of the kernels on CPUs and GPUs: speed and errors."""
+"""Benchmarks of the kernels: speed and errors beside other kernels."""

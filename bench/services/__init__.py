@@ -1,1 +1,1 @@
-"""Benchmarks of running services: load, hostile input, soak tests, start-up, telemetry, and vLLM."""
+"""Benchmarks of running services: a soak test, and vLLM."""

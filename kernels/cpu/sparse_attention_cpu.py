@@ -19,7 +19,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from fusionkv.kernels.cpu.compute_dtype import compute_dtype
 from fusionkv.kernels.segments import KVSegment, QuerySpan, Rotation, Spans
 
-# With more rows of a request, gathering its keys in prompt order is faster (`bench/kernels/cpu.py`).
+# With more rows of a request, gathering its keys in prompt order is faster.
 MOST_ROWS = 8
 _OPERATOR_ROWS, _BLOCK_ROWS = 32, 128  # that the operator computes at a time, and that a block has at most
 _KEPT = 1 << 23  # entries of a request's masks up to which they are made once, not for every layer

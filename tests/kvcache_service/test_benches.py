@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,6 @@ from fusionkv.bench.cache.simulation import PAPER, SYSTEM, Baseline, Outcome, Se
 from fusionkv.bench.cache.workload import Workload
 from fusionkv.bench.services.process import running
 from tests.commands import run_python
-from tests.system import redis_process
 
 
 @pytest.mark.long
@@ -22,18 +20,13 @@ from tests.system import redis_process
 @pytest.mark.slow
 def test_every_row_has_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "SIZES", [(8 * bench.MIB, 2)])
-    server = Path(redis_process.server())
-    monkeypatch.setenv("PATH", str(server.parent), prepend=":")
-    assert shutil.which("redis-server")
     assert bench.main(["--rounds", "1", "--json", str(tmp_path / "rows.json")]) == 0
     rows = json.loads((tmp_path / "rows.json").read_text())
     operations = ["put", "fetch memory", "fetch disk"]
     expected = [(name, "tcp") for name in operations]
     expected += [(name, "unix") for name in (*operations, "fetch shared", "fetch extent", "fetch cold")]
     assert [(row["operation"], row["transport"]) for row in rows] == expected
-    for row, name in zip(rows, expected, strict=True):
-        assert min(row["gb_per_s"], row["grpc_gb_per_s"], row["memcpy_gb_per_s"]) > 0
-        assert (row["redis_gb_per_s"] is not None) == (name == ("fetch memory", "tcp"))
+    assert all(min(row["gb_per_s"], row["grpc_gb_per_s"], row["memcpy_gb_per_s"]) > 0 for row in rows)
 
 
 @pytest.mark.long
