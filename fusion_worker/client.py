@@ -8,12 +8,12 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from fusionkv.protos.deadline import NO_DEADLINE, Deadline
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.fusion.v1 import fusion_pb2_grpc
 from fusionkv.protos.runtime import errors, frames, rpc
 from fusionkv.protos.runtime.tls import ClientTLS
 
-_MODEL_SECONDS = 30.0
 _SERVICE = pb.DESCRIPTOR.services_by_name["FusionService"].full_name
 # Trailing metadata key of FetchPrefill.
 CHECKSUM = "fusionkv-checksum-bin"
@@ -62,37 +62,40 @@ class WorkerClient:
             return False
         return health.status == health_pb2.HealthCheckResponse.SERVING
 
-    async def model(self, timeout: float = _MODEL_SECONDS) -> pb.GetModelResponse:
+    async def model(self, deadline: Deadline = NO_DEADLINE) -> pb.GetModelResponse:
         """The model that the worker runs, cached for the lifetime of a connection."""
+        seconds = deadline.timeout()
         try:
             # Around the lock: callers would wait for a hung worker one after another, each for the whole timeout.
-            async with asyncio.timeout(timeout), self._asking:
+            async with asyncio.timeout(seconds), self._asking:
                 if self._model is None:
                     with self._errors():
-                        self._model = await self._stub.GetModel(pb.GetModelRequest(), timeout=timeout)
+                        self._model = await self._stub.GetModel(pb.GetModelRequest(), timeout=deadline.timeout())
                 return self._model
         except TimeoutError as error:
             raise errors.DeadlineExceeded(
-                f"fusion worker {self.address}: no response within {timeout:g} s"
+                f"fusion worker {self.address}: no response within {seconds:.1f} s"
             ) from error
 
-    async def render(self, request: pb.RenderTemplateRequest, timeout: float) -> pb.PromptTemplate:
+    async def render(self, request: pb.RenderTemplateRequest, deadline: Deadline) -> pb.PromptTemplate:
         """The prompt template with values for variables of the chat template."""
         with self._errors():
-            return (await self._stub.RenderTemplate(request, timeout=timeout)).template
+            return (await self._stub.RenderTemplate(request, timeout=deadline.timeout())).template
 
     def generate(
-        self, request: pb.GenerateRequest, timeout: float | None = None
+        self, request: pb.GenerateRequest, deadline: Deadline = NO_DEADLINE
     ) -> AsyncGenerator[pb.GenerateResponse]:
         """Yields tokens, then one summary. Closing the iterator, or cancelling its reader, cancels the call."""
-        return self._responses(self._stub.Generate, request, timeout)
+        return self._responses(self._stub.Generate, request, deadline)
 
-    def prefill(self, request: pb.PrefillRequest, timeout: float | None = None) -> AsyncGenerator[pb.PrefillResponse]:
+    def prefill(
+        self, request: pb.PrefillRequest, deadline: Deadline = NO_DEADLINE
+    ) -> AsyncGenerator[pb.PrefillResponse]:
         """Yields the first token, a handle of the prompt's KV, then a summary. Closing the iterator frees the KV."""
-        return self._responses(self._stub.Prefill, request, timeout)
+        return self._responses(self._stub.Prefill, request, deadline)
 
-    async def _responses(self, method: Any, request: Any, timeout: float | None) -> AsyncGenerator[Any]:
-        call = method(request, timeout=timeout)
+    async def _responses(self, method: Any, request: Any, deadline: Deadline) -> AsyncGenerator[Any]:
+        call = method(request, timeout=deadline.timeout())
         try:
             with self._errors():
                 async for response in call:
@@ -140,10 +143,10 @@ class WorkerClient:
             request = pb.ReleasePrefillRequest(handle=handle, ranks=ranks, error=error)
             await self._stub.ReleasePrefill(request, timeout=timeout)
 
-    async def encode(self, request: pb.EncodeRequest, timeout: float | None = None) -> pb.EncodeResponse:
+    async def encode(self, request: pb.EncodeRequest) -> pb.EncodeResponse:
         """Encodes one chunk and waits until the cache service has stored it."""
         with self._errors():
-            return await self._stub.Encode(request, timeout=timeout)
+            return await self._stub.Encode(request)
 
     async def forget_corpus(self, request: pb.ForgetCorpusRequest, timeout: float) -> None:
         """Deletes what the worker and its cache service keep of a corpus."""

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Mapping, Sequence
 from datetime import date
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
+from fusionkv.protos.deadline import Deadline
 from fusionkv.protos.runtime.errors import Unavailable
 
 # Usual templates take 1 ms for a message, and the longest known ones have 20,000 characters.
@@ -73,13 +73,13 @@ def bounded(source: Source, conversations: Sequence[Conversation], seconds: int)
     if not child:
         _answer(source, conversations, seconds, writing)
     os.close(writing)
-    answer, deadline = b"", time.monotonic() + _PATIENCE * seconds
+    answer, deadline = b"", Deadline.after(_PATIENCE * seconds)
     with open(reading, "rb", buffering=0) as pipe:
-        while len(answer) <= _BYTES and select.select([pipe], [], [], max(0, deadline - time.monotonic()))[0]:
+        while len(answer) <= _BYTES and select.select([pipe], [], [], deadline.remaining())[0]:
             if not (data := pipe.read(1 << 16)):
                 break
             answer += data
-    late = time.monotonic() >= deadline
+    late = deadline.passed
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     if len(answer) > _BYTES:

@@ -32,6 +32,7 @@ from fusionkv.fusion_worker.select.base import budget
 from fusionkv.fusion_worker.transfer.handover import Handover
 from fusionkv.protos.answer.v1.answer_pb2 import Explanation, Token
 from fusionkv.protos.contract.recipes import Recipe
+from fusionkv.protos.deadline import NO_DEADLINE, Deadline
 from fusionkv.protos.fusion.v1.fusion_pb2 import FirstToken, PrefilledKV
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime.errors import ResourceExhausted
@@ -80,17 +81,15 @@ class Admission:
         self.idle.set()
 
     @asynccontextmanager
-    async def place(self, seconds_left: float | None) -> AsyncIterator[None]:
+    async def place(self, deadline: Deadline) -> AsyncIterator[None]:
         """Waits for a free place in order of arrival, and holds it while the context is open.
 
-        seconds_left: seconds until the caller's deadline; None without one.
-
         Raises:
-            ResourceExhausted: the queue is full, or the first token is not expected within `seconds_left`. Never
+            ResourceExhausted: the queue is full, or the first token is not expected by the caller's deadline. Never
                 raised while a place is free: a prediction that is too high is then corrected by running requests.
         """
         if self._free.locked():
-            self._check(seconds_left)
+            self._check(deadline)
         self.waiting += 1
         self.idle.clear()
         try:
@@ -114,7 +113,7 @@ class Admission:
         """Records the time from admission to the first token."""
         self._first = _averaged(self._first, seconds)
 
-    def _check(self, seconds_left: float | None) -> None:
+    def _check(self, deadline: Deadline) -> None:
         # Mean seconds until the next place becomes free.
         each = (self._held or 0.0) / self._places
         if self.waiting >= self._queue:
@@ -124,12 +123,13 @@ class Admission:
                 f"{self.waiting} requests are already waiting: try again later", retry_after=after
             )
         expected = (self.waiting + 1) * each + (self._first or 0.0)
-        if seconds_left is not None and expected > seconds_left:
+        remaining = deadline.remaining()
+        if expected > remaining:
             meters.refused("deadline")
             raise ResourceExhausted(
                 f"{self.waiting} requests are already waiting: the first token is expected in {expected:.1f} s, "
-                f"and the deadline is in {seconds_left:.1f} s",
-                retry_after=max(_MIN_RETRY_SECONDS, expected - seconds_left),
+                f"and the deadline is in {remaining:.1f} s",
+                retry_after=max(_MIN_RETRY_SECONDS, expected - remaining),
             )
 
 
@@ -169,18 +169,16 @@ class Answerer:
         self.handover = Handover(pool, model, engine.tp, config.prefill_bytes, config.prefill_seconds)
 
     async def answer(
-        self, request: Request, seconds_left: float | None = None
+        self, request: Request, deadline: Deadline = NO_DEADLINE
     ) -> AsyncGenerator[Explanation | Token | Summary]:
         """Yields the answer's tokens as they are decoded, then one Summary. Closing the iterator frees everything.
-
-        seconds_left: seconds until the caller's deadline; None without one.
 
         Raises:
             ResourceExhausted: the queue is full, the deadline can't be met, or the prompt does not fit the pool.
             FailedPrecondition: the model's logits are not finite.
         """
         answer: list[int] = []
-        async with self._prefilled(request, seconds_left) as prefilled:
+        async with self._prefilled(request, deadline) as prefilled:
             summary = prefilled.summary
             if request.explained:
                 yield self._explain(prefilled)
@@ -194,7 +192,7 @@ class Answerer:
         yield summary
 
     async def prefill(
-        self, request: Request, seconds_left: float | None = None
+        self, request: Request, deadline: Deadline = NO_DEADLINE
     ) -> AsyncGenerator[Explanation | FirstToken | PrefilledKV | Summary]:
         """Yields the first token of an answer, the KV of its prompt, and, once the KV is released, one Summary.
 
@@ -207,7 +205,7 @@ class Answerer:
         prompt, max_tokens = request.prompt, request.params.max_tokens
         request = replace(request, params=replace(request.params, max_tokens=1))
         with self.handover.room(prompt.tokens) as held:
-            async with self._prefilled(request, seconds_left) as prefilled:
+            async with self._prefilled(request, deadline) as prefilled:
                 summary = prefilled.summary
                 if request.explained:
                     yield self._explain(prefilled)
@@ -224,7 +222,7 @@ class Answerer:
             yield summary
 
     @asynccontextmanager
-    async def _prefilled(self, request: Request, seconds_left: float | None) -> AsyncIterator[_Prefilled]:
+    async def _prefilled(self, request: Request, deadline: Deadline) -> AsyncIterator[_Prefilled]:
         """Computes an answer's first token; frees what the request holds on exit. Raises as `answer` does."""
         prompt, recipe, params = request.prompt, request.recipe, request.params
         arrived = time.perf_counter()
@@ -234,7 +232,7 @@ class Answerer:
         stages, sampler = summary.stages, Sampler(params)
         async with AsyncExitStack() as stack:
             with tracer.start_as_current_span("fusionkv.queue"), stages.clock("queue"):
-                await stack.enter_async_context(self.admission.place(seconds_left))
+                await stack.enter_async_context(self.admission.place(deadline))
             held = await stack.enter_async_context(AsyncExitStack())
             plan = await self._prepare(held, summary, params)
             try:

@@ -143,7 +143,7 @@ class FusionServicer:
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         checked, replaced = await self._checked(request)
-        async with aclosing(self.answerer.answer(checked, rpc.deadline(context).timeout())) as events:
+        async with aclosing(self.answerer.answer(checked, rpc.deadline(context))) as events:
             async for event in events:
                 if isinstance(event, answer_pb2.Token):
                     yield pb.GenerateResponse(token=event)
@@ -152,7 +152,7 @@ class FusionServicer:
 
     async def Prefill(self, request: pb.PrefillRequest, context: Any) -> AsyncIterator[pb.PrefillResponse]:
         checked, replaced = await self._checked(request.prompt, portable=True)
-        async with aclosing(self.answerer.prefill(checked, rpc.deadline(context).timeout())) as events:
+        async with aclosing(self.answerer.prefill(checked, rpc.deadline(context))) as events:
             async for event in events:
                 if isinstance(event, pb.FirstToken):
                     yield pb.PrefillResponse(first=event)

@@ -24,6 +24,7 @@ from fusionkv.gateway.retrieval.base import HybridSearch, check_corpus, check_do
 from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
 from fusionkv.protos.contract.names import recipe_label
+from fusionkv.protos.deadline import Deadline
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import (
     DeadlineExceeded,
@@ -107,9 +108,7 @@ class Application:
         if request.order == pb.ORDER_PREFIX:
             raise InvalidArgument("the order prefix depends on the prompts of Generate: Retrieve takes another order")
         search = request.corpus, request.question, request.top_k
-        passages = await self._pipeline.retrieve(
-            call.tenant, *search, call.deadline.remaining(), where=request.filter
-        )
+        passages = await self._pipeline.retrieve(call.tenant, *search, call.deadline, where=request.filter)
         return pb.RetrieveResponse(passages=[source for _, source in order(passages, request.order)])
 
     async def embed(
@@ -150,7 +149,7 @@ class Application:
 
     async def generate(self, call: AdmittedCall, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse]:
         """Streams an answer, as `Pipeline.answer`."""
-        answer = self._pipeline.answer(call.tenant, request, call.deadline.remaining())
+        answer = self._pipeline.answer(call.tenant, request, call.deadline)
         async with contextlib.aclosing(answer) as responses:
             async for response in responses:
                 if response.HasField("summary"):
@@ -158,7 +157,7 @@ class Application:
                 yield response
 
     async def model(self, call: AdmittedCall) -> pb.GetModelResponse:
-        model = (await self._engine.model(call.deadline.remaining())).model
+        model = (await self._engine.model(call.deadline)).model
         return pb.GetModelResponse(
             name=model.name,
             fingerprint=model.fingerprint,
@@ -184,7 +183,7 @@ class Application:
         )
         # A gateway whose worker is down still reports its own figures.
         with contextlib.suppress(ServiceError):
-            model = (await self._workers.model(2.0)).model
+            model = (await self._workers.model(Deadline.after(2.0))).model
             response.model, response.model_fingerprint = model.name, model.fingerprint
             response.worker = self._workers.address()
         return response

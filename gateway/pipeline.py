@@ -20,7 +20,7 @@ from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest.text import nfc
 from fusionkv.gateway.plan import Conversation, Passage, check_question
 from fusionkv.gateway.prefixes import Prefixes
-from fusionkv.gateway.retrieval.base import NO_FILTER, PROVIDER, HybridSearch, check_corpus, remaining, step, within
+from fusionkv.gateway.retrieval.base import NO_FILTER, PROVIDER, HybridSearch, check_corpus, step, within
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.gateway.workers.workers import Check
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
@@ -28,6 +28,7 @@ from fusionkv.protos.contract.length import TooLong, prompt_tokens
 from fusionkv.protos.contract.names import DEFAULT, full_name, recipe_label
 from fusionkv.protos.contract.requests import RequestedRecipe
 from fusionkv.protos.contract.template import check_variables
+from fusionkv.protos.deadline import Deadline
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.observe import telemetry
@@ -64,17 +65,17 @@ _UNSERVED = (ResourceExhausted, Unavailable, InvalidArgument, FailedPrecondition
 class Engine(Protocol):
     """What answers prompts: the fusion workers, or vLLM behind them."""
 
-    async def model(self, timeout: float, check: Check = ...) -> Vocabulary:
+    async def model(self, deadline: Deadline, check: Check = ...) -> Vocabulary:
         """Tokenizer and prompt template of the model, from a worker that passes `check`. Raises Unavailable."""
 
-    async def rendered(self, vocabulary: Vocabulary, values: Mapping[str, str], timeout: float) -> Vocabulary:
+    async def rendered(self, vocabulary: Vocabulary, values: Mapping[str, str], deadline: Deadline) -> Vocabulary:
         """A vocabulary with values for variables of the chat template. Raises InvalidArgument and Unavailable."""
 
     async def ready(self, timeout: float) -> bool:
         """Whether prompts would be answered now, found out within `timeout` seconds."""
 
     def generate(
-        self, request: fusion_pb2.GenerateRequest, timeout: float
+        self, request: fusion_pb2.GenerateRequest, deadline: Deadline
     ) -> AsyncGenerator[fusion_pb2.GenerateResponse]:
         """Streams the answer to one request."""
 
@@ -97,7 +98,7 @@ class Pipeline:
         corpus: str,
         question: str,
         top_k: int,
-        timeout: float,
+        deadline: Deadline,
         vocabulary: Vocabulary | None = None,
         where: Mapping[str, str] = NO_FILTER,
     ) -> list[Passage]:
@@ -105,7 +106,7 @@ class Pipeline:
 
         Raises:
             InvalidArgument: the question, the corpus's name, top_k or the filter is invalid.
-            DeadlineExceeded: retrieval took longer than `timeout`.
+            DeadlineExceeded: retrieval did not end in time.
         """
         check_question(question)
         plan.check_filter(where)
@@ -118,18 +119,19 @@ class Pipeline:
             "fusionkv.corpus": corpus,
             "fusionkv.top_k": count,
         }
-        with within(timeout), step("gateway.retrieve", "retrieval", attributes):
+        seconds = deadline.remaining()
+        with within(deadline), step("gateway.retrieve", "retrieval", attributes):
             # Before the worker is called: an unknown corpus is reported as such even if no worker runs.
             await tenant.retrieval.check(corpus)
-            vocabulary = vocabulary or await self._engine.model(timeout)
+            vocabulary = vocabulary or await self._engine.model(deadline)
             # Embedders and rerankers do not know the caller's deadline.
             try:
-                async with asyncio.timeout(remaining()):
+                async with asyncio.timeout(deadline.remaining()):
                     found = await self._search.search(
                         tenant.retrieval, corpus, nfc(question), count, vocabulary.identity, where, tenant.salt
                     )
             except TimeoutError as error:
-                raise DeadlineExceeded(f"retrieval took longer than the remaining {timeout:.1f} s") from error
+                raise DeadlineExceeded(f"retrieval took longer than the remaining {seconds:.1f} s") from error
             return [plan.retrieved(*best) for best in found]
 
     def _asked(self, request: pb.GenerateRequest, model: fusion_pb2.GetModelResponse) -> RequestedRecipe:
@@ -141,28 +143,24 @@ class Pipeline:
         return recipe
 
     async def answer(
-        self, tenant: Tenant, request: pb.GenerateRequest, timeout: float
+        self, tenant: Tenant, request: pb.GenerateRequest, deadline: Deadline
     ) -> AsyncGenerator[pb.GenerateResponse]:
-        """Answers a request within `timeout` seconds: Sources, an Explanation if requested, tokens, a Summary."""
-        began = time.perf_counter()
-
-        def left() -> float:
-            return max(0.001, timeout - (time.perf_counter() - began))
-
+        """Answers a request: Sources, an Explanation if requested, tokens, a Summary."""
+        began, seconds_given = time.perf_counter(), deadline.remaining()
         conversation = Conversation.of(request)
         plan.check(request, self._config.max_top_k)
         asked = partial(self._asked, request)
-        vocabulary = await self._engine.model(timeout, asked)
+        vocabulary = await self._engine.model(deadline, asked)
         recipe = asked(vocabulary.model)
         if values := dict(request.chat_template_kwargs):
             check_variables(values, vocabulary.model.template_variables)
-            vocabulary = await self._engine.rendered(vocabulary, values, left())
+            vocabulary = await self._engine.rendered(vocabulary, values, deadline)
         if request.passages:
             with _charged(tenant):
                 passages = await asyncio.to_thread(plan.given, request.passages, vocabulary)
         else:
             search = request.corpus, request.query or conversation.question, request.top_k
-            passages = await self.retrieve(tenant, *search, left(), vocabulary, request.filter)
+            passages = await self.retrieve(tenant, *search, deadline, vocabulary, request.filter)
         if request.recipe in ("", DEFAULT):
             recipe = plan.as_encoded(recipe, passages, vocabulary)
         retrieved = time.perf_counter()
@@ -189,10 +187,10 @@ class Pipeline:
         )
         finished = False
         try:
-            async with contextlib.aclosing(self._engine.generate(worker_request, left())) as responses:
+            async with contextlib.aclosing(self._engine.generate(worker_request, deadline)) as responses:
                 async for response in _within(span, responses):
-                    if time.perf_counter() - began > timeout:  # the tokens that it waited for are there
-                        raise DeadlineExceeded(f"the answer was not read within {timeout:g} s")
+                    if deadline.passed:  # the tokens that it waited for are there
+                        raise DeadlineExceeded(f"the answer was not read within {seconds_given:.1f} s")
                     if response.HasField("token"):
                         tenant.meter.spend(1)
                         if not ttft:

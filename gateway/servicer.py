@@ -19,10 +19,10 @@ class GatewayServicer:
         self._application = application
 
     async def Ingest(self, request: pb.IngestRequest, call: AdmittedCall) -> pb.IngestResponse:
-        return await self._application.ingest.file(call.tenant, request, call.deadline.remaining())
+        return await self._application.ingest.file(call.tenant, request, call.deadline)
 
     async def Upload(self, requests: AsyncIterator[pb.UploadRequest], call: AdmittedCall) -> pb.UploadResponse:
-        stored = await self._application.ingest.upload(call.tenant, requests, call.deadline.remaining())
+        stored = await self._application.ingest.upload(call.tenant, requests, call.deadline)
         return pb.UploadResponse(stored=stored)
 
     def Precompute(self, request: pb.PrecomputeRequest, call: AdmittedCall) -> AsyncGenerator[pb.PrecomputeResponse]:

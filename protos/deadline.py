@@ -1,4 +1,7 @@
-"""A deadline: one moment that calls pass on, instead of seconds that go stale on the way."""
+"""A request's deadline: one moment that calls pass on, instead of seconds that go stale on the way.
+
+A parameter `deadline` is that moment; `timeout` is a limit of one call in seconds.
+"""
 
 import math
 import time
@@ -36,8 +39,12 @@ class Deadline:
         return max(_MIN_SECONDS, self.at - time.monotonic())
 
     def timeout(self) -> float | None:
-        """`remaining` as gRPC and asyncio take it: None without a deadline."""
+        """`remaining` as gRPC takes it: None without a deadline."""
         return self.remaining() if self.exists else None
+
+    def extended(self, seconds: float) -> "Deadline":
+        """A deadline so many seconds later."""
+        return Deadline(self.at + seconds)
 
 
 NO_DEADLINE = Deadline()

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
@@ -17,7 +18,7 @@ from fusionkv.fusion_worker.compute.jobs import encoding
 from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk, SlotRange
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.load.anchors import AnchoredChunk, compressed
-from fusionkv.fusion_worker.load.lookup import CacheFault, Deadline, EntryGone, Lookups, NotFiniteKV
+from fusionkv.fusion_worker.load.lookup import CacheFault, EntryGone, Lookups, NotFiniteKV
 from fusionkv.fusion_worker.load.passages import passages
 from fusionkv.fusion_worker.load.primer import Primers
 from fusionkv.fusion_worker.load.write_back import WriteBack
@@ -30,6 +31,7 @@ from fusionkv.fusion_worker.transfer.storage import Storage
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos.contract.recipes import ISOLATED, Anchored, Encode, Primed
+from fusionkv.protos.deadline import Deadline
 from fusionkv.protos.runtime.cancellation import to_the_end
 from fusionkv.protos.runtime.errors import FailedPrecondition, NotFound, ServiceError, Unavailable, first_line
 
@@ -120,22 +122,24 @@ class Loader:
             CacheFault: the cache service failed, or its bytes are not trusted.
             ResourceExhausted: the prompt does not fit the pool.
         """
-        budget, namespace = Deadline(self._config.cache_seconds), self.namespace(prompt.tenant)
+        deadline, namespace = Deadline.after(self._config.cache_seconds), self.namespace(prompt.tenant)
 
         async def bring(stack: AsyncExitStack) -> PromptLayout:
             """Looks up and loads the parts; `stack` releases them."""
+            nonlocal deadline
             leased = await stack.enter_async_context(AsyncExitStack())
             with tracer.start_as_current_span("fusionkv.lookup") as span, stages.clock("lookup"):
-                with budget.spending():
-                    primer = await self.primers.of(prompt) if isinstance(encode, Primed) else None
-                    asking = self.locator.prompt(prompt, namespace, encode, budget.left, stages, primer)
-                    wanted = await leased.enter_async_context(asking)
+                primer = await self.primers.of(prompt) if isinstance(encode, Primed) else None
+                asking = self.locator.prompt(prompt, namespace, encode, deadline, stages, primer)
+                wanted = await leased.enter_async_context(asking)
                 span.set_attributes({"fusionkv.chunks": len(prompt.chunks), "fusionkv.rejected": stages.rejected})
             stale = sum(len(w.chunk) for w in wanted if not w.lossless)
             with tracer.start_as_current_span("fusionkv.load") as span, stages.clock("load"):
+                began = time.monotonic()
                 placement = await stack.enter_async_context(self._admit(wanted, fresh(stale), stages, namespace))
-                with budget.spending():
-                    await self._fetched(placement, budget.left)
+                # Waiting for room in the pool is not the cache service's time.
+                deadline = deadline.extended(time.monotonic() - began)
+                await self._fetched(placement, deadline)
                 span.set_attribute("fusionkv.bytes", stages.bytes_fetched)
             await leased.aclose()
             with tracer.start_as_current_span("fusionkv.encode") as span, stages.clock("encode"):
@@ -153,9 +157,9 @@ class Loader:
                 placement = await bring(stack)
             yield placement
 
-    async def _fetched(self, placement: PromptLayout, left: float) -> None:
-        """Waits for all fetches together, for at most the fetch timeout and the time that is left for the cache."""
-        most = min(self._fetch_timeout, left)
+    async def _fetched(self, placement: PromptLayout, deadline: Deadline) -> None:
+        """Waits for all fetches together, for at most the fetch timeout and until the deadline."""
+        most = min(self._fetch_timeout, deadline.remaining())
         try:
             async with asyncio.timeout(most):
                 await _ready(part.resident for part in placement.parts if part.wanted.entry is not None)

@@ -1,10 +1,8 @@
 """Looks a prompt's parts up in the cache service in one call, and makes keys for those that it lacks."""
 
 import asyncio
-import math
-import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from fusionkv.fusion_worker.meters import Stages
 from fusionkv.fusion_worker.prompt import Chunk, ChunkSource, Primer, Prompt
@@ -13,6 +11,7 @@ from fusionkv.fusion_worker.transfer.storage import Storage
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient, Hit, HitKind, Lookup
 from fusionkv.protos.contract.recipes import Anchored, Encode, InPlace, Primed, Versions
+from fusionkv.protos.deadline import NO_DEADLINE, Deadline
 from fusionkv.protos.runtime.cancellation import background
 from fusionkv.protos.runtime.errors import ServiceError
 
@@ -34,34 +33,8 @@ Path = Sequence[tuple[bytes, Sequence[bytes]]]
 _MISS = Hit(HitKind.MISS, None)
 # Suffix of the pool's keys of chunks that were dequantised from int8 or fp8, which differ from the computed ones.
 RESTORED = b"restored"
-# gRPC and asyncio treat a timeout of 0 as an error; with 1 ms, a late lookup fails by its deadline.
-_MIN_SECONDS = 0.001
 # Bytes of an entry that is no KV.
 _MAX_NAMED = 1 << 16
-
-
-class Deadline:
-    """A request's budget of seconds for the cache service, over all its lookups and fetches.
-
-    Only time within `spending` counts, not waiting for room in the pool, for example.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._left = seconds
-
-    @property
-    def left(self) -> float:
-        """Seconds left, at least 0.001."""
-        return max(_MIN_SECONDS, self._left)
-
-    @contextmanager
-    def spending(self) -> Iterator[None]:
-        """Subtracts the seconds spent inside."""
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self._left -= time.monotonic() - began
 
 
 class Lookups:
@@ -92,7 +65,7 @@ class Lookups:
         prompt: Prompt,
         namespace: bytes,
         encode: Encode,
-        max_seconds: float = math.inf,
+        deadline: Deadline = NO_DEADLINE,
         stages: Stages | None = None,
         primer: Primer | None = None,
     ) -> AsyncIterator[list[ChunkSource]]:
@@ -105,7 +78,7 @@ class Lookups:
                 tokens, which the prompt's chunks then are. Others use any hit. Misses are encoded after all parts
                 before them with `InPlace` and `Versions`, otherwise after the system prompt only, or, except for the
                 first chunk, after it and the primer with `Primed`.
-            max_seconds: maximum seconds to wait, besides the timeout of all lookups.
+            deadline: of the lookup, besides the timeout of all lookups.
             stages: counts entries that were rejected because no worker signed them.
             primer: the corpus's, for `Primed`.
 
@@ -114,13 +87,13 @@ class Lookups:
         """
         if isinstance(encode, Anchored):
             variant = keys.anchors_variant(encode.percent)
-            async with self._anchored(prompt, namespace, variant, max_seconds, stages) as anchored:
+            async with self._anchored(prompt, namespace, variant, deadline, stages) as anchored:
                 yield anchored
             return
         made = [self._made(encode, prompt, i, primer) for i in range(len(prompt.parts))]
         variants = [(own,) if own else p.variants for own, p in zip(made, prompt.parts, strict=True)]
         async with self._lookup(
-            namespace, [(p.digest, v) for p, v in zip(prompt.parts, variants, strict=True)], max_seconds, stages
+            namespace, [(p.digest, v) for p, v in zip(prompt.parts, variants, strict=True)], deadline, stages
         ) as hits:
             path = tuple(part.digest for part in prompt.parts)
             exact = keys.path_keys(namespace, path)
@@ -172,12 +145,12 @@ class Lookups:
 
     @asynccontextmanager
     async def _anchored(
-        self, prompt: Prompt, namespace: bytes, variant: bytes, max_seconds: float, stages: Stages | None
+        self, prompt: Prompt, namespace: bytes, variant: bytes, deadline: Deadline, stages: Stages | None
     ) -> AsyncIterator[list[ChunkSource]]:
         """Looks up a prompt whose chunks are anchor tokens. Raises as `prompt` does."""
         # An exact hit would win over the variant. The variant's digest in the path prevents one: no chunk has it.
         path = [(prompt.system.digest, ()), (variant, ()), *((c.digest, (variant,)) for c in prompt.chunks)]
-        async with self._lookup(namespace, path, max_seconds, stages) as hits:
+        async with self._lookup(namespace, path, deadline, stages) as hits:
             wanted: list[ChunkSource] = []
             for i, (hit, start) in enumerate(zip((hits[0], *hits[2:]), prompt.starts, strict=True)):
                 own = self.alone(prompt, i, start, namespace)
@@ -310,12 +283,13 @@ class Lookups:
 
     @asynccontextmanager
     async def _lookup(
-        self, namespace: bytes, path: Path, max_seconds: float = math.inf, stages: Stages | None = None
+        self, namespace: bytes, path: Path, deadline: Deadline = NO_DEADLINE, stages: Stages | None = None
     ) -> AsyncIterator[Sequence[Hit]]:
         if self._cache is None:
             yield [_MISS] * len(path)
             return
-        asking = asyncio.create_task(self._cache.lookup(namespace, path, timeout=min(self._timeout, max_seconds)))
+        timeout = min(self._timeout, deadline.remaining())
+        asking = asyncio.create_task(self._cache.lookup(namespace, path, timeout=timeout))
         try:
             found = await asyncio.shield(asking)
         except asyncio.CancelledError:
@@ -336,7 +310,7 @@ class Lookups:
                 # nothing.
                 if rejected:
                     with suppress(ServiceError):
-                        seconds = min(DELETE_SECONDS, max_seconds)
+                        seconds = min(DELETE_SECONDS, deadline.remaining())
                         await self._cache.delete(list(dict.fromkeys(rejected)), timeout=seconds)
             yield hits
         finally:

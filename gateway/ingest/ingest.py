@@ -15,7 +15,8 @@ from fusionkv.gateway.ingest.document import metadata_pairs
 from fusionkv.gateway.ingest.parsers import ParsedDocument, Parsers
 from fusionkv.gateway.retrieval.base import Chunk, HybridSearch, Retrieval, check_corpus, check_document
 from fusionkv.gateway.tokens import ModelIdentity
-from fusionkv.gateway.workers.workers import WorkerPool
+from fusionkv.gateway.workers.workers import MODEL_SECONDS, WorkerPool
+from fusionkv.protos.deadline import Deadline
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import (
     AlreadyExists,
@@ -49,7 +50,7 @@ class Ingest:
         self._bytes = Shares(config.max_ingest_bytes, spare=spare)
         self._storing: dict[tuple[str, str, str], asyncio.Event] = {}  # set once the document is stored
 
-    async def file(self, tenant: Tenant, request: pb.IngestRequest, timeout: float) -> pb.IngestResponse:
+    async def file(self, tenant: Tenant, request: pb.IngestRequest, deadline: Deadline) -> pb.IngestResponse:
         """Stores the documents of a file; each replaces the tenant's document of that name as a whole.
 
         Raises:
@@ -62,18 +63,17 @@ class Ingest:
         size = len(request.content)
         kind = self._check(request, size)
         with self._room(tenant, size):
-            return await self._store(tenant, request, request.content, kind, timeout)
+            return await self._store(tenant, request, request.content, kind, deadline)
 
     async def upload(
-        self, tenant: Tenant, requests: AsyncIterator[pb.UploadRequest], timeout: float
+        self, tenant: Tenant, requests: AsyncIterator[pb.UploadRequest], deadline: Deadline
     ) -> pb.IngestResponse:
         """As `file`, of a file whose content arrives in pieces, for which room is reserved before.
 
         Raises:
             InvalidArgument: also if the content has another size than announced.
-            DeadlineExceeded: nothing arrived for 30 s, or not all of it within `timeout` seconds.
+            DeadlineExceeded: nothing arrived for 30 s, or not all of it by the deadline.
         """
-        began = asyncio.get_running_loop().time()
         first = await anext(requests, pb.UploadRequest())
         request, size = first.document, first.size_bytes
         if request.content:
@@ -81,9 +81,8 @@ class Ingest:
         kind = self._check(request, size)
         # The piece that is arriving takes room too, however small the document is said to be.
         with self._room(tenant, min(max(size, MAX_REQUEST_BYTES), self._config.max_ingest_bytes)):
-            content = await _received(first, requests, timeout)
-            left = timeout - (asyncio.get_running_loop().time() - began)
-            return await self._store(tenant, request, content, kind, max(0.001, left))
+            content = await _received(first, requests, deadline)
+            return await self._store(tenant, request, content, kind, deadline)
 
     def _check(self, request: pb.IngestRequest, size: int) -> str:
         """The media type of a document of `size` bytes. Raises InvalidArgument as `file` does."""
@@ -120,7 +119,7 @@ class Ingest:
         """
         check_corpus(corpus)
         total = sum(document.chunks for document in await retrieval.documents(corpus))
-        vocabulary = await self._workers.model()
+        vocabulary = await self._workers.model(Deadline.after(MODEL_SECONDS))
 
         async def rewrite(chunks: Sequence[Chunk], _: np.ndarray) -> tuple[Sequence[Chunk], np.ndarray]:
             ids = await asyncio.to_thread(lambda: [tuple(vocabulary.chunk(chunk.text)) for chunk in chunks])
@@ -138,9 +137,9 @@ class Ingest:
         await self._parsers.close()
 
     async def _store(
-        self, tenant: Tenant, request: pb.IngestRequest, content: bytes, kind: str, timeout: float
+        self, tenant: Tenant, request: pb.IngestRequest, content: bytes, kind: str, deadline: Deadline
     ) -> pb.IngestResponse:
-        vocabulary = await self._workers.model(timeout)
+        vocabulary = await self._workers.model(deadline)
         with tracer.start_as_current_span("gateway.parse") as span:
             parsed = await self._parsers.parse(tenant, content, kind, vocabulary, request.first_line or 1)
             notes = parse.max_text(len(content), self._config.max_text_bytes)
@@ -226,14 +225,12 @@ class Ingest:
         return stored
 
 
-async def _received(first: pb.UploadRequest, requests: AsyncIterator[pb.UploadRequest], timeout: float) -> bytes:
+async def _received(first: pb.UploadRequest, requests: AsyncIterator[pb.UploadRequest], deadline: Deadline) -> bytes:
     """The content that arrives in pieces. Raises as `Ingest.upload` does."""
     content, size = bytearray(first.content), first.size_bytes
-    began = asyncio.get_running_loop().time()
     while len(content) < size:
-        left = timeout - (asyncio.get_running_loop().time() - began)
         try:
-            async with asyncio.timeout(min(_STALL_SECONDS, left)):
+            async with asyncio.timeout(min(_STALL_SECONDS, deadline.remaining())):
                 piece = await anext(requests, None)
         except TimeoutError:
             raise DeadlineExceeded(f"only {len(content)} of {size} bytes arrived in time") from None

@@ -14,9 +14,10 @@ from fusionkv.gateway.auth.tenants import Tenant
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.retrieval.base import Chunk, HybridSearch, check_corpus, check_document, no_document
 from fusionkv.gateway.tokens import ModelIdentity, Vocabulary
-from fusionkv.gateway.workers.workers import WorkerPool
+from fusionkv.gateway.workers.workers import MODEL_SECONDS, WorkerPool
 from fusionkv.protos.contract.names import DEFAULT, full_name
 from fusionkv.protos.contract.requests import RequestedRecipe
+from fusionkv.protos.deadline import Deadline
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime import cancellation
@@ -171,7 +172,7 @@ class Precompute:
         check_corpus(corpus)
         # Before the worker is called: an unknown corpus is reported as such even if no worker runs.
         await tenant.retrieval.check(corpus)
-        vocabulary = await self._workers.model()
+        vocabulary = await self._workers.model(Deadline.after(MODEL_SECONDS))
         asked = _asked(recipe, self._config.recipe, vocabulary)
         count = neighbours or asked.recipe.neighbours
         if count > _MAX_NEIGHBOURS:

@@ -3,7 +3,6 @@
 import asyncio
 import math
 import re
-import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from fusionkv.gateway.embed.base import Embedder, Reranker
 from fusionkv.gateway.retrieval.duplicates import distinct
 from fusionkv.gateway.tokens import ModelIdentity
 from fusionkv.kvcache_service import keys
+from fusionkv.protos.deadline import NO_DEADLINE, Deadline
 from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument, NotFound, error_type
 
 tracer = trace.get_tracer(__name__)
@@ -38,22 +38,22 @@ _MAX_COPIES = 0.25
 # Added to the best BM25 score: if chunks share only common words with the question, whose scores are low, BM25
 # then has little weight.
 _WEAK = 20.0
-_until: ContextVar[float] = ContextVar("_until", default=math.inf)
+_deadline: ContextVar[Deadline] = ContextVar("_deadline", default=NO_DEADLINE)
 
 
 @contextmanager
-def within(seconds: float) -> Iterator[None]:
-    """Sets a deadline for calls made inside; engines apply it to their calls to servers."""
-    token = _until.set(time.monotonic() + seconds)
+def within(deadline: Deadline) -> Iterator[None]:
+    """Sets the deadline of calls made inside. Engines apply it to their calls to servers."""
+    token = _deadline.set(deadline)
     try:
         yield
     finally:
-        _until.reset(token)
+        _deadline.reset(token)
 
 
-def remaining() -> float:
-    """Seconds until the deadline set by `within`; infinite without one."""
-    return _until.get() - time.monotonic()
+def current_deadline() -> Deadline:
+    """The deadline set by `within`."""
+    return _deadline.get()
 
 
 @contextmanager

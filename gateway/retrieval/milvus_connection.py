@@ -14,8 +14,9 @@ from pymilvus import MilvusClient
 from pymilvus.exceptions import MilvusException
 
 from fusionkv.gateway.retrieval import milvus_rows as rows
-from fusionkv.gateway.retrieval.base import remaining
+from fusionkv.gateway.retrieval.base import current_deadline
 from fusionkv.gateway.retrieval.milvus_rows import Row
+from fusionkv.protos.deadline import Deadline
 from fusionkv.protos.runtime import process
 from fusionkv.protos.runtime.errors import NotFound, Unavailable
 
@@ -120,7 +121,7 @@ class Connection:
     async def walk(self, name: str, condition: str, fields: Sequence[str]) -> list[Row]:
         def read(name: str, timeout: float) -> list[Row]:
             found: list[Row] = []
-            until = time.monotonic() + timeout
+            deadline = Deadline.after(timeout)
             pages = self._client.query_iterator(
                 name, 1000, filter=condition, output_fields=[*fields], timeout=timeout
             )
@@ -128,7 +129,7 @@ class Connection:
                 # `timeout` applies to each page.
                 while page := pages.next():
                     found += page
-                    if time.monotonic() > until:
+                    if deadline.passed:
                         raise Unavailable("Milvus: the deadline passed before all documents were read")
             return found
 
@@ -160,12 +161,13 @@ class Connection:
 
     async def _call(self, call: Callable[..., T], *args: Any, **options: Any) -> T:
         """Runs a call in a thread with its timeout in seconds, unless the deadline passes before a thread is free."""
-        until = time.monotonic() + min(self._admit(), remaining())
+        deadline = min(Deadline.after(self._admit()), current_deadline())
         loop = asyncio.get_running_loop()
 
         def run() -> T:
-            if (seconds := until - time.monotonic()) <= 0:
+            if deadline.passed:
                 raise Unavailable("Milvus: the deadline passed before the call began")
+            seconds = deadline.remaining()
             # Recorded from the thread: the caller may be cancelled before the call ends.
             unanswered = 0.0
             try:

@@ -21,6 +21,7 @@ from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.gateway.workers.workers import Check, WorkerPool
 from fusionkv.protos.answer.v1 import answer_pb2
 from fusionkv.protos.contract.length import prompt_tokens
+from fusionkv.protos.deadline import Deadline
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime import errors
@@ -44,10 +45,10 @@ _NO_PREFILL = (Unavailable, ResourceExhausted, DeadlineExceeded)
 _Stream = AsyncGenerator[tuple[str, pb.PrefillResponse]]
 
 
-async def _next(stream: _Stream, until: float) -> tuple[str, pb.PrefillResponse]:
+async def _next(stream: _Stream, deadline: Deadline) -> tuple[str, pb.PrefillResponse]:
     """The next response of a worker. Raises as `WorkerPool.prefill`, and DeadlineExceeded."""
     try:
-        async with asyncio.timeout(until - time.monotonic()):
+        async with asyncio.timeout(deadline.remaining()):
             return await anext(stream)
     except TimeoutError as error:
         raise DeadlineExceeded("no worker prefilled the prompt in time") from error
@@ -123,20 +124,22 @@ class VLLMEngine:
         # They are stored with the salt of their KV, and the summary of their prefill.
         self._remembered: OrderedDict[str, tuple[str, answer_pb2.Summary]] = OrderedDict()
 
-    async def model(self, timeout: float = 30.0, check: Check = lambda _: None) -> Vocabulary:
+    async def model(self, deadline: Deadline, check: Check = lambda _: None) -> Vocabulary:
         """The workers' model; the last known one while no worker describes its own."""
         known = self._vocabulary
+        if known is not None:
+            deadline = min(deadline, Deadline.after(_MODEL_SECONDS))
         try:
-            self._vocabulary = await self._workers.model(min(timeout, _MODEL_SECONDS) if known else timeout, check)
+            self._vocabulary = await self._workers.model(deadline, check)
         except (Unavailable, DeadlineExceeded):
             if known is None:
                 raise
             return known
         return self._vocabulary
 
-    async def rendered(self, vocabulary: Vocabulary, values: Mapping[str, str], timeout: float) -> Vocabulary:
+    async def rendered(self, vocabulary: Vocabulary, values: Mapping[str, str], deadline: Deadline) -> Vocabulary:
         """As the workers'."""
-        return await self._workers.rendered(vocabulary, values, timeout)
+        return await self._workers.rendered(vocabulary, values, deadline)
 
     async def ready(self, timeout: float) -> bool:
         """Whether vLLM is up, and a worker has described the model or can."""
@@ -149,7 +152,7 @@ class VLLMEngine:
         except (TimeoutError, aiohttp.ClientError, OSError):
             return False
 
-    async def generate(self, request: pb.GenerateRequest, timeout: float) -> AsyncGenerator[pb.GenerateResponse]:
+    async def generate(self, request: pb.GenerateRequest, deadline: Deadline) -> AsyncGenerator[pb.GenerateResponse]:
         """Streams one answer: the worker's first token, then vLLM's. Closing the iterator cancels both.
 
         Raises:
@@ -158,8 +161,7 @@ class VLLMEngine:
             FailedPrecondition: vLLM, or the worker, can't serve this request.
             DeadlineExceeded: the deadline passed.
         """
-        began = time.monotonic()
-        vocabulary = self._vocabulary or await self.model(timeout)
+        vocabulary = self._vocabulary or await self.model(deadline)
         answer = _Answer(vocabulary.text(tuple(request.sampling.stop)))
         prompt = [*request.system.ids, *(i for c in request.chunks for i in c.ids), *request.question.ids]
         context, room = sum(len(chunk.ids) for chunk in request.chunks), vocabulary.model.max_tokens - len(prompt)
@@ -171,13 +173,13 @@ class VLLMEngine:
         async with contextlib.AsyncExitStack() as stack:
             try:
                 if remembered is None:
-                    stream = self._workers.prefill(request, timeout)
+                    stream = self._workers.prefill(request, deadline)
                     await stack.enter_async_context(contextlib.aclosing(stream))
-                    until = time.monotonic() + self._prefill_seconds
-                    worker, response = await _next(stream, until)
+                    prefill_deadline = Deadline.after(self._prefill_seconds)
+                    worker, response = await _next(stream, prefill_deadline)
                     if response.HasField("explanation"):
                         yield pb.GenerateResponse(explanation=response.explanation)
-                        worker, response = await _next(stream, until)
+                        worker, response = await _next(stream, prefill_deadline)
                     first, limit = response.first, response.first.max_tokens
                     if not request.sampling.max_tokens and limit < room:
                         self._max_tokens = limit
@@ -185,16 +187,15 @@ class VLLMEngine:
                     prompt.append(first.token.id)
                     salt = exact if first.lossless else fused
                     if not answer.finish:
-                        worker, response = await _next(stream, until)
+                        worker, response = await _next(stream, prefill_deadline)
                     prefilled = _Prefilled(worker, response.kv, stream)
             except _NO_PREFILL as error:
                 reason = str(error)
                 _faults.warning("vLLM prefills a prompt itself", error)
             decoding, usage = time.monotonic(), dict[str, Any]()
             if not answer.finish and answer.tokens < limit:
-                remaining = max(0.001, timeout - (decoding - began))
                 body = self._body(request, prompt, limit - answer.tokens, salt, prefilled)
-                tokens = await stack.enter_async_context(contextlib.aclosing(self._tokens(body, remaining, usage)))
+                tokens = await stack.enter_async_context(contextlib.aclosing(self._tokens(body, deadline, usage)))
                 async for token, finish in tokens:
                     yield answer.token(token, finish)
                     if answer.finish:
@@ -251,10 +252,10 @@ class VLLMEngine:
         return body
 
     async def _tokens(
-        self, body: dict[str, Any], timeout: float, usage: dict[str, Any]
+        self, body: dict[str, Any], deadline: Deadline, usage: dict[str, Any]
     ) -> AsyncGenerator[tuple[int, str]]:
         """Streams token ids, the last with its finish reason, and fills `usage`. Raises as `generate`."""
-        limits = aiohttp.ClientTimeout(total=timeout, sock_connect=_CONNECT_SECONDS)
+        limits = aiohttp.ClientTimeout(total=deadline.remaining(), sock_connect=_CONNECT_SECONDS)
         try:
             async with self._session.post(self._url, json=body, timeout=limits) as response:
                 if response.status != 200:

@@ -16,6 +16,7 @@ from typing import TypeVar
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.kvcache_service import keys
+from fusionkv.protos.deadline import Deadline
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime.cancellation import background
@@ -46,6 +47,8 @@ _RESOLVE_SECONDS = 5.0
 _FRESH_SECONDS, _CHECK_SECONDS = 1.0, 2.0
 # An unresponsive worker is deprioritised, with exponential backoff between these limits.
 _MIN_BACKOFF, _MAX_BACKOFF = 2.0, 30.0
+# Maximum wait for the description of a model, of calls without a deadline.
+MODEL_SECONDS = 30.0
 # Maximum wait of the deletion of a corpus for each worker.
 _FORGET_SECONDS = 5.0
 # Tokens of a pool whose size is not known yet, and the most chunks to remember.
@@ -169,7 +172,7 @@ class WorkerPool:
         resolved = {address: member for members in self._resolved.values() for address, member in members.items()}
         return [*{**resolved, **self._listed}.values()]
 
-    async def model(self, timeout: float = 30.0, check: Check = lambda _: None) -> Vocabulary:
+    async def model(self, deadline: Deadline, check: Check = lambda _: None) -> Vocabulary:
         """The tokenizer and template of the first worker that replies and passes. Raises Unavailable without one.
 
         check: raises FailedPrecondition if another worker may pass, such as one with an auxiliary model.
@@ -178,7 +181,7 @@ class WorkerPool:
         with _used(await self._order({})) as order:
             for member in order:
                 try:
-                    asked = member.client.model(timeout)
+                    asked = member.client.model(deadline)
                     model = await (asked if member is order[-1] else _monitored(member, asked))
                     check(model)
                 except _RETRYABLE as error:
@@ -187,7 +190,7 @@ class WorkerPool:
                 return await self._vocabulary(member, model)
         raise _reported(failures)
 
-    async def rendered(self, vocabulary: Vocabulary, values: Mapping[str, str], timeout: float) -> Vocabulary:
+    async def rendered(self, vocabulary: Vocabulary, values: Mapping[str, str], deadline: Deadline) -> Vocabulary:
         """A vocabulary with values for variables of the chat template, each as JSON. A worker renders the template.
 
         Raises:
@@ -201,7 +204,7 @@ class WorkerPool:
             )
 
             async def call(client: WorkerClient) -> AsyncGenerator[pb.PromptTemplate]:
-                yield await client.render(request, timeout)
+                yield await client.render(request, deadline)
 
             async with contextlib.aclosing(self._stream({}, call)) as responses:
                 _, template = await anext(responses)
@@ -251,21 +254,23 @@ class WorkerPool:
                 elif isinstance(result, BaseException):
                     raise result
 
-    async def generate(self, request: pb.GenerateRequest, timeout: float) -> AsyncGenerator[pb.GenerateResponse]:
+    async def generate(self, request: pb.GenerateRequest, deadline: Deadline) -> AsyncGenerator[pb.GenerateResponse]:
         """Streams one answer. If a worker fails before its first token, the next one is tried.
 
         If there are several workers, an unresponsive one is detected by a health check before it receives the
         request, or while no response arrives. A healthy worker's prefill may take any time.
         """
-        streaming = self._stream(_chunks(request), lambda client: client.generate(request, timeout))
+        streaming = self._stream(_chunks(request), lambda client: client.generate(request, deadline))
         async with contextlib.aclosing(streaming) as responses:
             async for _, response in responses:
                 yield response
 
-    def prefill(self, request: pb.GenerateRequest, timeout: float) -> AsyncGenerator[tuple[str, pb.PrefillResponse]]:
+    def prefill(
+        self, request: pb.GenerateRequest, deadline: Deadline
+    ) -> AsyncGenerator[tuple[str, pb.PrefillResponse]]:
         """Has a worker, chosen as for `generate`, prefill a prompt; yields its address with each response."""
         prompt = pb.PrefillRequest(prompt=request)
-        return self._stream(_chunks(request), lambda client: client.prefill(prompt, timeout))
+        return self._stream(_chunks(request), lambda client: client.prefill(prompt, deadline))
 
     async def _stream(
         self, chunks: Mapping[bytes, int], call: Callable[[WorkerClient], AsyncGenerator[R]]

@@ -12,6 +12,7 @@ from fusionkv.fusion_worker.evaluate.data.stories import PROMPT, story
 from fusionkv.fusion_worker.evaluate.data.words import NamePool
 from fusionkv.gateway.client.results import Answer
 from fusionkv.gateway.tokens import Vocabulary
+from fusionkv.protos.deadline import Deadline
 from fusionkv.protos.runtime import errors
 from tests.chaos.judge import Judge, Recipe
 from tests.chaos.process import Wrong
@@ -107,12 +108,12 @@ class Answers:
     async def prefix_once(self, timeout: float) -> bool:
         """Asks a worker for what is lossless when it is reused: wrong bytes would show in the answer."""
         client, (question, _) = self.dice.choice(self.world.worker_clients), self.dice.choice(self.questions)
-        vocabulary = Vocabulary(await client.model(timeout))
+        vocabulary = Vocabulary(await client.model(Deadline.after(timeout)))
         passages = [self.pages[name] for name in sorted(self.pages)[: self.dice.choice((3, PAGES))]]
         answers = []
         for recipe in ("prefix_cache", "full_attention"):
             request = asked(vocabulary, passages, question, ANSWER, recipe=recipe, tenant="prefix")
-            events = [event async for event in client.generate(request, timeout=timeout)]
+            events = [event async for event in client.generate(request, Deadline.after(timeout))]
             answers.append([event.token.id for event in events if event.HasField("token")])
             if recipe == "prefix_cache":
                 degraded, reason = events[-1].summary.degraded, events[-1].summary.degraded_reason

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.gateway.client.results import Passage
 from fusionkv.gateway.tokens import Vocabulary
+from fusionkv.protos.deadline import Deadline
 from tests.chaos.process import Wrong
 from tests.system.prompts import asked
 
@@ -38,7 +39,7 @@ class Judge:
         return self._known[case]
 
     async def _ask(self, question: str, recipe: Recipe, texts: Sequence[str]) -> str:
-        self._vocabulary = self._vocabulary or Vocabulary(await self.client.model(_SECONDS))
+        self._vocabulary = self._vocabulary or Vocabulary(await self.client.model(Deadline.after(_SECONDS)))
         name, ratio = recipe
         request = asked(self._vocabulary, texts, question, self.most_tokens, recipe=name, ratio=ratio)
-        return "".join([event.token.text async for event in self.client.generate(request, timeout=_SECONDS)])
+        return "".join([event.token.text async for event in self.client.generate(request, Deadline.after(_SECONDS))])

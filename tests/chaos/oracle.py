@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 from fusionkv.bench.services.process import Footing
+from fusionkv.protos.deadline import Deadline
 from tests.chaos.answers import ASK_SECONDS, UPSET, Answers
 from tests.chaos.entries import Entries
 from tests.chaos.process import Wrong
@@ -79,7 +80,7 @@ class Oracle:
         ids = [20 + i % 500 for i in range(POOL_TOKENS - 48)]
         prompt = request([1], [ids], [21, 22], 1, recipe="full_attention")
         for client in self._world.worker_clients:
-            async for _ in client.generate(prompt, timeout=_FILL_SECONDS):
+            async for _ in client.generate(prompt, Deadline.after(_FILL_SECONDS)):
                 pass
 
 

@@ -16,6 +16,7 @@ from fusionkv.gateway.retrieval.base import HybridSearch
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.contract.recipes import MODIFIERS, RECIPES
+from fusionkv.protos.deadline import Deadline
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
@@ -83,7 +84,7 @@ async def by_worker(rig: Any, vocabulary: Vocabulary, asked: pb.GenerateRequest)
 async def by_gateway(pipeline: Pipeline, asked: pb.GenerateRequest) -> None:
     """Up to the first event."""
     tenant = Tenant("", None, Meter(Quota))  # type: ignore[arg-type]
-    async with aclosing(pipeline.answer(tenant, asked, 60)) as events:
+    async with aclosing(pipeline.answer(tenant, asked, Deadline.after(60))) as events:
         assert (await anext(events)).HasField("sources")
 
 
@@ -107,7 +108,10 @@ async def test_gateway_and_worker_refuse_the_same_requests(start: Any) -> None:
         async with AsyncExitStack() as stack:
             pool = WorkerPool([await stack.enter_async_context(listening(handler(rig.servicer)))])
             stack.push_async_callback(pool.close)
-            pipeline, vocabulary = Pipeline(GatewayConfig(), pool, HybridSearch(GatewayConfig())), await pool.model()
+            pipeline, vocabulary = (
+                Pipeline(GatewayConfig(), pool, HybridSearch(GatewayConfig())),
+                await pool.model(Deadline.after(30)),
+            )
             for _ in range(REQUESTS):
                 asked = drawn(draw)
                 found = await verdict(by_worker(rig, vocabulary, asked))

@@ -9,6 +9,7 @@ import pytest
 
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.fusion_worker.servicer import handler
+from fusionkv.protos.deadline import Deadline
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.fusion.v1 import fusion_pb2_grpc
 from fusionkv.protos.runtime import errors
@@ -27,7 +28,7 @@ async def call(rig: Any, timeout: float | None = None, **request: Any) -> None:
 
 async def answered(client: WorkerClient, rig: Any, timeout: float) -> None:
     """Through the gateway's client."""
-    async for _ in client.generate(rig.request(*PROMPT), timeout):
+    async for _ in client.generate(rig.request(*PROMPT), Deadline.after(timeout)):
         pass
 
 

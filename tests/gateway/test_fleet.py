@@ -26,6 +26,7 @@ from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos.contract.capabilities import check_usable
 from fusionkv.protos.contract.recipes import find_recipe
+from fusionkv.protos.deadline import Deadline
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.fusion.v1.fusion_pb2_grpc import FusionServiceServicer
 from fusionkv.protos.kvcache.v1 import kvcache_pb2
@@ -57,7 +58,9 @@ ASK = pb.GenerateRequest(question=IDS, sampling=pb.Sampling(max_tokens=2), recip
 async def generated(pool: WorkerPool) -> bool:
     # Without a limit of its own a call to it would end after 40 s, with its connection.
     async with asyncio.timeout(25):
-        return [response async for response in pool.generate(ASK, 600)][-1].summary.tokens_generated == 2
+        return [response async for response in pool.generate(ASK, Deadline.after(600))][
+            -1
+        ].summary.tokens_generated == 2
 
 
 async def encoded(pool: WorkerPool) -> bool:
@@ -66,7 +69,7 @@ async def encoded(pool: WorkerPool) -> bool:
 
 async def described(pool: WorkerPool) -> bool:
     async with asyncio.timeout(25):
-        return bool((await pool.model(600)).model.name)
+        return bool((await pool.model(Deadline.after(600))).model.name)
 
 
 @pytest.mark.long
@@ -101,7 +104,7 @@ async def test_a_caller_in_a_hurry_puts_no_worker_back(cache: Any, start: Start)
     pool = WorkerPool([start(cache=cache).address for _ in range(2)])
     await until(lambda: all(member.client.connected for member in pool.members))
     with pytest.raises(DeadlineExceeded):
-        await anext(pool.generate(ASK, 0.0001))
+        await anext(pool.generate(ASK, Deadline.after(0.0001)))
     assert not any(member.deprioritised for member in pool.members)
     await pool.close()
 
@@ -132,7 +135,7 @@ async def test_workers_of_one_model_share_a_vocabulary_and_others_keep_theirs() 
             for asked in pool.members:
                 for member in pool.members:
                     member.in_flight = int(member is not asked)
-                seen.append(await pool.model())
+                seen.append(await pool.model(Deadline.after(30)))
     assert [vocabulary.model.name for vocabulary in seen[:5]] == [f"model {number}" for number in range(5)]
     assert len({*seen}) == 6, "the last two differ in their devices alone"
     assert seen[:7] == seen[7:]
@@ -151,10 +154,10 @@ async def test_a_recipe_is_refused_only_if_no_worker_can_follow_it() -> None:
         stack.push_async_callback(one.close)
         stack.push_async_callback(both.close)
         with pytest.raises(FailedPrecondition, match="start the worker with --auxiliary"):
-            await one.model(check=check)
+            await one.model(Deadline.after(30), check)
         for member in both.members:
             member.in_flight += 1
-            assert (await both.model(check=check)).model.capabilities.auxiliary
+            assert (await both.model(Deadline.after(30), check)).model.capabilities.auxiliary
 
 
 def chunk_ids(number: int) -> list[int]:
@@ -168,7 +171,7 @@ async def answer(worker: WorkerClient, chunks: range) -> tuple[list[int], int]:
     asked = pb.GenerateRequest(
         system=IDS, chunks=parts, question=IDS, sampling=sampling, recipe="default", corpus="c"
     )
-    *told, last = [response async for response in worker.generate(asked, 60)]
+    *told, last = [response async for response in worker.generate(asked, Deadline.after(60))]
     assert not last.summary.degraded, last.summary.degraded_reason
     return [response.token.id for response in told], last.summary.chunks_missed
 
@@ -255,9 +258,9 @@ async def test_another_program_at_the_address_of_a_worker_is_passed_over() -> No
         await until(lambda: all(member.client.connected for member in both.members))
         member = next(member for member in both.members if member.client.address == worker)
         with member.counted():
-            assert (await both.model()).model.fingerprint == b"f" * 32
+            assert (await both.model(Deadline.after(30))).model.fingerprint == b"f" * 32
         with pytest.raises(Unavailable, match=f"^{other} is not a fusion worker of this version$"):
-            await alone.model()
+            await alone.model(Deadline.after(30))
 
 
 class Hung(Described):
@@ -270,7 +273,7 @@ async def test_callers_do_not_wait_for_a_hung_worker_one_after_another() -> None
     async with listening(rpc.handlers(SERVICE, Hung("cpu"))) as address:
         pool = WorkerPool([address])
         started = time.monotonic()
-        asked = await asyncio.gather(*(pool.model(0.4) for _ in range(5)), return_exceptions=True)
+        asked = await asyncio.gather(*(pool.model(Deadline.after(0.4)) for _ in range(5)), return_exceptions=True)
         assert time.monotonic() - started < 1.2, "2 s, one after another"
         assert all(isinstance(error, DeadlineExceeded) for error in asked), asked
         await pool.close()
@@ -280,13 +283,13 @@ async def test_vllm_does_not_wait_for_a_hung_worker_whose_model_is_known(monkeyp
     async with listening(rpc.handlers(SERVICE, Described("cpu"))) as address:
         pool = WorkerPool([address])
         engine = vllm.VLLMEngine(pool, GatewayConfig(decode="vllm", vllm_url="http://127.0.0.1:1"))
-        known = await engine.model()
+        known = await engine.model(Deadline.after(30))
     await until(lambda: not pool.address())
     async with listening(rpc.handlers(SERVICE, Hung("cpu")), address):
         await until(pool.address)
         monkeypatch.setattr(vllm, "_MODEL_SECONDS", 0.1)
         async with asyncio.timeout(10):
-            assert await engine.model(60) is known
+            assert await engine.model(Deadline.after(60)) is known
         await engine.close()
 
 
@@ -294,7 +297,7 @@ async def test_a_name_that_cannot_be_one_ends_nothing(caplog: pytest.LogCaptureF
     pool = WorkerPool(["dns:a..b:7071"])
     with pytest.raises(Unavailable, match="the name in `workers` has no address"):
         async with asyncio.timeout(60):
-            await pool.model()
+            await pool.model(Deadline.after(30))
     assert "can't resolve dns:a..b:7071" in caplog.text
     assert not any(task.done() for task in pool._resolving)
     await pool.close()
@@ -313,7 +316,7 @@ async def test_a_name_without_an_address_does_not_hide_one_that_is_still_looked_
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", slow)
     async with listening(rpc.handlers(SERVICE, Described("cpu"))) as address:
         pool = WorkerPool(["dns:a..b:7071", f"dns:localhost:{address.rpartition(':')[2]}"])
-        asking = asyncio.create_task(pool.model())
+        asking = asyncio.create_task(pool.model(Deadline.after(30)))
         await until(lambda: "can't resolve dns:a..b:7071" in caplog.text)
         looked_up.set()
         assert (await asking).model.fingerprint == b"f" * 32
@@ -365,7 +368,7 @@ async def test_a_worker_that_is_removed_while_one_is_chosen_ends_no_request(
     silent = [await asyncio.start_server(lambda _, writer: kept.append(writer), "127.0.0.1", 0) for _ in range(2)]
     pool = WorkerPool([f"127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in silent])
     member = (await pool._order({}))[place]
-    asking = asyncio.create_task(anext(pool.generate(ASK, 0.5)))
+    asking = asyncio.create_task(anext(pool.generate(ASK, Deadline.after(0.5))))
     await until(lambda: kept)
     removing = asyncio.create_task(workers._retire(member))
     with pytest.raises(ServiceError):
@@ -383,7 +386,7 @@ async def test_one_line_for_all_workers(caplog: pytest.LogCaptureFixture, monkey
     with trace.use_span(trace.NonRecordingSpan(trace.SpanContext(1, 2, is_remote=False))):
         for _ in range(2):
             with pytest.raises(Unavailable):
-                await anext(pool.generate(pb.GenerateRequest(), 60.0))
+                await anext(pool.generate(pb.GenerateRequest(), Deadline.after(60.0)))
     await pool.close()
     (line,) = [json.loads(line) for line in caplog.text.splitlines() if "fusionkv.gateway" in line]
     assert line["message"].startswith("a worker failed")
@@ -432,7 +435,7 @@ async def test_prompts_go_where_their_chunks_are(pair: list[str]) -> None:
     clients = [WorkerClient(address) for address in pair]
     in_turn = await from_pool(lambda number, request: clients[number % 2].generate(request))
     pool = WorkerPool(pair)
-    routed = await from_pool(lambda _, request: pool.generate(request, 60))
+    routed = await from_pool(lambda _, request: pool.generate(request, Deadline.after(60)))
     for each in (*clients, pool):
         await each.close()
     print(f"chunks from the pool: {routed} of {4 * ROUNDS * TOPICS // 2}, in turn {in_turn}")
@@ -442,11 +445,11 @@ async def test_prompts_go_where_their_chunks_are(pair: list[str]) -> None:
 async def test_a_busy_worker_is_passed_over_for_all_it_holds(pair: list[str]) -> None:
     pool = WorkerPool(pair)
     request = prompt(0, range(4))
-    async for _ in pool.generate(request, 60):
+    async for _ in pool.generate(request, Deadline.after(60)):
         pass
     (warm,) = (m for m in pool.members if m.holdings.share({}) == 0 and m.holdings._tokens)
     (cold,) = (m for m in pool.members if m is not warm)
-    streams = [pool.generate(prompt(0, range(4), max_tokens=120), 60) for _ in range(4)]
+    streams = [pool.generate(prompt(0, range(4), max_tokens=120), Deadline.after(60)) for _ in range(4)]
     for stream in streams:
         await anext(stream)
     # Two more than the other has are worth it, for what it holds; then both hold it, and share.

@@ -28,6 +28,7 @@ from fusionkv.gateway.plan import given
 from fusionkv.gateway.retrieval.base import HybridSearch, Retrieval
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 from fusionkv.gateway.tokens import Vocabulary
+from fusionkv.protos.deadline import Deadline
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime import rpc
@@ -106,10 +107,10 @@ class Rig:
         self.precompute = Precompute(config, workers, self.search)  # type: ignore[arg-type]
 
     async def ingest(self, name: str, content: str, **more: Any) -> pb.IngestResponse:
-        return await self.ingesting.file(self.tenant, requests.ingest("c", name, content, **more), 60)
+        return await self.ingesting.file(self.tenant, requests.ingest("c", name, content, **more), Deadline.after(60))
 
     async def retrieve(self, question: str, where: Mapping[str, str] | None = None, top_k: int = 0) -> list[Passage]:
-        found = await self.pipeline.retrieve(self.tenant, "c", question, top_k, 60, where=where or {})
+        found = await self.pipeline.retrieve(self.tenant, "c", question, top_k, Deadline.after(60), where=where or {})
         return list(passages(pb.RetrieveResponse(passages=[source for _, source in found])))
 
     async def chunks(self, document: str) -> Any:
@@ -169,7 +170,12 @@ async def test_a_prompt_that_a_worker_refuses_costs_no_tokens(
     meter.admit()
     asked = requests.generate(question="Which?", passages=["A lake."], recipe="a3")
     with pytest.raises(error):
-        _ = [event async for event in rig.pipeline.answer(dataclasses.replace(rig.tenant, meter=meter), asked, 60)]
+        _ = [
+            event
+            async for event in rig.pipeline.answer(
+                dataclasses.replace(rig.tenant, meter=meter), asked, Deadline.after(60)
+            )
+        ]
     with contextlib.nullcontext() if free else pytest.raises(ResourceExhausted):
         meter.admit()
 
@@ -188,7 +194,7 @@ async def test_a_prompt_that_is_too_long_costs_what_it_took_to_find_out(rig: Rig
     meter.admit()
     tenant = dataclasses.replace(rig.tenant, meter=meter)
     with mock.patch.object(vocabulary, "chunk", chunk), pytest.raises(InvalidArgument, match="first 3 of 100"):
-        await anext(rig.pipeline.answer(tenant, given, 60))
+        await anext(rig.pipeline.answer(tenant, given, Deadline.after(60)))
     assert made == 3
     with pytest.raises(ResourceExhausted, match="tokens per minute"):
         meter.admit()
@@ -196,7 +202,7 @@ async def test_a_prompt_that_is_too_long_costs_what_it_took_to_find_out(rig: Rig
     tenant = dataclasses.replace(rig.tenant, meter=Meter(lambda: Quota(tokens_per_minute=3000), clock=lambda: 0.0))
     tenant.meter.admit()
     with pytest.raises(InvalidArgument, match="the prompt has"):
-        await anext(rig.pipeline.answer(tenant, long, 60))
+        await anext(rig.pipeline.answer(tenant, long, Deadline.after(60)))
     with pytest.raises(ResourceExhausted, match="tokens per minute"):
         tenant.meter.admit()
 
@@ -210,7 +216,7 @@ async def test_an_answer_that_is_read_too_slowly_ends(rig: Rig, monkeypatch: pyt
     asked = requests.generate(question="Which?", passages=["A lake."], recipe="a3")
 
     async def read() -> None:
-        async for _ in rig.pipeline.answer(rig.tenant, asked, 0.3):
+        async for _ in rig.pipeline.answer(rig.tenant, asked, Deadline.after(0.3)):
             await asyncio.sleep(0.05)
 
     with pytest.raises(DeadlineExceeded, match=r"was not read within 0\.3 s"):
@@ -227,7 +233,7 @@ async def test_a_document_in_pieces_is_that_of_one_piece(rig: Rig, monkeypatch: 
                 yield pb.UploadRequest(content=piece)
 
         monkeypatch.setattr("fusionkv.gateway.ingest.ingest._STALL_SECONDS", patience)
-        return await rig.ingesting.upload(rig.tenant, sent(), 60)
+        return await rig.ingesting.upload(rig.tenant, sent(), Deadline.after(60))
 
     text = "\n\n".join(PARAGRAPHS).encode()
     whole = await rig.ingest("d.txt", text.decode())
@@ -254,7 +260,7 @@ async def test_pieces_take_room_before_they_arrive(rig: Rig) -> None:
         await more.wait()
         yield pb.UploadRequest(content=b"x")
 
-    begun = [asyncio.create_task(rig.ingesting.upload(rig.tenant, sent(), 60)) for _ in range(40)]
+    begun = [asyncio.create_task(rig.ingesting.upload(rig.tenant, sent(), Deadline.after(60))) for _ in range(40)]
     done, waiting = await asyncio.wait(begun, timeout=0.2)
     assert len(waiting) == (256 << 20) // rpc.MAX_REQUEST_BYTES, "each may send a message of that size"
     assert {type(each.exception()) for each in done} == {ResourceExhausted}

@@ -16,6 +16,7 @@ from fusionkv.gateway.retrieval import milvus_rows as rows
 from fusionkv.gateway.retrieval.base import Chunk, within
 from fusionkv.gateway.retrieval.milvus import Gate, MilvusRetrieval
 from fusionkv.gateway.retrieval.milvus_connection import MIN_SECONDS, REST_SECONDS
+from fusionkv.protos.deadline import Deadline
 from fusionkv.protos.runtime.errors import InvalidArgument, Unavailable
 from tests.commands import run_python
 from tests.gateway.conftest import Serve, Start, running_milvus
@@ -134,7 +135,7 @@ async def test_nobody_waits_for_a_milvus_that_stands_still(tmp_path: Path) -> No
 
     async def seconds(expected: str, given: float = 2 * MIN_SECONDS) -> float:
         began = time.monotonic()
-        with within(given), pytest.raises(Unavailable, match=expected):
+        with within(Deadline.after(given)), pytest.raises(Unavailable, match=expected):
             await engine.corpora()
         return time.monotonic() - began
 
@@ -171,17 +172,17 @@ async def test_a_call_takes_no_longer_than_its_caller_waits(two: Two, monkeypatc
             return call(*args, **named)
 
         monkeypatch.setattr(client, name, noted)
-    with within(60):
+    with within(Deadline.after(60)):
         assert await texts(engine, "c", "text") == ["text"]
     assert len(told) >= 4
     assert max(told) <= 30
     told.clear()
-    with within(20):
+    with within(Deadline.after(20)):
         assert await texts(engine, "c", "text") == ["text"]
     assert told[0] < 20
     assert told[-1] < told[0]
     told.clear()
-    with within(0), pytest.raises(Unavailable, match="the deadline passed before the call began"):
+    with within(Deadline.after(0)), pytest.raises(Unavailable, match="the deadline passed before the call began"):
         await texts(engine, "c", "text")
     assert told == []
 
@@ -198,7 +199,10 @@ async def test_a_list_ends_with_its_time_whatever_is_left(two: Two, monkeypatch:
 
     pages = SimpleNamespace(next=page, close=lambda: None)
     monkeypatch.setattr(engine._milvus._client, "query_iterator", lambda *_, **__: pages)
-    with within(1), pytest.raises(Unavailable, match="the deadline passed before all documents were read"):
+    with (
+        within(Deadline.after(1)),
+        pytest.raises(Unavailable, match="the deadline passed before all documents were read"),
+    ):
         await engine.documents("c")
     assert 0 < len(read) < 400
 

@@ -21,6 +21,7 @@ from fusionkv.gateway.ingest.document import Document
 from fusionkv.gateway.plan import corpus_name
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.kvcache_service import keys
+from fusionkv.protos.deadline import Deadline
 from fusionkv.protos.runtime.errors import NotFound, PermissionDenied, ServiceError
 from tests.services import Launch, start_cache, start_gateway, start_worker, token_entry, token_flags
 from tests.system.prompts import request
@@ -126,7 +127,7 @@ async def test_a_tenants_name_opens_nothing_in_worker_or_cache(services: Service
     for tenant, hits in (("acme", 0), ("", 0), (salt, 1)):
         prompt = vocabulary.system(), [ids], vocabulary.question("Why?"), 1
         asked = request(*prompt, recipe="full_reuse", tenant=tenant)
-        replies = [reply async for reply in worker.generate(asked, 60)]
+        replies = [reply async for reply in worker.generate(asked, Deadline.after(60))]
         assert sum(hit.chunks for hit in replies[-1].summary.hits) == hits
     settings = {"dtype": model.dtype, "layout": LAYOUT}
     # The worker stores what was asked for under the plain name; the gateway's own entries have another.
