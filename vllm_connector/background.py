@@ -22,10 +22,10 @@ T = TypeVar("T")
 class Background:
     """An event loop in a thread, and its connections. `run` and `close` are thread-safe."""
 
-    def __init__(self, cache: str, tls: ClientTLS | None) -> None:
-        """`cache` is the address of the cache service; empty for none."""
+    def __init__(self, cache: str, tls: ClientTLS | None, worker_name: str = "") -> None:
+        """`cache`: address of the cache service; empty for none. `worker_name`: as `name` of WorkerClient."""
         self.cache = CacheClient(cache, tls) if cache else None
-        self._tls = tls
+        self._tls, self._worker_name = tls, worker_name
         self._workers: dict[str, WorkerClient] = {}
         self._users: Counter[str] = Counter()
         self._loop = asyncio.new_event_loop()
@@ -44,7 +44,7 @@ class Background:
         would reconnect for ever.
         """
         if address not in self._workers:
-            self._workers[address] = WorkerClient(address, self._tls)
+            self._workers[address] = WorkerClient(address, self._tls, self._worker_name)
         self._users[address] += 1
         try:
             yield self._workers[address]

@@ -33,6 +33,7 @@ class Options:
         chunk_tokens: tokens of a prefix entry in the cache service.
         load_seconds: maximum seconds for loading a prompt.
         tls_ca, tls_cert, tls_key: PEM files, as in the services' settings.
+        tls_worker: name in the certificates of workers; empty for their addresses.
     """
 
     cache: str = ""
@@ -41,6 +42,7 @@ class Options:
     tls_ca: str = ""
     tls_cert: str = ""
     tls_key: str = ""
+    tls_worker: str = ""
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> "Options":
@@ -84,7 +86,7 @@ class FusionKVConnector(KVConnectorBase_V1):
             size = vllm_config.cache_config.block_size
             raise ValueError(f"chunk_tokens ({options.chunk_tokens}) is not a multiple of vLLM's block size, {size}")
         self._options, self._layout = options, layout
-        self._background = Background(options.cache, options.tls())
+        self._background = Background(options.cache, options.tls(), options.tls_worker)
         self._scheduling: Any = None
         self._moving: Any = None
         if role == KVConnectorRole.SCHEDULER:

@@ -52,6 +52,9 @@ _CLIENT_OPTIONS = [
     # Reconnect within a second; gRPC's default backoff is up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # A service that comes back at another address is found once DNS tells it: by default, gRPC asks every 30 s only,
+    # on top of the up to 30 s for which a cluster's DNS keeps an answer.
+    ("grpc.dns_min_time_between_resolutions_ms", 1_000),
 ]
 # Retries of clients of the gateway: a call that fails as UNAVAILABLE before the first response is retried up to four
 # times within about three seconds, enough to connect to another gateway or to one that has just started. If half of

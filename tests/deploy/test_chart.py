@@ -12,10 +12,13 @@ import pytest
 import yaml
 
 from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.gateway.workers import workers
 from fusionkv.kvcache_service.config import Config as CacheConfig
 from tests.deploy.rendering import COMPONENT, CONFIGS, PORTS, VERSIONS, Render, confined, env_of
 
 pytestmark = pytest.mark.slow
+# For as long a cluster's DNS keeps an answer: the cache of CoreDNS, as kubeadm and most providers configure it.
+DNS_SECONDS = 30
 
 
 @pytest.fixture(scope="session")
@@ -100,7 +103,7 @@ def test_the_environment_is_what_the_services_accept(render: Render) -> None:
     }
     found = render({name: {"replicas": 1 + (name == "worker"), "config": config} for name, config in own.items()})
     own["worker"]["pool_bytes"] = 2 << 30
-    addresses = {"cache": "rel-kvcache:7070"}, ("rel-worker-0.rel-worker:7071", "rel-worker-1.rel-worker:7071")
+    addresses = {"cache": "rel-kvcache-client:7070"}, ("dns:rel-worker:7071",)
     for name, config in own.items():
         env = env_of(found.pod(name)["containers"][0])
         assert all(key.startswith((f"FUSIONKV_{name.upper()}_", "FUSIONKV_LOG")) for key in env)
@@ -155,15 +158,18 @@ def test_caches_reach_the_tier_that_they_share(render: Render, url: str, port: i
     workload = found[kind]["kvcache"]
     assert found.config("kvcache").remote_url == url
     assert found.traffic("kvcache") == ({7070: ["worker"]}, {53: [], port: []})
-    service = found["Service"]["kvcache"]["spec"]
+    called = found["Service"]["kvcache-client"]["spec"]
+    assert called["selector"].items() <= workload["spec"]["template"]["metadata"]["labels"].items()
+    assert "clusterIP" not in called, "an address that stays"
+    assert called.get("internalTrafficPolicy") == ("Local" if kind == "DaemonSet" else None)
     if kind == "DaemonSet":
-        assert service["internalTrafficPolicy"] == "Local"
+        assert "kvcache" not in found["Service"], "Kubernetes would keep it headless, and ask nodes in turn"
         (volume,) = [v for v in found.pod("kvcache")["volumes"] if v["name"] == "data"]
         assert volume["emptyDir"]["sizeLimit"] == "20Gi"
         assert "kvcache" not in found.get("PodDisruptionBudget", {})
     else:
         assert workload["spec"]["replicas"] == 3
-        assert service["clusterIP"] == "None"
+        assert found["Service"]["kvcache"]["spec"]["clusterIP"] == "None"
 
 
 @pytest.mark.parametrize(
@@ -239,6 +245,35 @@ def test_no_pod_is_killed_while_it_drains(render: Render, drain: float) -> None:
 def test_a_shorter_drain_is_refused(render: Render, cache: Any, worker: Any, told: str) -> None:
     with pytest.raises(ValueError, match=f"drain_seconds .*{told}"):
         render({"kvcache": {"config": cache}, "worker": {"config": worker}})
+
+
+def test_a_pod_has_the_time_of_a_request_to_end(render: Render) -> None:
+    found = render()
+    longest = found.config("gateway").request_seconds
+    for name in CONFIGS:
+        pod = found.pod(name)
+        (hook,) = pod["containers"][0]["lifecycle"].values()
+        assert hook["exec"]["command"][0] == "sleep"
+        drain = found.config(name).drain_seconds
+        assert pod["terminationGracePeriodSeconds"] > drain + int(hook["exec"]["command"][1])
+        assert name == "kvcache" or drain >= longest
+
+
+def test_a_worker_is_replaced_after_gateways_found_the_last_one(render: Render) -> None:
+    """Which tests/gateway/test_rolling.py shows to be enough, with a DNS that keeps answers for a shorter time."""
+    found = render({"worker": {"replicas": 2}})
+    spec = found["StatefulSet"]["worker"]["spec"]
+    assert "updateStrategy" not in spec, "one after another, which is what Kubernetes does"
+    assert spec["minReadySeconds"] > DNS_SECONDS + workers._RESOLVE_SECONDS
+    service = found["Service"]["worker"]["spec"]
+    assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
+    assert found["PodDisruptionBudget"]["worker"]["spec"]["maxUnavailable"] == 1
+
+
+def test_a_gateway_finds_workers_however_many_there_are(render: Render) -> None:
+    """It is not started again for one more."""
+    made = [render({"worker": {"replicas": n}})["Deployment"]["gateway"]["spec"]["template"] for n in (1, 2)]
+    assert made[0] == made[1]
 
 
 def test_caches_are_replaced_one_after_the_other(render: Render) -> None:

@@ -34,7 +34,7 @@ def test_gateways_that_share_a_milvus_are_several(render: Render, url: str, port
     found = render({"gateway": {"replicas": 2, "autoscaling": {"max": 5, "cpu": 60}, "config": {"milvus_url": url}}})
     gateway = found["Deployment"]["gateway"]
     assert "replicas" not in gateway["spec"], "the autoscaler's business"
-    assert "strategy" not in gateway["spec"]
+    assert gateway["spec"]["strategy"]["rollingUpdate"] == {"maxUnavailable": 0, "maxSurge": 1}
     assert {"name": "data", "emptyDir": {}} in found.pod("gateway")["volumes"]
     assert not [name for name in found.get("PersistentVolumeClaim", {}) if "gateway" in name]
     (scaler,) = found["HorizontalPodAutoscaler"].values()
@@ -187,7 +187,7 @@ def test_encoders_on_ray_are_as_workers_are(on_ray: Render, root: Path, version:
     assert len(job["metadata"]["name"]) <= 47
     args = parsed(shlex.split(job["spec"]["entrypoint"]))
     assert (args.corpora, args.recipe) == (["a", "it's b"], "prophetkv+similarity_guided(5)")
-    assert (args.ray, args.encoders, args.model, args.cache) == ("auto", 3, "/models/q", "rel-kvcache:7070")
+    assert (args.ray, args.encoders, args.model, args.cache) == ("auto", 3, "/models/q", "rel-kvcache-client:7070")
     assert (args.gateway, args.wait, args.index) == ("rel-gateway:7072", 600, None)
     cluster = job["spec"]["rayClusterSpec"]
     assert f"ray=={cluster['rayVersion']}\n" in (root / "constraints.txt").read_text()
@@ -242,7 +242,6 @@ def test_workers_come_and_go_by_how_many_wait(render: Render) -> None:
     worker = found["StatefulSet"]["worker"]
     assert spec["scaleTargetRef"]["name"] == worker["metadata"]["name"]
     assert "replicas" not in worker["spec"], "an upgrade would take workers away"
-    assert found.config("gateway").workers[-1] == "rel-worker-4.rel-worker:7071"
     with pytest.raises(ValueError, match=r"worker\.autoscaling needs metrics\.port"):
         render({"worker": {"autoscaling": {"max": 5}}})
     assert "HorizontalPodAutoscaler" not in render({})

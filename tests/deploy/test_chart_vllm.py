@@ -107,7 +107,7 @@ def test_the_connector_takes_what_it_is_told(render: Render, root: Path) -> None
     assert extra == {"cache": found.config("worker").cache}
     assert transfer(render({"vllm": {"enabled": True, "prefixes": False}}))[1] == {}
     _, secured = transfer(render({**ON, "certManager": {"enabled": True}}))
-    assert secured.keys() == {"cache", "tls_ca", "tls_cert", "tls_key"}
+    assert secured.keys() == {"cache", "tls_ca", "tls_cert", "tls_key", "tls_worker"}
     (options,) = [node for node in ast.parse(code).body if isinstance(node, ast.ClassDef) and node.name == "Options"]
     assert secured.keys() <= {node.target.id for node in options.body if isinstance(node, ast.AnnAssign)}  # type: ignore[union-attr]
 
@@ -119,6 +119,8 @@ def test_it_shows_a_certificate_to_workers_and_caches(render: Render, version: s
     assert certificate["issuerRef"] == found["Certificate"]["worker"]["spec"]["issuerRef"]
     assert "client auth" in certificate["usages"]
     (_, extra), at = transfer(found), found.secret("vllm", certificate["secretName"])
+    # A gateway names workers by the addresses of their pods.
+    assert extra["tls_worker"] in found["Certificate"]["worker"]["spec"]["dnsNames"]
     assert {Path(extra[name]).parent for name in ("tls_ca", "tls_cert", "tls_key")} == {at}
     assert "vllm" not in render({"certManager": {"enabled": True}})["Certificate"]
 

@@ -59,6 +59,11 @@ mooncake://{{ include "fusionkv.fullname" (dict "root" . "name" "mooncake") }}:5
 {{- end }}
 {{- end }}
 
+{{/* Where the cache service answers. */}}
+{{- define "fusionkv.cache" -}}
+{{ include "fusionkv.fullname" (dict "root" . "name" "kvcache-client") }}:7070
+{{- end }}
+
 {{/* Where corpora that gateways share are: the Milvus that config names, or the chart's own. */}}
 {{- define "fusionkv.milvus" -}}
 {{- if .Values.milvus.enabled -}}
@@ -304,6 +309,9 @@ spec:
         periodSeconds: 10
         timeoutSeconds: 5
         failureThreshold: 6
+      {{- with $values.lifecycle }}
+      lifecycle: {{- toYaml . | nindent 8 }}
+      {{- end }}
       resources:
         requests: {{- toYaml $values.resources.requests | nindent 10 }}
         limits: {{- merge (dict) $values.resources.limits (.limits | default dict) | toYaml | nindent 10 }}
