@@ -1,11 +1,14 @@
 """The inputs of attention: RoPE, runs of pool slots with their positions, and the query rows that read them."""
 
 import itertools
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+
+_T = TypeVar("_T")
 
 
 class Rotation:
@@ -93,8 +96,24 @@ class KVSegment:
         return torch.arange(self.first, self.first + self.length, device=device)
 
 
+class Prepared:
+    """Keeps what is computed of an object once and used in every layer."""
+
+    @cached_property
+    def _made(self) -> dict[tuple[Callable[..., Any], tuple[Hashable, ...]], Any]:
+        return {}
+
+    def once(self, make: Callable[..., _T], *arguments: Hashable) -> _T:
+        """The result of `make(self, *arguments)`, called at the first use of these arguments."""
+        key = make, arguments
+        if key not in self._made:
+            self._made[key] = make(self, *arguments)
+        made: _T = self._made[key]
+        return made
+
+
 @dataclass(frozen=True, eq=False)
-class QuerySpan:
+class QuerySpan(Prepared):
     """Query rows `[start, stop)` of a ragged batch, all of one request, and all keys that they may attend to.
 
     positions: int64 [stop - start], ascending. A row attends to every key that is not hidden, whose position is not
@@ -111,24 +130,17 @@ class QuerySpan:
     def rows(self) -> int:
         return self.stop - self.start
 
-    @cached_property
-    def views(self) -> dict[Any, Any]:
-        """Values that kernels computed for the span and reuse in later layers, by what they depend on."""
-        return {}
-
     def in_order(self, rotation: Rotation) -> "Order":
         """The span's keys in prompt order, computed once for all layers."""
-        if rotation not in self.views:
-            length, at, slots, shifts = int(self.positions[-1]) + 1, *self._keys()
-            ordered = torch.full((2, length), -1, dtype=torch.int64, device=at.device)
-            ordered[:, at] = torch.stack([slots, shifts])
-            slots, shifts = ordered
-            assert (slots >= 0).all(), "a position has no key"
-            self.views[rotation] = Order(slots, *rotation.factors(shifts), rotation, bool(shifts.any()))
-        order: Order = self.views[rotation]
-        return order
+        return self.once(Order.of, rotation)
 
-    def _keys(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def last(self, count: int, start: int) -> "QuerySpan":
+        """The last `count` rows, as those from `start` on of another batch, with the order of keys known so far."""
+        moved = QuerySpan(start, start + count, self.positions[-count:], self.segments)
+        moved._made.update({key: made for key, made in self._made.items() if isinstance(made, Order)})
+        return moved
+
+    def keys(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """int64 each: position, slot and shift of every key that any row sees, in the order of the segments."""
         device, segments = self.positions.device, self.segments
         counts = [s.length for s in segments]
@@ -149,13 +161,8 @@ class QuerySpan:
         return at[kept], slots[kept], shifts[kept]
 
 
-class Spans(tuple[QuerySpan, ...]):
+class Spans(Prepared, tuple[QuerySpan, ...]):
     """The spans of a batch."""
-
-    @cached_property
-    def views(self) -> dict[Any, Any]:
-        """As of `QuerySpan`, for the whole batch."""
-        return {}
 
 
 class Order(NamedTuple):
@@ -170,6 +177,16 @@ class Order(NamedTuple):
     sin: torch.Tensor
     rotation: Rotation
     moved: bool
+
+    @classmethod
+    def of(cls, span: QuerySpan, rotation: Rotation) -> "Order":
+        """The order of the keys that the span's last row sees."""
+        length, at, slots, shifts = int(span.positions[-1]) + 1, *span.keys()
+        ordered = torch.full((2, length), -1, dtype=torch.int64, device=at.device)
+        ordered[:, at] = torch.stack([slots, shifts])
+        slots, shifts = ordered
+        assert (slots >= 0).all(), "a position has no key"
+        return cls(slots, *rotation.factors(shifts), rotation, bool(shifts.any()))
 
     def keys(self, k_pool: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The keys in prompt order, rotated: [positions, kv_heads, head_dim]. dtype: None for that of the pool."""

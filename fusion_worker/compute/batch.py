@@ -114,9 +114,7 @@ class Batch:
         at = 0
         for span, count in zip(self._all_spans(), counts, strict=True):
             if count:
-                new[span.stop] = QuerySpan(at, at + count, span.positions[-count:], span.segments)
-                known = {rotation: span.views[rotation] for rotation in self.rotations if rotation in span.views}
-                new[span.stop].views.update(known)
+                new[span.stop] = span.last(count, at)
                 at += count
         rows = [torch.arange(stop - span.rows, stop, device=self.ids.device) for stop, span in new.items()]
         kept = torch.cat([self.slots[:0], *rows])

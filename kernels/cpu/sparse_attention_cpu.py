@@ -45,14 +45,19 @@ def sparse_attention(
 ) -> torch.Tensor:
     """The same as `attention.sparse_attention`."""
     out = torch.empty_like(q)
-    few = [span for span in spans if span.rows <= MOST_ROWS and span not in scores]
+    few = spans.once(_few, frozenset(scores))
     if few:
-        decode_attention(q, k_pool, v_pool, spans, few, rotation, scale, window, out)
+        decode_attention(q, k_pool, v_pool, few, rotation, scale, window, out)
     for span in spans:
         if span not in few:
             rows, rest = slice(span.start, span.stop), (span, rotation, scale, window, scores.get(span))
             out[rows] = prefill_attention(q[rows], k_pool, v_pool, *rest)
     return out
+
+
+def _few(spans: Spans, scored: frozenset[QuerySpan]) -> Spans:
+    """The spans of a few rows, without those whose attention is summed."""
+    return Spans([span for span in spans if span.rows <= MOST_ROWS and span not in scored])
 
 
 class _Block(NamedTuple):
@@ -97,7 +102,7 @@ def prefill_attention(
         out = scaled_dot_product_attention(rows, keys, values, is_causal=True, scale=scale, enable_gqa=True)
     else:
         out = torch.empty_like(rows)
-        for block in _blocks(span, window, k.dtype, _block_rows(k.dtype, q.shape[1])):
+        for block in span.once(_blocks, window, k.dtype, _block_rows(k.dtype, q.shape[1])):
             seen = slice(block.low, block.high)
             out[:, :, block.rows] = scaled_dot_product_attention(
                 rows[:, :, block.rows],
@@ -140,7 +145,7 @@ def _explicit(
     rows = q.float().unflatten(1, (-1, groups)).permute(1, 2, 0, 3)  # [kv_heads, groups, rows, head_dim]
     out = torch.zeros(rows.shape)
     size = max(1, min(_BLOCK_ROWS, _WEIGHTS // len(k) // groups))
-    for block in _blocks(span, window, torch.float32, size):
+    for block in span.once(_blocks, window, torch.float32, size):
         seen = slice(block.low, block.high)
         logits = torch.bmm(rows[:, :, block.rows].flatten(1, 2), keys[..., seen]).mul_(scale)
         logits.unflatten(1, (groups, -1)).add_(block.mask())
@@ -164,15 +169,8 @@ def _block_rows(dtype: torch.dtype, heads: int) -> int:
 
 
 def _blocks(span: QuerySpan, window: int | None, dtype: torch.dtype, size: int) -> list[_Block]:
-    """The blocks of `size` rows of the span, computed once for all layers."""
-    key = ("blocks", window, dtype, size)
-    if key not in span.views:
-        span.views[key] = list(_cut(span.positions, window, dtype, size))
-    blocks: list[_Block] = span.views[key]
-    return blocks
-
-
-def _cut(positions: torch.Tensor, window: int | None, dtype: torch.dtype, size: int) -> Iterator[_Block]:
+    """The blocks of `size` rows of the span."""
+    blocks, positions = list[_Block](), span.positions
     for begin in range(0, len(positions), size):
         rows = positions[begin : begin + size, None]
         first, last = int(rows[0]), int(rows[-1])
@@ -186,7 +184,8 @@ def _cut(positions: torch.Tensor, window: int | None, dtype: torch.dtype, size: 
         if window is not None:
             unseen |= keys <= rows - window
         bias = torch.zeros(unseen.shape, dtype=dtype).masked_fill_(unseen, float("-inf"))
-        yield _Block(slice(begin, begin + len(rows)), low, last + 1, start, bias)
+        blocks.append(_Block(slice(begin, begin + len(rows)), low, last + 1, start, bias))
+    return blocks
 
 
 class _Call(NamedTuple):
@@ -232,20 +231,16 @@ def decode_attention(
     q: torch.Tensor,
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
-    spans: Spans,
-    few: Sequence[QuerySpan],
+    few: Spans,
     rotation: Rotation,
     scale: float,
     window: int | None,
     out: torch.Tensor,
 ) -> None:
-    """`sparse_attention` for the spans `few` of the batch `spans`; writes their rows of `out`."""
+    """`sparse_attention` for spans of a few rows; writes their rows of `out`."""
     kv_heads = k_pool.shape[1]
     groups = q.shape[1] // kv_heads
-    key = ("decode", tuple(span.start for span in few), rotation, groups, window, q.dtype)
-    if key not in spans.views:
-        spans.views[key] = _plan(few, rotation, groups, window, q.dtype)
-    plan: _Plan = spans.views[key]
+    plan = few.once(_plan, rotation, groups, window, q.dtype)
     turned = rotation.apply(q.index_select(0, plan.row), plan.cos, plan.sin).unflatten(1, (kv_heads, groups))
     # [parts, kv_heads, groups, ...]; the first part is padding, of weight 0.
     means, sums = [turned.new_zeros(1, *turned.shape[1:])], [turned.new_zeros(1, kv_heads, groups).float()]
@@ -272,7 +267,7 @@ class _Source(NamedTuple):
     unseen: torch.Tensor | None
 
 
-def _plan(few: Sequence[QuerySpan], rotation: Rotation, groups: int, window: int | None, dtype: torch.dtype) -> _Plan:
+def _plan(few: Spans, rotation: Rotation, groups: int, window: int | None, dtype: torch.dtype) -> _Plan:
     by_slots: dict[tuple[int, int], list[tuple[QuerySpan, KVSegment]]] = defaultdict(list)
     for span in few:
         for segment in _seen(span, window):

@@ -183,11 +183,7 @@ def attention_scores(
     heads, kv_heads = q.shape[1], k_pool.shape[1]
     assert q.stride(2) == k_pool.stride(2) == 1
     grid = Grid.of(heads, kv_heads, _ROWS, processors(q.device))
-    key = rotation, grid, q.device
-    if key not in span.views:
-        span.views[key] = _plan(span, *key)
-    plan: _Plan = span.views[key]
-    table, blocks, positions, end = plan
+    table, blocks, positions, end = span.once(_plan, rotation, grid, q.device)
     (launch,) = table.launches
     shape = constants(q, k_pool, rotation, launch.tile, _KEYS, window)
     tables = (table.segments, table.positions, table.row_positions, table.turns, scale * LOG2E)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from fusionkv.kernels.segments import KVSegment, QuerySpan, Rotation, Spans
+from fusionkv.kernels.segments import KVSegment, QuerySpan, Rotation
 
 # A hidden slot's position, above every row's: one comparison is both the causal mask and the mask of hidden slots.
 NEVER = 2**31 - 1
@@ -252,15 +252,6 @@ def _parts(segments: Sequence[KVSegment], quota: int) -> Iterator[list[tuple[KVS
                 pieces, remaining = [], quota
     if pieces:
         yield pieces
-
-
-def table_of(spans: Spans, rotation: Rotation, grid: Grid, device: torch.device) -> SegmentTable:
-    """The tables of a batch, made once for all layers."""
-    key = rotation, grid, device
-    if key not in spans.views:
-        spans.views[key] = SegmentTable.of(spans, rotation, grid, device)
-    table: SegmentTable = spans.views[key]
-    return table
 
 
 def share(spans: Sequence[QuerySpan]) -> tuple[list[Shared], list[QuerySpan]]:
