@@ -57,7 +57,7 @@ def main() -> int:
 async def _serve(config: WorkerConfig) -> None:
     with lean.uncompiled(ranks=config.tensor_parallel):
         from fusionkv.fusion_worker import meters, models
-        from fusionkv.fusion_worker.quality.fallback import Verdict
+        from fusionkv.fusion_worker.quality.verdict import Verdict
         from fusionkv.fusion_worker.servicer import SERVICE, FusionServicer, handler
         from fusionkv.fusion_worker.tensor_parallel import start
 

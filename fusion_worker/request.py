@@ -26,7 +26,8 @@ from fusionkv.fusion_worker.meters import Stages, Summary
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Prompt, PromptLayout
 from fusionkv.fusion_worker.quality.explain import explain
-from fusionkv.fusion_worker.quality.fallback import Allowed, Fallback, Sample, Shadow
+from fusionkv.fusion_worker.quality.ratio_guard import Allowed, RatioGuard
+from fusionkv.fusion_worker.quality.shadow import Sample, Shadow
 from fusionkv.fusion_worker.select.auxiliary import Auxiliary
 from fusionkv.fusion_worker.select.base import budget
 from fusionkv.fusion_worker.transfer.handover import Handover
@@ -162,9 +163,9 @@ class Answerer:
         self._loader = loader
         self._planner = Planner(model, engine, auxiliary)
         self.admission = Admission(config.max_requests, config.max_queue)
-        self._guard = Fallback(config.shadow_floor)
+        self._ratio_guard = RatioGuard(config.shadow_floor)
         self.shadow = Shadow(
-            config.shadow_share, self._guard, pool, engine, loader, self._planner, self.admission.idle
+            config.shadow_share, self._ratio_guard, pool, engine, loader, self._planner, self.admission.idle
         )
         self.handover = Handover(pool, model, engine.tp, config.prefill_bytes, config.prefill_seconds)
 
@@ -227,7 +228,7 @@ class Answerer:
         prompt, recipe, params = request.prompt, request.recipe, request.params
         arrived = time.perf_counter()
         summary = Summary(prompt, self._loader.laid(prompt, recipe.encode), recipe, request.ratio)
-        allowed = self._guard.ratio(recipe, prompt.corpus, request.ratio)
+        allowed = self._ratio_guard.ratio(recipe, prompt.corpus, request.ratio)
         summary.ratio, summary.raised = allowed.ratio, allowed.why
         stages, sampler = summary.stages, Sampler(params)
         async with AsyncExitStack() as stack:

@@ -20,7 +20,7 @@ from fusionkv.fusion_worker.load.lookup import CacheFault
 from fusionkv.fusion_worker.meters import Summary
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
-from fusionkv.fusion_worker.quality.fallback import Verdict
+from fusionkv.fusion_worker.quality.verdict import Verdict
 from fusionkv.fusion_worker.request import Answerer, Request
 from fusionkv.fusion_worker.select.auxiliary import Auxiliary
 from fusionkv.fusion_worker.transfer.handover import HANDLE_BYTES

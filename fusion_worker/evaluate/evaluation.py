@@ -28,7 +28,7 @@ from fusionkv.fusion_worker.evaluate.report.rows import judged, rows, untested
 from fusionkv.fusion_worker.library.cache import fingerprint, name_of
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.fusion_worker.models import on_cpu
-from fusionkv.fusion_worker.quality.fallback import Verdict
+from fusionkv.fusion_worker.quality.verdict import Verdict
 from fusionkv.protos.contract.names import DEFAULT, full_name
 from fusionkv.protos.contract.recipes import RECIPES, Versions, find_recipe
 from fusionkv.protos.contract.selectors import SecondModel

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.quality.fallback import UNSAFE, Judged, Verdict
+from fusionkv.fusion_worker.quality.verdict import UNSAFE, Judged, Verdict
 from fusionkv.fusion_worker.servicer import handler
 from fusionkv.gateway.auth.tenants import Meter, Quota, Tenant
 from fusionkv.gateway.config import GatewayConfig

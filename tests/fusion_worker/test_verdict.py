@@ -13,20 +13,10 @@ import torch
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.fusion_worker.library.cache import fingerprint
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
-from fusionkv.fusion_worker.quality import fallback
 from fusionkv.fusion_worker.quality.defaults import Choice, Default
-from fusionkv.fusion_worker.quality.fallback import (
-    FILE,
-    SAFE,
-    SAMPLES,
-    UNDECIDED,
-    UNSAFE,
-    Allowed,
-    Fallback,
-    Judged,
-    Sample,
-    Verdict,
-)
+from fusionkv.fusion_worker.quality.ratio_guard import SAMPLES, Allowed, RatioGuard
+from fusionkv.fusion_worker.quality.shadow import Sample
+from fusionkv.fusion_worker.quality.verdict import FILE, SAFE, UNDECIDED, UNSAFE, Judged, Verdict
 from fusionkv.protos.answer.v1.answer_pb2 import Explanation, Summary
 from fusionkv.protos.contract.recipes import find_recipe as find
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
@@ -185,7 +175,7 @@ async def test_full_attention_over_the_same_answer(
     question: int, max_step_tokens: int, start: Any, parts: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A few tokens at a time, since the logits of many take gigabytes."""
-    monkeypatch.setattr(fallback, "_BLOCK", 3)
+    monkeypatch.setattr("fusionkv.fusion_worker.quality.shadow._BLOCK", 3)
     rig, plain = await start("llama", shadow_share=1.0, max_step_tokens=max_step_tokens), oracle("llama")
     asked = *parts[:2], parts[2][:question]
     seen: list[tuple[Sample, torch.Tensor]] = []
@@ -226,7 +216,7 @@ async def test_it_waits_until_nobody_else_does(start: Any, parts: Any) -> None:
     system, chunks, question = parts
     prompt = Prompt(Chunk(tuple(system)), tuple(Chunk(tuple(c)) for c in chunks), tuple(question))
     recipe, logits = find("full_reuse"), torch.zeros(rig.model.vocabulary)
-    shadow.offer(Sample(prompt, (1, 2), logits, Fallback(0.0).ratio(recipe, "", 0.0)))
+    shadow.offer(Sample(prompt, (1, 2), logits, RatioGuard(0.0).ratio(recipe, "", 0.0)))
     await rig.until(lambda: shadow._waiting.qsize() == 0)
     assert shadow._waiting._unfinished_tasks == 1, "it was made while a request was running"
     gate.opened.set()
@@ -270,7 +260,7 @@ async def test_what_replaces_a_recipe_is_full_attention(recipe: str, ratio: floa
     rig = await start("llama", shadow_floor=0.9)
     full = await rig.ask(*parts, recipe="full_attention", max_tokens=6)
     assert (await rig.ask(*parts, recipe=recipe, ratio=ratio, max_tokens=6)).summary.ratio < 1.0
-    record(rig.servicer.answerer._guard, recipe, "", ratio, False, 2 * SAMPLES)
+    record(rig.servicer.answerer._ratio_guard, recipe, "", ratio, False, 2 * SAMPLES)
     answer = await rig.ask(*parts, recipe=recipe, ratio=ratio, max_tokens=6)
     assert answer.summary.ratio == 1.0
     assert answer.ids == full.ids
@@ -281,7 +271,7 @@ async def test_an_answer_of_before_a_raise_does_not_count_after_it(start: Any, p
     rig = await start("llama", shadow_share=1.0, shadow_floor=0.9)
     made: list[Sample] = []
     rig.servicer.answerer.shadow.offer = made.append
-    guard, epic = rig.servicer.answerer._guard, find("epic")
+    guard, epic = rig.servicer.answerer._ratio_guard, find("epic")
     # 40 answers at 0.2 say nothing about 0.4.
     for times, ratio in ((2 * SAMPLES, 0.4), (SAMPLES, 1.0)):
         await rig.ask(*parts, recipe="epic", max_tokens=2)
@@ -290,19 +280,19 @@ async def test_an_answer_of_before_a_raise_does_not_count_after_it(start: Any, p
         assert guard.ratio(epic, "", 0.2).ratio == ratio
 
 
-def record(guard: Fallback, recipe: str, corpus: str, asked: float, same: bool, times: int = SAMPLES) -> None:
+def record(guard: RatioGuard, recipe: str, corpus: str, asked: float, same: bool, times: int = SAMPLES) -> None:
     """So many answers at what the guard allows."""
     for _ in range(times):
         guard.record(guard.ratio(find(recipe), corpus, asked), same)
 
 
-def allowed(guard: Fallback, recipe: str, corpus: str, asked: float) -> tuple[float, str]:
+def allowed(guard: RatioGuard, recipe: str, corpus: str, asked: float) -> tuple[float, str]:
     found: Allowed = guard.ratio(find(recipe), corpus, asked)
     return found.ratio, found.why
 
 
 def test_the_guard_keeps_recipes_and_corpora_apart() -> None:
-    guard = Fallback(0.8)
+    guard = RatioGuard(0.8)
     record(guard, "epic", "a", 0.2, same=False)
     record(guard, "full_reuse", "a", 0.0, same=False)
     record(guard, "epic", "b", 0.2, same=True)
@@ -314,7 +304,7 @@ def test_the_guard_keeps_recipes_and_corpora_apart() -> None:
 
 
 def test_who_asks_for_less_than_a_recipe_takes_raises_it_for_nobody_else() -> None:
-    guard = Fallback(0.8)
+    guard = RatioGuard(0.8)
     record(guard, "epic", "", 0.01, same=False)
     assert allowed(guard, "epic", "", 0.2) == (0.2, "")
     assert allowed(guard, "epic", "", 0.01)[0] == allowed(guard, "epic", "", 0.05)[0] == 0.15
@@ -322,7 +312,7 @@ def test_who_asks_for_less_than_a_recipe_takes_raises_it_for_nobody_else() -> No
 
 
 def test_what_was_raised_stays_however_many_others_come() -> None:
-    guard = Fallback(0.8)
+    guard = RatioGuard(0.8)
     record(guard, "epic", "a", 0.2, False, 2 * SAMPLES)
     for corpus in range(3000):
         record(guard, "epic", str(corpus), 0.2, True, 1)
@@ -330,16 +320,16 @@ def test_what_was_raised_stays_however_many_others_come() -> None:
 
 
 def test_the_guard_looks_at_the_latest_answers_once_there_are_enough() -> None:
-    guard = Fallback(0.8)
+    guard = RatioGuard(0.8)
     record(guard, "epic", "", 0.2, False, SAMPLES - 1)
     assert allowed(guard, "epic", "", 0.2) == (0.2, "")
-    guard = Fallback(0.8)
+    guard = RatioGuard(0.8)
     record(guard, "epic", "", 0.2, True, 100)
     record(guard, "epic", "", 0.2, False, 4)
     assert allowed(guard, "epic", "", 0.2) == (0.2, ""), "16 of the latest 20 are not below the floor"
     record(guard, "epic", "", 0.2, False, 1)
     why = "75% of 20 answers matched full attention, below the floor of 80%"
     assert allowed(guard, "epic", "", 0.2) == (0.4, why)
-    guard = Fallback(0.0)
+    guard = RatioGuard(0.0)
     record(guard, "epic", "", 0.2, False, 3 * SAMPLES)
     assert allowed(guard, "epic", "", 0.2) == (0.2, ""), "without a floor nothing is raised"

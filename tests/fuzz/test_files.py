@@ -11,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.quality.fallback import FILE, Verdict
+from fusionkv.fusion_worker.quality.verdict import FILE, Verdict
 from fusionkv.fusion_worker.transfer import signatures
 from fusionkv.gateway.auth import tenants
 from fusionkv.gateway.auth.access import Bearer, Role

@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from fusionkv.fusion_worker.quality.fallback import FILE
+from fusionkv.fusion_worker.quality.verdict import FILE
 from fusionkv.fusion_worker.rendering import RENDERER
 from fusionkv.fusion_worker.template import INSTRUCTION, ChatTemplate, PromptTemplate
 from fusionkv.gateway.client.client import Client
