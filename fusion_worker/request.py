@@ -310,17 +310,17 @@ class Answerer:
         """Plans a full prefill without reused KV."""
         prompt = summary.prompt
         with summary.stages.clock("load"):
-            placement = await stack.enter_async_context(self._loader.plain(prompt.tokens + params.max_tokens))
-        return self._planner.plain(placement, prompt)
+            layout = await stack.enter_async_context(self._loader.plain(prompt.tokens + params.max_tokens))
+        return self._planner.plain(layout, prompt)
 
     async def _plan(
-        self, placement: PromptLayout, summary: Summary, early: "asyncio.Task[Scored] | None"
+        self, layout: PromptLayout, summary: Summary, early: "asyncio.Task[Scored] | None"
     ) -> PrefillPlan:
         """Selects the tokens to recompute, and fills in the summary's token counts."""
         prompt = summary.laid
         with tracer.start_as_current_span("fusionkv.select") as span, summary.stages.clock("select"):
             scored = await early if early is not None else None
-            plan = await self._planner.fuse(placement, prompt, summary.recipe, summary.ratio, scored)
+            plan = await self._planner.fuse(layout, prompt, summary.recipe, summary.ratio, scored)
             span.set_attributes({"fusionkv.rows": plan.scored_rows, "fusionkv.tokens": len(plan.chosen)})
         summary.lossless = prompt.context_tokens - int(plan.stale.sum())
         return plan

@@ -74,8 +74,8 @@ async def _by_engine(model: Model, prompt: Prompt, config: WorkerConfig) -> list
     found = []
     try:
         for ratio in (1.0, 0.0):
-            async with loader.prompt(prompt, lambda _: prompt.tokens, Stages()) as placement:
-                fused = await fuser.fuse(placement, prompt, find_recipe("epic"), ratio)
+            async with loader.prompt(prompt, lambda _: prompt.tokens, Stages()) as layout:
+                fused = await fuser.fuse(layout, prompt, find_recipe("epic"), ratio)
                 found.append((await engine.run(fused.prefill(Logits(1))))[0].cpu())
     finally:
         await loader.close()

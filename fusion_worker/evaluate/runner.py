@@ -201,9 +201,9 @@ class Runner:
     async def _plain(self, asked: Asked, cells: Sequence[Cell], contexts: Contexts) -> _Answered:
         """As `_full_attention`, but with every token a row, as in a worker."""
         prompt, answer = asked.prompt, Answer()
-        async with self._loader.plain(prompt.tokens + asked.answer_tokens) as placement:
-            await self._examiner.answer(asked, self._fuser.plain(placement, prompt), answer)
-            return answer, await self._away(asked, cells, contexts, slots_of(placement.fresh))
+        async with self._loader.plain(prompt.tokens + asked.answer_tokens) as layout:
+            await self._examiner.answer(asked, self._fuser.plain(layout, prompt), answer)
+            return answer, await self._away(asked, cells, contexts, slots_of(layout.fresh))
 
     async def _full_attention(self, asked: Asked, cells: Sequence[Cell], contexts: Contexts) -> _Answered:
         """Full attention's answer, and the KV deviation of cells that recompute nothing.
@@ -211,11 +211,11 @@ class Runner:
         The context's KV is computed once for all questions about it.
         """
         one, answer = whole(asked.prompt), Answer()
-        async with contexts.whole(asked.prompt, len(one.question) + asked.answer_tokens) as placement:
-            fused = await self._fuser.fuse(placement, one, RECIPES["full_reuse"], 0.0)
+        async with contexts.whole(asked.prompt, len(one.question) + asked.answer_tokens) as layout:
+            fused = await self._fuser.fuse(layout, one, RECIPES["full_reuse"], 0.0)
             await self._examiner.answer(asked, fused, answer, timed=False)
             answer.values |= {"recomputed": one.context_tokens, "stored": 0}
-            slots = [slots_of(part.resident.runs)[: len(part.wanted.chunk)] for part in placement.parts]
+            slots = [slots_of(part.resident.runs)[: len(part.wanted.chunk)] for part in layout.parts]
             return answer, await self._away(asked, cells, contexts, torch.cat(slots))
 
     async def _away(
@@ -248,8 +248,8 @@ class Runner:
     async def _without_context(self, asked: Asked, given: Given | None) -> Answer:
         """Answers the question without its context; returns only the scores of its text."""
         bare, answer = replace(asked, prompt=replace(asked.prompt, chunks=())), Answer()
-        async with self._loader.plain(bare.prompt.tokens + bare.answer_tokens) as placement:
-            await self._examiner.answer(bare, self._fuser.plain(placement, bare.prompt), answer, given, timed=False)
+        async with self._loader.plain(bare.prompt.tokens + bare.answer_tokens) as layout:
+            await self._examiner.answer(bare, self._fuser.plain(layout, bare.prompt), answer, given, timed=False)
         names = ("gold_nll", *asked.task.metrics, *(f"{name}_full" for name in asked.task.compared))
         return Answer({name: answer.values[name] for name in names})
 
@@ -262,10 +262,10 @@ class Runner:
         drawing (FusionRAG, fig. 8).
         """
         answer = Answer()
-        async with self._placed(asked, cell.recipe, cell.ratio, contexts) as placement:
+        async with self._placed(asked, cell.recipe, cell.ratio, contexts) as layout:
             with clock(answer, "select"):
                 prompt = self._laid(asked, cell.recipe)
-                fused = await self._fuser.fuse(placement, prompt, cell.recipe, cell.ratio)
+                fused = await self._fuser.fuse(layout, prompt, cell.recipe, cell.ratio)
             await self._examiner.answer(asked, fused, answer, given, _keep(cell.recipe, prompt))
         if picture:
             chosen = zip(asked.prompt.chunks, explain.chosen(asked.prompt, fused), strict=True)
@@ -290,8 +290,8 @@ class Runner:
 
         async def one(together: Sequence[Recipe]) -> list[Scored]:
             selectors = [recipe.select for recipe in together if recipe.select is not None]
-            async with self._placed(asked, together[0], 0, contexts) as placement:
-                return await self._fuser.score(placement, asked.prompt, selectors)
+            async with self._placed(asked, together[0], 0, contexts) as layout:
+                return await self._fuser.score(layout, asked.prompt, selectors)
 
         found = await asyncio.gather(*map(one, passes.values()))
         return {
@@ -315,8 +315,8 @@ class Runner:
 
         async def one(ratio: float) -> Answer:
             answer = Answer()
-            async with self._placed(asked, recipe, ratio, contexts) as placement:
-                fused = await self._fuser.fuse(placement, prompt, recipe, ratio, scored)
+            async with self._placed(asked, recipe, ratio, contexts) as layout:
+                fused = await self._fuser.fuse(layout, prompt, recipe, ratio, scored)
                 await self._examiner.answer(asked, fused, answer, given, _keep(recipe, prompt), timed=False)
             return answer
 

@@ -86,8 +86,8 @@ class Encoder:
 
     async def _store(self, wanted: list[ChunkSource], namespace: bytes) -> Encoded:
         """Computes missing parts and waits until the cache service has stored all of them."""
-        async with self._loader.parts(wanted) as placement:
-            for part in placement.parts:
+        async with self._loader.parts(wanted) as layout:
+            for part in layout.parts:
                 if part.wanted.entry is None:
                     await self._loader.put(part, namespace)
         last = wanted[-1]

@@ -103,8 +103,8 @@ class Loader:
         Raises:
             ResourceExhausted: they don't fit the pool.
         """
-        async with self._admit([], tokens, Stages(), b"") as placement:
-            yield placement
+        async with self._admit([], tokens, Stages(), b"") as layout:
+            yield layout
 
     @asynccontextmanager
     async def prompt(
@@ -136,42 +136,42 @@ class Loader:
             stale = sum(len(w.chunk) for w in wanted if not w.lossless)
             with tracer.start_as_current_span("fusionkv.load") as span, stages.clock("load"):
                 began = time.monotonic()
-                placement = await stack.enter_async_context(self._admit(wanted, fresh(stale), stages, namespace))
+                layout = await stack.enter_async_context(self._admit(wanted, fresh(stale), stages, namespace))
                 # Waiting for room in the pool is not the cache service's time.
                 deadline = deadline.extended(time.monotonic() - began)
-                await self._fetched(placement, deadline)
+                await self._fetched(layout, deadline)
                 span.set_attribute("fusionkv.bytes", stages.bytes_fetched)
             await leased.aclose()
             with tracer.start_as_current_span("fusionkv.encode") as span, stages.clock("encode"):
                 span.set_attribute("fusionkv.tokens", stages.encoded_tokens)
-                await _ready(part.resident for part in placement.parts)
-            return placement
+                await _ready(part.resident for part in layout.parts)
+            return layout
 
         async with AsyncExitStack() as stack:
             try:
-                placement = await bring(stack)
+                layout = await bring(stack)
             except EntryGone as gone:
                 log.debug("looking up again: %s", gone)
                 await stack.aclose()
                 stages.start_over()
-                placement = await bring(stack)
-            yield placement
+                layout = await bring(stack)
+            yield layout
 
-    async def _fetched(self, placement: PromptLayout, deadline: Deadline) -> None:
+    async def _fetched(self, layout: PromptLayout, deadline: Deadline) -> None:
         """Waits for all fetches together, for at most the fetch timeout and until the deadline."""
         most = min(self._fetch_timeout, deadline.remaining())
         try:
             async with asyncio.timeout(most):
-                await _ready(part.resident for part in placement.parts if part.wanted.entry is not None)
+                await _ready(part.resident for part in layout.parts if part.wanted.entry is not None)
         except TimeoutError as error:
             raise CacheFault(f"fetches took longer than {most:.3g} s together") from error
 
     @asynccontextmanager
     async def parts(self, wanted: Sequence[ChunkSource]) -> AsyncIterator[PromptLayout]:
         """These parts in the pool, ready, for the caller to store; released on exit. Raises as `prompt` does."""
-        async with self._admit(wanted, 0, Stages(), b"") as placement:
-            await _ready(part.resident for part in placement.parts)
-            yield placement
+        async with self._admit(wanted, 0, Stages(), b"") as layout:
+            await _ready(part.resident for part in layout.parts)
+            yield layout
 
     async def put(self, part: LoadedChunk, namespace: bytes) -> None:
         """Stores a part now and waits for the commit.
