@@ -84,7 +84,7 @@ class Examiner:
     async def answer(
         self,
         asked: Asked,
-        fused: PrefillPlan,
+        plan: PrefillPlan,
         answer: Answer,
         given: Given | None = None,
         keep: SnapKV | None = None,
@@ -101,22 +101,22 @@ class Examiner:
         """
         first = None
         if keep is not None or timed:
-            first, fused = await self._prefill(asked, fused, answer, keep)
+            first, plan = await self._prefill(asked, plan, answer, keep)
         if asked.task.metrics:
-            await self._measure(asked, fused, first, answer, given)
+            await self._measure(asked, plan, first, answer, given)
         else:
             expected = asked.expected
-            logits = await self._feed(fused, first, expected)
+            logits = await self._feed(plan, first, expected)
             answer.first = logits[0].cpu().numpy()
             found = logits.argmax(-1).tolist()
             # Up to the first wrong token this sees the same as generation, so an exact match here is one there.
             right = tuple(found[:-1]) == expected and found[-1] in self._model.ends
             answer.values["exact_match"] = float(right)
-        answer.values |= {"recomputed": len(fused.chosen) + fused.links, "scored_rows": fused.scored_rows}
-        answer.values["stored"] = fused.context_tokens
+        answer.values |= {"recomputed": len(plan.chosen) + plan.links, "scored_rows": plan.scored_rows}
+        answer.values["stored"] = plan.context_tokens
 
     async def _measure(
-        self, asked: Asked, fused: PrefillPlan, first: torch.Tensor | None, answer: Answer, given: Given | None
+        self, asked: Asked, plan: PrefillPlan, first: torch.Tensor | None, answer: Answer, given: Given | None
     ) -> None:
         """Feeds in the expected answer and the given one, then generates an answer; adds the results to `answer`.
 
@@ -125,16 +125,16 @@ class Examiner:
         task = asked.task
         if task.graded or given is None:
             expected = asked.expected if task.graded else ()
-            logits = await self._feed(fused, first, expected[:-1])
+            logits = await self._feed(plan, first, expected[:-1])
             if expected:
                 answer.values["gold_nll"] = metrics.nll(logits.cpu().numpy(), expected)
             first = logits[:1].cpu() if first is None else first
         if given is None:
             assert first is not None
-            given = await self._give(task, fused, first)
+            given = await self._give(task, plan, first)
             answer.given, found, likely = given, given.logits, [*given.tokens]
         else:
-            logits = await self._feed(fused, first, given.tokens[:-1])
+            logits = await self._feed(plan, first, given.tokens[:-1])
             found, likely = logits.cpu().numpy(), logits.argmax(-1).tolist()
             del logits
         answer.first = found[0].copy()
@@ -142,27 +142,27 @@ class Examiner:
         if not task.graded:
             return
         del found  # 20 MB with Gemma 3, of each cell whose own answer is being generated
-        tokens = await self._follow(task, fused, given.tokens, likely)
+        tokens = await self._follow(task, plan, given.tokens, likely)
         text, known = self._text(task, tokens), (asked.sample.answers, task.classes)
         answer.values |= {name: metrics.text_score(name, text, *known) for name in task.metrics}
         full = self._text(task, given.tokens)
         answer.values |= {f"{name}_full": metrics.text_score(name, text, [full], ()) for name in task.compared}
 
     async def _prefill(
-        self, asked: Asked, fused: PrefillPlan, answer: Answer, keep: SnapKV | None
+        self, asked: Asked, plan: PrefillPlan, answer: Answer, keep: SnapKV | None
     ) -> tuple[torch.Tensor, PrefillPlan]:
         """Returns the logits of the first answer token, float32 [1, vocabulary], and the plan to decode with."""
         with clock(answer, "prefill"):
             votes = len(asked.prompt.question) if keep else 0
-            first = await self._engine.run(fused.prefill(NextToken(GREEDY, logits=True, votes=votes)))
+            first = await self._engine.run(plan.prefill(NextToken(GREEDY, logits=True, votes=votes)))
             assert first.logits is not None
             logits = first.logits[None].cpu()  # waits for the device
         if keep is not None:
             assert first.votes is not None
-            fused = await evict(fused, keep, first.votes, self._pool, self._model, self._engine.tp)
-        return logits, fused
+            plan = await evict(plan, keep, first.votes, self._pool, self._model, self._engine.tp)
+        return logits, plan
 
-    async def _feed(self, fused: PrefillPlan, first: torch.Tensor | None, answer: Sequence[int]) -> torch.Tensor:
+    async def _feed(self, plan: PrefillPlan, first: torch.Tensor | None, answer: Sequence[int]) -> torch.Tensor:
         """Feeds in an answer.
 
         first: logits of the first token if the prompt is prefilled already; None prefills it in the same pass.
@@ -171,25 +171,25 @@ class Examiner:
         if first is not None and not answer:
             return first
         if first is None:
-            job = fused.followed_by(answer).prefill(Logits(len(answer) + 1))
+            job = plan.followed_by(answer).prefill(Logits(len(answer) + 1))
         else:
-            job = fused.next(answer, Logits(len(answer)))
+            job = plan.next(answer, Logits(len(answer)))
         logits = await self._engine.run(job)
         return logits if first is None else torch.cat([first, logits.cpu()])
 
-    async def _give(self, task: Task, fused: PrefillPlan, first: torch.Tensor) -> Given:
+    async def _give(self, task: Task, plan: PrefillPlan, first: torch.Tensor) -> Given:
         """Generates the greedy answer of a prefilled prompt. first: logits of the first token."""
         tokens, rows = [int(first.argmax())], [first]
         while not self._over(task, tokens):
-            sampled = await self._engine.run(fused.next(tokens[-1:], NextToken(GREEDY, logits=True)))
+            sampled = await self._engine.run(plan.next(tokens[-1:], NextToken(GREEDY, logits=True)))
             assert sampled.logits is not None
-            fused = fused.followed_by(tokens[-1:])
+            plan = plan.followed_by(tokens[-1:])
             tokens.append(sampled.token)
             rows.append(sampled.logits[None].cpu())
         return Given(tuple(tokens), torch.cat(rows).numpy())
 
     async def _follow(
-        self, task: Task, fused: PrefillPlan, given: tuple[int, ...], likely: Sequence[int]
+        self, task: Task, plan: PrefillPlan, given: tuple[int, ...], likely: Sequence[int]
     ) -> tuple[int, ...]:
         """Generates the greedy answer of a prompt after feeding in the given one.
 
@@ -199,10 +199,10 @@ class Examiner:
         same = next((i for i, pair in enumerate(zip(likely, given, strict=True)) if len({*pair}) > 1), None)
         if same is None:
             return given
-        fused, tokens = fused.followed_by(given[:same]), [*given[:same], likely[same]]
+        plan, tokens = plan.followed_by(given[:same]), [*given[:same], likely[same]]
         while not self._over(task, tokens):
-            sampled = await self._engine.run(fused.next(tokens[-1:], NextToken(GREEDY)))
-            fused = fused.followed_by(tokens[-1:])
+            sampled = await self._engine.run(plan.next(tokens[-1:], NextToken(GREEDY)))
+            plan = plan.followed_by(tokens[-1:])
             tokens.append(sampled.token)
         return tuple(tokens)
 

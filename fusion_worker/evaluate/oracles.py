@@ -70,13 +70,13 @@ async def _by_engine(model: Model, prompt: Prompt, config: WorkerConfig) -> list
     """Logits of the next token, with all tokens recomputed and with none."""
     pool = KVPool.of(model.kv, config.pool_bytes, config.page_tokens, model.device)
     engine = Engine(model, pool, config)
-    loader, fuser = Loader(config, model, pool, engine, None), Planner(model, engine)
+    loader, planner = Loader(config, model, pool, engine, None), Planner(model, engine)
     found = []
     try:
         for ratio in (1.0, 0.0):
             async with loader.prompt(prompt, lambda _: prompt.tokens, Stages()) as layout:
-                fused = await fuser.fuse(layout, prompt, find_recipe("epic"), ratio)
-                found.append((await engine.run(fused.prefill(Logits(1))))[0].cpu())
+                plan = await planner.fuse(layout, prompt, find_recipe("epic"), ratio)
+                found.append((await engine.run(plan.prefill(Logits(1))))[0].cpu())
     finally:
         await loader.close()
         engine.close()

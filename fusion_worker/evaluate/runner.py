@@ -69,7 +69,7 @@ class Runner:
         self._engine = Engine(model, self._pool, config)
         self._loader = Loader(config, model, self._pool, self._engine, None)
         self._auxiliary = Auxiliary(config, model, auxiliary, None) if auxiliary is not None else None
-        self._fuser = Planner(model, self._engine, self._auxiliary)
+        self._planner = Planner(model, self._engine, self._auxiliary)
         self._examiner = Examiner(model, self._pool, self._engine)
         self._prompter = Prompter(model, chunk_tokens)
         self._neighbours = Neighbours(model.max_tokens, self._prompter)
@@ -202,7 +202,7 @@ class Runner:
         """As `_full_attention`, but with every token a row, as in a worker."""
         prompt, answer = asked.prompt, Answer()
         async with self._loader.plain(prompt.tokens + asked.answer_tokens) as layout:
-            await self._examiner.answer(asked, self._fuser.plain(layout, prompt), answer)
+            await self._examiner.answer(asked, self._planner.plain(layout, prompt), answer)
             return answer, await self._away(asked, cells, contexts, slots_of(layout.fresh))
 
     async def _full_attention(self, asked: Asked, cells: Sequence[Cell], contexts: Contexts) -> _Answered:
@@ -212,8 +212,8 @@ class Runner:
         """
         one, answer = whole(asked.prompt), Answer()
         async with contexts.whole(asked.prompt, len(one.question) + asked.answer_tokens) as layout:
-            fused = await self._fuser.fuse(layout, one, RECIPES["full_reuse"], 0.0)
-            await self._examiner.answer(asked, fused, answer, timed=False)
+            plan = await self._planner.fuse(layout, one, RECIPES["full_reuse"], 0.0)
+            await self._examiner.answer(asked, plan, answer, timed=False)
             answer.values |= {"recomputed": one.context_tokens, "stored": 0}
             slots = [slots_of(part.resident.runs)[: len(part.wanted.chunk)] for part in layout.parts]
             return answer, await self._away(asked, cells, contexts, torch.cat(slots))
@@ -249,7 +249,7 @@ class Runner:
         """Answers the question without its context; returns only the scores of its text."""
         bare, answer = replace(asked, prompt=replace(asked.prompt, chunks=())), Answer()
         async with self._loader.plain(bare.prompt.tokens + bare.answer_tokens) as layout:
-            await self._examiner.answer(bare, self._fuser.plain(layout, bare.prompt), answer, given, timed=False)
+            await self._examiner.answer(bare, self._planner.plain(layout, bare.prompt), answer, given, timed=False)
         names = ("gold_nll", *asked.task.metrics, *(f"{name}_full" for name in asked.task.compared))
         return Answer({name: answer.values[name] for name in names})
 
@@ -265,10 +265,10 @@ class Runner:
         async with self._placed(asked, cell.recipe, cell.ratio, contexts) as layout:
             with clock(answer, "select"):
                 prompt = self._laid(asked, cell.recipe)
-                fused = await self._fuser.fuse(layout, prompt, cell.recipe, cell.ratio)
-            await self._examiner.answer(asked, fused, answer, given, _keep(cell.recipe, prompt))
+                plan = await self._planner.fuse(layout, prompt, cell.recipe, cell.ratio)
+            await self._examiner.answer(asked, plan, answer, given, _keep(cell.recipe, prompt))
         if picture:
-            chosen = zip(asked.prompt.chunks, explain.chosen(asked.prompt, fused), strict=True)
+            chosen = zip(asked.prompt.chunks, explain.chosen(asked.prompt, plan), strict=True)
             chunks = [
                 {
                     "tokens": explain.texts(self._model.tokenizer, c.ids),
@@ -291,7 +291,7 @@ class Runner:
         async def one(together: Sequence[Recipe]) -> list[Scored]:
             selectors = [recipe.select for recipe in together if recipe.select is not None]
             async with self._placed(asked, together[0], 0, contexts) as layout:
-                return await self._fuser.score(layout, asked.prompt, selectors)
+                return await self._planner.score(layout, asked.prompt, selectors)
 
         found = await asyncio.gather(*map(one, passes.values()))
         return {
@@ -316,8 +316,8 @@ class Runner:
         async def one(ratio: float) -> Answer:
             answer = Answer()
             async with self._placed(asked, recipe, ratio, contexts) as layout:
-                fused = await self._fuser.fuse(layout, prompt, recipe, ratio, scored)
-                await self._examiner.answer(asked, fused, answer, given, _keep(recipe, prompt), timed=False)
+                plan = await self._planner.fuse(layout, prompt, recipe, ratio, scored)
+                await self._examiner.answer(asked, plan, answer, given, _keep(recipe, prompt), timed=False)
             return answer
 
         answers = await asyncio.gather(*map(one, ratios))
