@@ -153,12 +153,12 @@ class LoadedChunk:
     """A part of a prompt in the pool."""
 
     wanted: ChunkSource
-    resident: PooledChunk
+    pooled: PooledChunk
 
     def segments(self, hidden: torch.Tensor | None = None) -> tuple[KVSegment, ...]:
         """Its keys at their positions in the prompt. hidden: bool [tokens], tokens that are recomputed elsewhere."""
-        position, shift = self.wanted.position, self.wanted.position - self.resident.base
-        return stretches(self.resident.runs, len(self.wanted.chunk), position, shift, hidden)
+        position, shift = self.wanted.position, self.wanted.position - self.pooled.base
+        return stretches(self.pooled.runs, len(self.wanted.chunk), position, shift, hidden)
 
 
 def masked(

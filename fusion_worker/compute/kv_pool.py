@@ -60,7 +60,7 @@ class KVPool:
     setting: str
     turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _free: list[SlotRange] = field(default_factory=list)
-    _residents: "OrderedDict[bytes, PooledChunk]" = field(default_factory=OrderedDict)
+    _chunks: "OrderedDict[bytes, PooledChunk]" = field(default_factory=OrderedDict)
     _hidden: set[PooledChunk] = field(default_factory=set)
     _fresh: int = 0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -124,12 +124,12 @@ class KVPool:
             await self._changed.wait()
 
     def find(self, key: bytes) -> PooledChunk | None:
-        """The resident chunk of this key, pinned, or None."""
-        resident = self._residents.get(key)
-        if resident is None or (resident.ready.done() and resident.ready.exception() is not None):
+        """The pool's chunk of this key, pinned, or None."""
+        pooled = self._chunks.get(key)
+        if pooled is None or (pooled.ready.done() and pooled.ready.exception() is not None):
             return None
-        self.pin(resident)
-        return resident
+        self.pin(pooled)
+        return pooled
 
     def add(self, key: bytes, tokens: int, base: int) -> PooledChunk:
         """Allocates a chunk, pinned and not ready: the caller loads it and settles `ready`.
@@ -137,38 +137,38 @@ class KVPool:
         Raises:
             ResourceExhausted: no room; can't happen after `room`.
         """
-        resident = PooledChunk(
+        pooled = PooledChunk(
             key, tokens, base, self._take(tokens), asyncio.get_running_loop().create_future(), pins=1
         )
         # Waiters see the failure; without any, the event loop must not report it as never retrieved.
-        resident.ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
-        if (failed := self._residents.get(key)) is not None:
+        pooled.ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
+        if (failed := self._chunks.get(key)) is not None:
             self.hide(failed)
-        self._residents[key] = resident
-        return resident
+        self._chunks[key] = pooled
+        return pooled
 
-    def pin(self, resident: PooledChunk) -> None:
-        resident.pins += 1
-        if self._residents.get(resident.key) is resident:
-            self._residents.move_to_end(resident.key)
+    def pin(self, pooled: PooledChunk) -> None:
+        pooled.pins += 1
+        if self._chunks.get(pooled.key) is pooled:
+            self._chunks.move_to_end(pooled.key)
 
-    def unpin(self, resident: PooledChunk) -> None:
-        resident.pins -= 1
-        ready = resident.ready.done() and resident.ready.exception() is None
-        if resident.pins == 0 and (not ready or resident in self._hidden):
-            self._drop(resident)
+    def unpin(self, pooled: PooledChunk) -> None:
+        pooled.pins -= 1
+        ready = pooled.ready.done() and pooled.ready.exception() is None
+        if pooled.pins == 0 and (not ready or pooled in self._hidden):
+            self._drop(pooled)
         self._changed.set()
 
-    def hide(self, resident: PooledChunk) -> None:
+    def hide(self, pooled: PooledChunk) -> None:
         """Makes `find` miss the chunk from now on; its slots become free with its last pin."""
-        if self._residents.get(resident.key) is resident:
-            del self._residents[resident.key]
-            self._hidden.add(resident)
+        if self._chunks.get(pooled.key) is pooled:
+            del self._chunks[pooled.key]
+            self._hidden.add(pooled)
 
     def clear(self) -> None:
         """Evicts every chunk without pins."""
-        for resident in self._evictable():
-            self._drop(resident)
+        for pooled in self._evictable():
+            self._drop(pooled)
 
     def reserve(self, tokens: int) -> tuple[SlotRange, ...]:
         """Allocates fresh slots for a request, in as few runs as the free list allows."""
@@ -186,7 +186,7 @@ class KVPool:
         Raises:
             AssertionError: a check failed.
         """
-        chunks = (*self._residents.values(), *self._hidden)
+        chunks = (*self._chunks.values(), *self._hidden)
         owned = sorted([*self._free, *(run for r in chunks for run in r.runs)], key=lambda r: r.start)
         for a, b in itertools.pairwise(owned):
             assert a.start + a.length <= b.start, f"{a} and {b} overlap"
@@ -198,13 +198,13 @@ class KVPool:
 
     def _evictable(self) -> list[PooledChunk]:
         """Chunks without pins, the least recently used first."""
-        return [r for r in self._residents.values() if r.pins == 0 and r.ready.done()]
+        return [r for r in self._chunks.values() if r.pins == 0 and r.ready.done()]
 
-    def _drop(self, resident: PooledChunk) -> None:
-        if self._residents.get(resident.key) is resident:
-            del self._residents[resident.key]
-        self._hidden.discard(resident)
-        self._give(resident.runs)
+    def _drop(self, pooled: PooledChunk) -> None:
+        if self._chunks.get(pooled.key) is pooled:
+            del self._chunks[pooled.key]
+        self._hidden.discard(pooled)
+        self._give(pooled.runs)
 
     def _take(self, tokens: int) -> tuple[SlotRange, ...]:
         need = self.slots_for(tokens)

@@ -160,12 +160,12 @@ def _primed(loader: Loader, prompt: Prompt, primer: Primer) -> list[ChunkSource]
 
 def _restore(loader: Loader, placed: Sequence[LoadedChunk], done: dict[bytes, PooledChunk]) -> None:
     """Quantises new chunks as if they had been stored and fetched, and adds them to `done`."""
-    for key, resident in {p.wanted.key: p.resident for p in placed if p.wanted.key.endswith(RESTORED)}.items():
+    for key, pooled in {p.wanted.key: p.pooled for p in placed if p.wanted.key.endswith(RESTORED)}.items():
         # One that left the pool is computed again, as another chunk.
-        if done.get(key) is not resident:
-            runs, tokens = resident.runs, resident.tokens
+        if done.get(key) is not pooled:
+            runs, tokens = pooled.runs, pooled.tokens
             loader.storage.write(runs, tokens, loader.storage.read(runs, tokens))
-            done[key] = resident
+            done[key] = pooled
 
 
 def _after(
@@ -203,10 +203,10 @@ def deviation(
             continue
         start = part.wanted.position
         there = _take(kv, full[start : start + len(part.wanted.chunk)])
-        here = _take(kv, slots_of(part.resident.runs)[: len(part.wanted.chunk)])
+        here = _take(kv, slots_of(part.pooled.runs)[: len(part.wanted.chunk)])
         for layer, rotation in zip(here, rotations, strict=True):
             # Rotates keys from their base to their position in the prompt.
-            layer[0] = rotation.turn(layer[0], part.wanted.position - part.resident.base)
+            layer[0] = rotation.turn(layer[0], part.wanted.position - part.pooled.base)
         away += (here - there).square().sum((1, 2, 3, 4)).cpu()
         size += there.square().sum((1, 2, 3, 4)).cpu()
     relative = (away / size).sqrt().tolist()

@@ -215,7 +215,7 @@ class Runner:
             plan = await self._planner.fuse(layout, one, RECIPES["full_reuse"], 0.0)
             await self._examiner.answer(asked, plan, answer, timed=False)
             answer.values |= {"recomputed": one.context_tokens, "stored": 0}
-            slots = [slots_of(part.resident.runs)[: len(part.wanted.chunk)] for part in layout.parts]
+            slots = [slots_of(part.pooled.runs)[: len(part.wanted.chunk)] for part in layout.parts]
             return answer, await self._away(asked, cells, contexts, torch.cat(slots))
 
     async def _away(

@@ -68,7 +68,7 @@ class AnchoredChunk(Chunk):
 
     async def encode(
         self,
-        resident: PooledChunk,
+        pooled: PooledChunk,
         before: Sequence[LoadedChunk],
         scratch: Sequence[SlotRange],
         engine: Engine,
@@ -76,7 +76,7 @@ class AnchoredChunk(Chunk):
     ) -> None:
         """Computes the chunk's KV after the system prompt. If cancelled, returns only once writing has stopped.
 
-        resident: slots for the anchor tokens. before: the system prompt. scratch: `self.scratch` temporary slots for
+        pooled: slots for the anchor tokens. before: the system prompt. scratch: `self.scratch` temporary slots for
         a segment's text.
         """
         seen = tuple(segment for part in before for segment in part.segments())
@@ -85,9 +85,9 @@ class AnchoredChunk(Chunk):
             await engine.run(encoding(text, start, scratch, seen, model.device))
             # Earlier anchors and the text share RoPE positions. As keys they are laid side by side before the rows,
             # so that all are visible; their shifts restore the RoPE positions.
-            earlier = stretches(resident.runs, done, start, shift=0)
+            earlier = stretches(pooled.runs, done, start, shift=0)
             read = stretches(scratch, len(text), start + done, shift=done)
-            at, runs, visible = start + done + len(text), behind(resident.runs, done), (*seen, *earlier, *read)
+            at, runs, visible = start + done + len(text), behind(pooled.runs, done), (*seen, *earlier, *read)
             await engine.run(encoding(anchors, at, runs, visible, model.device))
             done += len(anchors)
 

@@ -144,7 +144,7 @@ class Loader:
             await leased.aclose()
             with tracer.start_as_current_span("fusionkv.encode") as span, stages.clock("encode"):
                 span.set_attribute("fusionkv.tokens", stages.encoded_tokens)
-                await _ready(part.resident for part in layout.parts)
+                await _ready(part.pooled for part in layout.parts)
             return layout
 
         async with AsyncExitStack() as stack:
@@ -162,7 +162,7 @@ class Loader:
         most = min(self._fetch_timeout, deadline.remaining())
         try:
             async with asyncio.timeout(most):
-                await _ready(part.resident for part in layout.parts if part.wanted.entry is not None)
+                await _ready(part.pooled for part in layout.parts if part.wanted.entry is not None)
         except TimeoutError as error:
             raise CacheFault(f"fetches took longer than {most:.3g} s together") from error
 
@@ -170,7 +170,7 @@ class Loader:
     async def parts(self, wanted: Sequence[ChunkSource]) -> AsyncIterator[PromptLayout]:
         """These parts in the pool, ready, for the caller to store; released on exit. Raises as `prompt` does."""
         async with self._admit(wanted, 0, Stages(), b"") as layout:
-            await _ready(part.resident for part in layout.parts)
+            await _ready(part.pooled for part in layout.parts)
             yield layout
 
     async def put(self, part: LoadedChunk, namespace: bytes) -> None:
@@ -191,37 +191,37 @@ class Loader:
     async def _admit(
         self, wanted: Sequence[ChunkSource], fresh: int, stages: Stages, namespace: bytes
     ) -> AsyncIterator[PromptLayout]:
-        """Allocates room for all parts at once, pins resident parts, and starts loading the others.
+        """Allocates room for all parts at once, pins those that the pool has, and starts loading the others.
 
         Encoded parts are stored in the background under `namespace`, unless that is empty.
         """
         pool = self._pool
-        residents: dict[bytes, PooledChunk] = {}
+        pinned: dict[bytes, PooledChunk] = {}
         placed: list[LoadedChunk] = []
 
         def let_go() -> None:
             for part in placed:
-                if not part.wanted.is_system and part.wanted.key in residents:
-                    pool.unpin(residents.pop(part.wanted.key))
+                if not part.wanted.is_system and part.wanted.key in pinned:
+                    pool.unpin(pinned.pop(part.wanted.key))
 
         try:
             async with pool.turn:
                 for key in dict.fromkeys(w.key for w in wanted):
                     if (found := pool.find(key)) is not None:
-                        residents[key] = found
-                missing = {w.key: w for w in wanted if w.key not in residents}
+                        pinned[key] = found
+                missing = {w.key: w for w in wanted if w.key not in pinned}
                 new = [tokens for w in missing.values() for tokens in (len(w.chunk), w.scratch)]
-                await pool.room([*new, fresh], [r.tokens for r in residents.values()])
+                await pool.room([*new, fresh], [r.tokens for r in pinned.values()])
                 for w in wanted:
                     if not w.is_primer:
-                        stages.count(w, w.key in residents)
-                    if w.key in residents:
-                        if (load := self._loads.get(residents[w.key])) is not None:
+                        stages.count(w, w.key in pinned)
+                    if w.key in pinned:
+                        if (load := self._loads.get(pinned[w.key])) is not None:
                             _link(load.span)
-                        placed.append(LoadedChunk(w, residents[w.key]))
+                        placed.append(LoadedChunk(w, pinned[w.key]))
                     else:
-                        residents[w.key] = pool.add(w.key, len(w.chunk), w.base)
-                        part = LoadedChunk(w, residents[w.key])
+                        pinned[w.key] = pool.add(w.key, len(w.chunk), w.base)
+                        part = LoadedChunk(w, pinned[w.key])
                         before = [p for p in placed if w.follows(p.wanted)]
                         placed.append(part)
                         self._start(part, before, stages, namespace)
@@ -231,36 +231,36 @@ class Loader:
             finally:
                 pool.release(runs)
         finally:
-            for resident in residents.values():
-                self._unpin(resident)
+            for pooled in pinned.values():
+                self._unpin(pooled)
 
     def _start(self, part: LoadedChunk, before: Sequence[LoadedChunk], stages: Stages, namespace: bytes) -> None:
         """Loads a part in a separate task: other requests may wait for the part after this one has ended."""
         for p in (part, *before):
-            self._pool.pin(p.resident)
+            self._pool.pin(p.pooled)
         scratch = self._pool.reserve(part.wanted.scratch)
         with trace.use_span(_span(part.wanted)) as span:
             task = asyncio.create_task(self._load(part, before, stages, namespace, scratch))
-        self._loads[part.resident] = _Load(task, span)
+        self._loads[part.pooled] = _Load(task, span)
         task.add_done_callback(lambda _: self._ended(part, before, scratch))
 
     def _ended(self, part: LoadedChunk, before: Sequence[LoadedChunk], scratch: Sequence[SlotRange]) -> None:
         """Releases the slots and pins of a load; a callback, as a task cancelled before its first step never runs."""
-        self._loads.pop(part.resident).span.end()
+        self._loads.pop(part.pooled).span.end()
         self._pool.release(scratch)
-        if not part.resident.ready.done():
-            part.resident.ready.set_exception(CacheFault("the load was cancelled: no request waits for it"))
-        self._pool.unpin(part.resident)
+        if not part.pooled.ready.done():
+            part.pooled.ready.set_exception(CacheFault("the load was cancelled: no request waits for it"))
+        self._pool.unpin(part.pooled)
         for p in before:
-            self._unpin(p.resident)
+            self._unpin(p.pooled)
 
-    def _unpin(self, resident: PooledChunk) -> None:
+    def _unpin(self, pooled: PooledChunk) -> None:
         """Unpins a chunk, and cancels its load if no other request waits for it."""
-        self._pool.unpin(resident)
-        load = self._loads.get(resident)
-        if resident.pins == 1 and load is not None and not resident.ready.done():
+        self._pool.unpin(pooled)
+        load = self._loads.get(pooled)
+        if pooled.pins == 1 and load is not None and not pooled.ready.done():
             # Its slots stay allocated until the load has ended.
-            self._pool.hide(resident)
+            self._pool.hide(pooled)
             load.task.cancel()
 
     async def _load(
@@ -271,14 +271,14 @@ class Loader:
         namespace: bytes,
         scratch: Sequence[SlotRange],
     ) -> None:
-        ready = part.resident.ready
+        ready = part.pooled.ready
         try:
             with trace.use_span(trace.get_current_span()):  # the load's, in which it records errors
                 if part.wanted.entry is not None:
                     async with self.turns:
                         await self.fetch(part, stages)
                 else:
-                    await _ready(p.resident for p in before)
+                    await _ready(p.pooled for p in before)
                     await self._encode(part, before, scratch)
                     await self._check(part)
                     if self.putter is not None and namespace and not part.wanted.is_primer:
@@ -302,7 +302,7 @@ class Loader:
 
     async def _check(self, part: LoadedChunk) -> None:
         """Raises NotFiniteKV if a part's KV, just computed, is not finite."""
-        if not await to_the_end(asyncio.to_thread(self.storage.finite, part.resident)):
+        if not await to_the_end(asyncio.to_thread(self.storage.finite, part.pooled)):
             raise NotFiniteKV("the KV of a chunk is not finite (NaN or infinity)")
 
     async def discard(self, parts: Iterable[LoadedChunk]) -> None:
@@ -311,9 +311,9 @@ class Loader:
         Whoever stored such an entry, it would spoil every prompt that reuses it.
         """
         for part in parts:
-            if await to_the_end(asyncio.to_thread(self.storage.finite, part.resident)):
+            if await to_the_end(asyncio.to_thread(self.storage.finite, part.pooled)):
                 continue
-            self._pool.hide(part.resident)
+            self._pool.hide(part.pooled)
             if self._cache is not None and part.wanted.entry is not None:
                 with suppress(ServiceError):
                     await self._cache.delete([part.wanted.entry.key], timeout=DELETE_SECONDS)
@@ -327,7 +327,7 @@ class Loader:
         trace.get_current_span().set_attribute("fusionkv.direct", buffer is not None)
         # Signatures are verified on a copy: the service may write to shared memory at any time.
         near = buffer is None and self._signer is None
-        if not near or not await self.storage.copy_in(self._cache, entry, part.resident):
+        if not near or not await self.storage.copy_in(self._cache, entry, part.pooled):
             if buffer is None:
                 empty = partial(torch.empty, entry.size, dtype=torch.uint8, pin_memory=self._pool.kv.is_cuda)
                 buffer = await asyncio.to_thread(empty)  # pinning memory takes milliseconds
@@ -335,17 +335,17 @@ class Loader:
                 if self._signer is not None:
                     await self._signer.verify(self._cache, entry, buffer.numpy().data)
             # Runs to its end as well.
-            await to_the_end(asyncio.to_thread(self.storage.put_in, part.resident, buffer))
+            await to_the_end(asyncio.to_thread(self.storage.put_in, part.pooled, buffer))
         stages.bytes_fetched += entry.size
 
     async def _encode(self, part: LoadedChunk, before: Sequence[LoadedChunk], scratch: Sequence[SlotRange]) -> None:
         """Computes a part's KV after the parts before it, directly into its pages."""
         if isinstance(part.wanted.chunk, AnchoredChunk):
-            await part.wanted.chunk.encode(part.resident, before, scratch, self._engine, self._model)
+            await part.wanted.chunk.encode(part.pooled, before, scratch, self._engine, self._model)
             return
         seen = tuple(segment for p in before for segment in p.segments())
-        ids, resident = part.wanted.chunk.ids, part.resident
-        await self._engine.run(encoding(ids, resident.base, resident.runs, seen, self._model.device))
+        ids, pooled = part.wanted.chunk.ids, part.pooled
+        await self._engine.run(encoding(ids, pooled.base, pooled.runs, seen, self._model.device))
 
 
 def _span(wanted: ChunkSource) -> Span:
@@ -369,6 +369,6 @@ def _link(load: Span) -> None:
     waiting.add_link(load.get_span_context(), {"fusionkv.link": "load"})
 
 
-async def _ready(residents: Iterable[PooledChunk]) -> None:
-    for resident in residents:
-        await asyncio.shield(resident.ready)
+async def _ready(pinned: Iterable[PooledChunk]) -> None:
+    for pooled in pinned:
+        await asyncio.shield(pooled.ready)

@@ -50,7 +50,7 @@ class WriteBack:
         if self._waiting.qsize() >= self._max_waiting:
             _dropped.add(1, {"fusionkv.reason": "queue full"})
             return
-        self._pool.pin(part.resident)
+        self._pool.pin(part.pooled)
         self._waiting.put_nowait((namespace, part, trace.get_current_span().get_span_context()))
 
     async def put(self, namespace: bytes, part: LoadedChunk) -> None:
@@ -60,7 +60,7 @@ class WriteBack:
             ServiceError: the cache service can't be reached, or refused the part.
         """
         await self.send(
-            namespace, part.wanted, await asyncio.to_thread(self._storage.take_out, part.resident), offered=False
+            namespace, part.wanted, await asyncio.to_thread(self._storage.take_out, part.pooled), offered=False
         )
 
     async def send(self, namespace: bytes, wanted: ChunkSource, data: memoryview, offered: bool) -> bool:
@@ -95,9 +95,9 @@ class WriteBack:
             namespace, part, origin = await self._waiting.get()
             try:
                 try:
-                    data = await asyncio.to_thread(self._storage.take_out, part.resident)
+                    data = await asyncio.to_thread(self._storage.take_out, part.pooled)
                 finally:
-                    self._pool.unpin(part.resident)
+                    self._pool.unpin(part.pooled)
                 # A separate trace, linked to the request's, which does not wait for this. It follows that trace's
                 # sampling decision: a child of a dropped span is dropped.
                 dropped = origin.is_valid and not origin.trace_flags.sampled
@@ -120,6 +120,6 @@ class WriteBack:
         """Drops all queued parts: with the service unreachable, each would hold its pages for another timeout."""
         while not self._waiting.empty():
             _, part, _ = self._waiting.get_nowait()
-            self._pool.unpin(part.resident)
+            self._pool.unpin(part.pooled)
             self._waiting.task_done()
             _dropped.add(1, {"fusionkv.reason": "cache out of reach"})

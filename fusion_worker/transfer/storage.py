@@ -71,21 +71,21 @@ class Storage:
         with self.beside():
             return torch.empty(size, dtype=torch.uint8, device=self.device)
 
-    def take_out(self, resident: PooledChunk) -> memoryview:
+    def take_out(self, pooled: PooledChunk) -> memoryview:
         """Copies a chunk's KV out of the pool, as the bytes of an entry."""
-        runs, tokens = resident.runs, resident.tokens
+        runs, tokens = pooled.runs, pooled.tokens
         parts = self._tp.copy(partial(self.read, runs, tokens))
         return self._join(parts, tokens).numpy().data
 
-    def finite(self, resident: PooledChunk) -> bool:
+    def finite(self, pooled: PooledChunk) -> bool:
         """Whether a chunk's KV in the pool holds neither NaN nor infinity."""
-        return all(map(bool, self._tp.copy(partial(self.read_finite, resident.runs, resident.tokens))))
+        return all(map(bool, self._tp.copy(partial(self.read_finite, pooled.runs, pooled.tokens))))
 
-    def put_in(self, resident: PooledChunk, data: torch.Tensor) -> None:
+    def put_in(self, pooled: PooledChunk, data: torch.Tensor) -> None:
         """Writes an entry to a chunk's slots. data: uint8 [size], in host memory or on the device."""
-        self._tp.copy(partial(self.write, resident.runs, resident.tokens), self._split(data, resident.tokens))
+        self._tp.copy(partial(self.write, pooled.runs, pooled.tokens), self._split(data, pooled.tokens))
 
-    async def copy_in(self, cache: CacheClient, entry: Entry, resident: PooledChunk) -> bool:
+    async def copy_in(self, cache: CacheClient, entry: Entry, pooled: PooledChunk) -> bool:
         """Copies a leased entry from the shared memory of a cache service on this machine to a chunk's slots.
 
         False if the entry is not in shared memory, or its lease ended meanwhile. Not used for a GPU: the service's
@@ -96,12 +96,12 @@ class Storage:
             return False
 
         def copy() -> bool:
-            self.put_in(resident, _tensor(data))
+            self.put_in(pooled, _tensor(data))
             if cache.held(entry):
                 return True
             # The bytes read may be of another entry. A NaN among them would spoil attention even at weight 0
             # (KVPool.of).
-            self.put_in(resident, torch.zeros(entry.size, dtype=torch.uint8))
+            self.put_in(pooled, torch.zeros(entry.size, dtype=torch.uint8))
             return False
 
         # Runs to the end even if the caller is cancelled, so that the slots are not reused while they are written.

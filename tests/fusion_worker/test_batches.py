@@ -97,7 +97,7 @@ async def test_a_fragmented_pool(kind: str, start: Any) -> None:
     for ratio, expected in ((0.0, plain.full_reuse(parts)), (1.0, plain.full_attention(parts)), (0.3, None)):
         answer = await rig.ask(*parts, recipe="epic", ratio=ratio, max_tokens=3, expected=expected)
         assert not answer.logits[-1].isnan().any()
-    assert max(len(r.runs) for r in pool._residents.values()) > 3
+    assert max(len(r.runs) for r in pool._chunks.values()) > 3
     for runs in held[1::2]:
         pool.release(runs)
 

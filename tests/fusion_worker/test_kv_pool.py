@@ -38,9 +38,9 @@ class Pool(RuleBasedStateMachine):
         self.written = 0
 
     def teardown(self) -> None:
-        for resident in self.pinned:
-            if not resident.ready.done():
-                resident.ready.set_result(None)
+        for pooled in self.pinned:
+            if not pooled.ready.done():
+                pooled.ready.set_result(None)
         while self.pinned:
             self.pool.unpin(self.pinned.pop())
         while self.fresh:
@@ -65,10 +65,10 @@ class Pool(RuleBasedStateMachine):
             assert found.key == name
             self.pinned.append(found)
         elif self.room(tokens):
-            resident = self.loop.run_until_complete(self._add(name, tokens))
-            assert len(slots(resident.runs)) == self.pool.slots_for(tokens)
-            self.write(resident.runs)
-            self.pinned.append(resident)
+            pooled = self.loop.run_until_complete(self._add(name, tokens))
+            assert len(slots(pooled.runs)) == self.pool.slots_for(tokens)
+            self.write(pooled.runs)
+            self.pinned.append(pooled)
         else:
             with pytest.raises(ResourceExhausted):
                 self.loop.run_until_complete(self._add(name, tokens))
@@ -80,20 +80,20 @@ class Pool(RuleBasedStateMachine):
     @precondition(lambda self: any(not r.ready.done() for r in self.pinned))
     @rule(fail=st.booleans(), data=st.data())
     def settle(self, fail: bool, data: Any) -> None:
-        resident = data.draw(st.sampled_from([r for r in self.pinned if not r.ready.done()]))
+        pooled = data.draw(st.sampled_from([r for r in self.pinned if not r.ready.done()]))
         if fail:
-            resident.ready.set_exception(RuntimeError("load failed"))
+            pooled.ready.set_exception(RuntimeError("load failed"))
         else:
-            resident.ready.set_result(None)
+            pooled.ready.set_result(None)
 
     @precondition(lambda self: self.pinned)
     @rule(data=st.data())
     def unpin(self, data: Any) -> None:
-        resident = data.draw(st.sampled_from(self.pinned))
-        if not resident.ready.done() and resident.pins == 1:
-            resident.ready.set_result(None)  # a loader holds its pin until it has settled
-        self.pinned.remove(resident)
-        self.pool.unpin(resident)
+        pooled = data.draw(st.sampled_from(self.pinned))
+        if not pooled.ready.done() and pooled.pins == 1:
+            pooled.ready.set_result(None)  # a loader holds its pin until it has settled
+        self.pinned.remove(pooled)
+        self.pool.unpin(pooled)
 
     @rule(tokens=st.integers(0, 20))
     def reserve(self, tokens: int) -> None:
@@ -120,7 +120,7 @@ class Pool(RuleBasedStateMachine):
     @invariant()
     def every_slot_has_one_owner(self) -> None:
         # A chunk whose loading failed leaves the books at once, its slots with the last one who pins it.
-        lost = {id(r): r for r in self.pinned if self.pool._residents.get(r.key) is not r}
+        lost = {id(r): r for r in self.pinned if self.pool._chunks.get(r.key) is not r}
         if not lost:
             self.pool.check_integrity()
         owners = [slots(r.runs) for r in {id(r): r for r in self.pinned}.values()]
@@ -145,9 +145,9 @@ TestPool = Pool.TestCase
 async def test_the_least_recently_used_goes_first() -> None:
     pool = make()
     for name in (b"a", b"b", b"c"):
-        resident = pool.add(name, 16, 0)
-        resident.ready.set_result(None)
-        pool.unpin(resident)
+        pooled = pool.add(name, 16, 0)
+        pooled.ready.set_result(None)
+        pool.unpin(pooled)
     pool.unpin(pool.find(b"a"))  # type: ignore[arg-type]
     pool.release(pool.reserve(4))
     assert [pool.find(name) is not None for name in (b"a", b"b", b"c")] == [True, False, True]
