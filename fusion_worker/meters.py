@@ -61,19 +61,19 @@ class Stages:
     bytes_fetched: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def count(self, wanted: ChunkSource, present: bool) -> None:
+    def count(self, source: ChunkSource, present: bool) -> None:
         """Counts a part. present: whether it is in the pool already."""
-        if wanted.is_system:
+        if source.is_system:
             return
-        tokens = wanted.chunk.covered
-        if wanted.entry is None and not present:
+        tokens = source.chunk.covered
+        if source.entry is None and not present:
             self.encoded_tokens += tokens
             self.missed += 1
-            self.origins.setdefault(wanted.key, ("miss", "none"))
+            self.origins.setdefault(source.key, ("miss", "none"))
             return
-        kind = "exact" if wanted.lossless else "alternative"
-        tier = "device" if present or wanted.entry is None else wanted.entry.tier
-        self.origins.setdefault(wanted.key, (kind, tier))
+        kind = "exact" if source.lossless else "alternative"
+        tier = "device" if present or source.entry is None else source.entry.tier
+        self.origins.setdefault(source.key, (kind, tier))
         self.hits[kind, tier] += 1
         self.hit_tokens[kind, tier] += tokens
 

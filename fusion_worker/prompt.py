@@ -152,13 +152,13 @@ class ChunkSource:
 class LoadedChunk:
     """A part of a prompt in the pool."""
 
-    wanted: ChunkSource
+    source: ChunkSource
     pooled: PooledChunk
 
     def segments(self, hidden: torch.Tensor | None = None) -> tuple[KVSegment, ...]:
         """Its keys at their positions in the prompt. hidden: bool [tokens], tokens that are recomputed elsewhere."""
-        position, shift = self.wanted.position, self.wanted.position - self.pooled.base
-        return stretches(self.pooled.runs, len(self.wanted.chunk), position, shift, hidden)
+        position, shift = self.source.position, self.source.position - self.pooled.base
+        return stretches(self.pooled.runs, len(self.source.chunk), position, shift, hidden)
 
 
 def masked(
@@ -170,7 +170,7 @@ def masked(
     """
     there = computed.to(device)
     for part in parts:
-        place = slice(part.wanted.position, part.wanted.position + len(part.wanted.chunk))
+        place = slice(part.source.position, part.source.position + len(part.source.chunk))
         yield part, there[place] if computed[place].any() else None
 
 
@@ -226,5 +226,5 @@ class Links:
         """The part at its position with links."""
         if not self.each:
             return part
-        position = int(self.moved(torch.tensor(part.wanted.position)))
-        return replace(part, wanted=replace(part.wanted, position=position))
+        position = int(self.moved(torch.tensor(part.source.position)))
+        return replace(part, source=replace(part.source, position=position))

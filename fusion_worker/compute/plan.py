@@ -44,7 +44,7 @@ class PrefillPlan:
 
     @property
     def context_tokens(self) -> int:
-        return sum(len(part.wanted.chunk) for part in self.layout.parts if not part.wanted.is_system)
+        return sum(len(part.source.chunk) for part in self.layout.parts if not part.source.is_system)
 
     def visible(self) -> tuple[KVSegment, ...]:
         """The keys that a row after all rows so far sees."""

@@ -155,6 +155,6 @@ def _stale(layout: PromptLayout, prompt: Prompt) -> torch.Tensor:
     """bool [question_start]: tokens whose reused KV differs from that of full attention."""
     stale = torch.zeros(prompt.question_start, dtype=torch.bool)
     for part in layout.parts:
-        if not (part.wanted.is_system or part.wanted.lossless):
-            stale[part.wanted.position : part.wanted.position + len(part.wanted.chunk)] = True
+        if not (part.source.is_system or part.source.lossless):
+            stale[part.source.position : part.source.position + len(part.source.chunk)] = True
     return stale

@@ -70,10 +70,11 @@ async def hold(
     wholes: dict[Prompt, tuple[LoadedChunk, ...]] = {}
     async with AsyncExitStack() as stack:
 
-        async def bring(wanted: Sequence[ChunkSource]) -> tuple[LoadedChunk, ...]:
-            placed = (await stack.enter_async_context(loader.parts([w for w in wanted if len(w.chunk)]))).parts
-            _restore(loader, placed, restored)
-            return placed
+        async def bring(sources: Sequence[ChunkSource]) -> tuple[LoadedChunk, ...]:
+            filled = [source for source in sources if len(source.chunk)]
+            layout = await stack.enter_async_context(loader.parts(filled))
+            _restore(loader, layout.parts, restored)
+            return layout.parts
 
         for prompt in prompts:
             one = whole(prompt)
@@ -97,9 +98,9 @@ async def hold(
                 variants = {}
                 for chunk in prompt.chunks[1:]:
                     near = neighbours.before(prompt.system, chunk, similarity.nearest(chunk, encode.neighbours))
-                    wanted, variants[chunk.digest] = _after(loader, prompt, near, chunk)
-                    async with neighbours.turn, loader.parts(wanted):
-                        await bring(wanted[-1:])
+                    sources, variants[chunk.digest] = _after(loader, prompt, near, chunk)
+                    async with neighbours.turn, loader.parts(sources):
+                        await bring(sources[-1:])
                 parts[prompt, encode] = await bring(_wanted(loader, prompt, variants))
         yield Contexts(loader, parts, wholes)
 
@@ -160,7 +161,7 @@ def _primed(loader: Loader, prompt: Prompt, primer: Primer) -> list[ChunkSource]
 
 def _restore(loader: Loader, placed: Sequence[LoadedChunk], done: dict[bytes, PooledChunk]) -> None:
     """Quantises new chunks as if they had been stored and fetched, and adds them to `done`."""
-    for key, pooled in {p.wanted.key: p.pooled for p in placed if p.wanted.key.endswith(RESTORED)}.items():
+    for key, pooled in {p.source.key: p.pooled for p in placed if p.source.key.endswith(RESTORED)}.items():
         # One that left the pool is computed again, as another chunk.
         if done.get(key) is not pooled:
             runs, tokens = pooled.runs, pooled.tokens
@@ -178,7 +179,7 @@ def _after(
     namespace = loader.namespace(prompt.tenant)
     whole = Prompt(prompt.system, (*near, chunk), (), prompt.tenant)
     alone = [loader.locator.alone(whole, i, start, namespace) for i, start in enumerate(whole.starts)]
-    *before, own = (w for w in alone if len(w.chunk))
+    *before, own = (source for source in alone if len(source.chunk))
     variant = keys.neighbours_variant(n.digest for n in near)
     path = (prompt.system.digest, chunk.digest)
     key = keys.entry_key(namespace, path, variant)
@@ -199,14 +200,14 @@ def deviation(
     away = torch.zeros(len(kv), dtype=torch.float64)
     size = torch.zeros(len(kv), dtype=torch.float64)
     for part in reused.parts:
-        if part.wanted.is_system:
+        if part.source.is_system:
             continue
-        start = part.wanted.position
-        there = _take(kv, full[start : start + len(part.wanted.chunk)])
-        here = _take(kv, slots_of(part.pooled.runs)[: len(part.wanted.chunk)])
+        start = part.source.position
+        there = _take(kv, full[start : start + len(part.source.chunk)])
+        here = _take(kv, slots_of(part.pooled.runs)[: len(part.source.chunk)])
         for layer, rotation in zip(here, rotations, strict=True):
             # Rotates keys from their base to their position in the prompt.
-            layer[0] = rotation.turn(layer[0], part.wanted.position - part.pooled.base)
+            layer[0] = rotation.turn(layer[0], part.source.position - part.pooled.base)
         away += (here - there).square().sum((1, 2, 3, 4)).cpu()
         size += there.square().sum((1, 2, 3, 4)).cpu()
     relative = (away / size).sqrt().tolist()

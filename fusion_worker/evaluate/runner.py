@@ -215,7 +215,7 @@ class Runner:
             plan = await self._planner.fuse(layout, one, RECIPES["full_reuse"], 0.0)
             await self._examiner.answer(asked, plan, answer, timed=False)
             answer.values |= {"recomputed": one.context_tokens, "stored": 0}
-            slots = [slots_of(part.pooled.runs)[: len(part.wanted.chunk)] for part in layout.parts]
+            slots = [slots_of(part.pooled.runs)[: len(part.source.chunk)] for part in layout.parts]
             return answer, await self._away(asked, cells, contexts, torch.cat(slots))
 
     async def _away(
@@ -232,7 +232,7 @@ class Runner:
 
     def _deviation(self, reused: PromptLayout, full: torch.Tensor) -> dict[str, float]:
         """As `deviation`, cached for all questions about a context and all recipes with the same encoding."""
-        parts = tuple((part.wanted.key, part.wanted.position) for part in reused.parts)
+        parts = tuple((part.source.key, part.source.position) for part in reused.parts)
         if parts not in self._deviations:
             if len(self._deviations) >= _MAX_DEVIATIONS:
                 self._deviations.clear()

@@ -80,7 +80,7 @@ class AnchoredChunk(Chunk):
         a segment's text.
         """
         seen = tuple(segment for part in before for segment in part.segments())
-        start, done = sum(len(part.wanted.chunk) for part in before), 0
+        start, done = sum(len(part.source.chunk) for part in before), 0
         for text, anchors in self.cuts:
             await engine.run(encoding(text, start, scratch, seen, model.device))
             # Earlier anchors and the text share RoPE positions. As keys they are laid side by side before the rows,

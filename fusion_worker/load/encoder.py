@@ -39,8 +39,8 @@ class Encoder:
                 if known:
                     path = [part.digest for part in prompt.parts]
                     return Encoded(keys.entry_key(namespace, path), b"", existed=True)
-            async with self._loader.locator.prompt(prompt, namespace, InPlace()) as wanted:
-                return await self._store(wanted, namespace)
+            async with self._loader.locator.prompt(prompt, namespace, InPlace()) as sources:
+                return await self._store(sources, namespace)
         except CacheFault as fault:
             raise _error(fault) from fault
 
@@ -56,8 +56,8 @@ class Encoder:
         both = replace(prompt, chunks=(chunk, chunk))
         try:
             primer = await self._loader.primers.of(replace(prompt, chunks=tuple(sample)))
-            async with self._loader.locator.prompt(both, namespace, Primed(), primer=primer) as wanted:
-                return await self._store(wanted, namespace)
+            async with self._loader.locator.prompt(both, namespace, Primed(), primer=primer) as sources:
+                return await self._store(sources, namespace)
         except CacheFault as fault:
             raise _error(fault) from fault
 
@@ -79,18 +79,18 @@ class Encoder:
                     return Encoded(key, variant, existed=True)
             position = before.tokens
             new = ChunkSource(chunk, position, position, path, key, variant, alone=False)
-            async with self._loader.locator.isolated(before, namespace) as wanted:
-                return await self._store([*wanted, new], namespace)
+            async with self._loader.locator.isolated(before, namespace) as sources:
+                return await self._store([*sources, new], namespace)
         except CacheFault as fault:
             raise _error(fault) from fault
 
-    async def _store(self, wanted: list[ChunkSource], namespace: bytes) -> Encoded:
+    async def _store(self, sources: list[ChunkSource], namespace: bytes) -> Encoded:
         """Computes missing parts and waits until the cache service has stored all of them."""
-        async with self._loader.parts(wanted) as layout:
+        async with self._loader.parts(sources) as layout:
             for part in layout.parts:
-                if part.wanted.entry is None:
+                if part.source.entry is None:
                     await self._loader.put(part, namespace)
-        last = wanted[-1]
+        last = sources[-1]
         key = last.key if last.entry is None else last.entry.key
         return Encoded(key, last.variant, existed=last.entry is not None)
 

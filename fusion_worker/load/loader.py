@@ -131,12 +131,12 @@ class Loader:
             with tracer.start_as_current_span("fusionkv.lookup") as span, stages.clock("lookup"):
                 primer = await self.primers.of(prompt) if isinstance(encode, Primed) else None
                 asking = self.locator.prompt(prompt, namespace, encode, deadline, stages, primer)
-                wanted = await leased.enter_async_context(asking)
+                sources = await leased.enter_async_context(asking)
                 span.set_attributes({"fusionkv.chunks": len(prompt.chunks), "fusionkv.rejected": stages.rejected})
-            stale = sum(len(w.chunk) for w in wanted if not w.lossless)
+            stale = sum(len(source.chunk) for source in sources if not source.lossless)
             with tracer.start_as_current_span("fusionkv.load") as span, stages.clock("load"):
                 began = time.monotonic()
-                layout = await stack.enter_async_context(self._admit(wanted, fresh(stale), stages, namespace))
+                layout = await stack.enter_async_context(self._admit(sources, fresh(stale), stages, namespace))
                 # Waiting for room in the pool is not the cache service's time.
                 deadline = deadline.extended(time.monotonic() - began)
                 await self._fetched(layout, deadline)
@@ -162,14 +162,14 @@ class Loader:
         most = min(self._fetch_timeout, deadline.remaining())
         try:
             async with asyncio.timeout(most):
-                await _ready(part.pooled for part in layout.parts if part.wanted.entry is not None)
+                await _ready(part.pooled for part in layout.parts if part.source.entry is not None)
         except TimeoutError as error:
             raise CacheFault(f"fetches took longer than {most:.3g} s together") from error
 
     @asynccontextmanager
-    async def parts(self, wanted: Sequence[ChunkSource]) -> AsyncIterator[PromptLayout]:
+    async def parts(self, sources: Sequence[ChunkSource]) -> AsyncIterator[PromptLayout]:
         """These parts in the pool, ready, for the caller to store; released on exit. Raises as `prompt` does."""
-        async with self._admit(wanted, 0, Stages(), b"") as layout:
+        async with self._admit(sources, 0, Stages(), b"") as layout:
             await _ready(part.pooled for part in layout.parts)
             yield layout
 
@@ -189,7 +189,7 @@ class Loader:
 
     @asynccontextmanager
     async def _admit(
-        self, wanted: Sequence[ChunkSource], fresh: int, stages: Stages, namespace: bytes
+        self, sources: Sequence[ChunkSource], fresh: int, stages: Stages, namespace: bytes
     ) -> AsyncIterator[PromptLayout]:
         """Allocates room for all parts at once, pins those that the pool has, and starts loading the others.
 
@@ -201,33 +201,33 @@ class Loader:
 
         def let_go() -> None:
             for part in placed:
-                if not part.wanted.is_system and part.wanted.key in pinned:
-                    pool.unpin(pinned.pop(part.wanted.key))
+                if not part.source.is_system and part.source.key in pinned:
+                    pool.unpin(pinned.pop(part.source.key))
 
         try:
             async with pool.turn:
-                for key in dict.fromkeys(w.key for w in wanted):
+                for key in dict.fromkeys(source.key for source in sources):
                     if (found := pool.find(key)) is not None:
                         pinned[key] = found
-                missing = {w.key: w for w in wanted if w.key not in pinned}
-                new = [tokens for w in missing.values() for tokens in (len(w.chunk), w.scratch)]
+                missing = {source.key: source for source in sources if source.key not in pinned}
+                new = [tokens for source in missing.values() for tokens in (len(source.chunk), source.scratch)]
                 await pool.room([*new, fresh], [r.tokens for r in pinned.values()])
-                for w in wanted:
-                    if not w.is_primer:
-                        stages.count(w, w.key in pinned)
-                    if w.key in pinned:
-                        if (load := self._loads.get(pinned[w.key])) is not None:
+                for source in sources:
+                    if not source.is_primer:
+                        stages.count(source, source.key in pinned)
+                    if source.key in pinned:
+                        if (load := self._loads.get(pinned[source.key])) is not None:
                             _link(load.span)
-                        placed.append(LoadedChunk(w, pinned[w.key]))
+                        placed.append(LoadedChunk(source, pinned[source.key]))
                     else:
-                        pinned[w.key] = pool.add(w.key, len(w.chunk), w.base)
-                        part = LoadedChunk(w, pinned[w.key])
-                        before = [p for p in placed if w.follows(p.wanted)]
+                        pinned[source.key] = pool.add(source.key, len(source.chunk), source.base)
+                        part = LoadedChunk(source, pinned[source.key])
+                        before = [p for p in placed if source.follows(p.source)]
                         placed.append(part)
                         self._start(part, before, stages, namespace)
                 runs = pool.reserve(fresh)
             try:
-                yield PromptLayout(tuple(p for p in placed if not p.wanted.is_primer), runs, let_go)
+                yield PromptLayout(tuple(p for p in placed if not p.source.is_primer), runs, let_go)
             finally:
                 pool.release(runs)
         finally:
@@ -238,8 +238,8 @@ class Loader:
         """Loads a part in a separate task: other requests may wait for the part after this one has ended."""
         for p in (part, *before):
             self._pool.pin(p.pooled)
-        scratch = self._pool.reserve(part.wanted.scratch)
-        with trace.use_span(_span(part.wanted)) as span:
+        scratch = self._pool.reserve(part.source.scratch)
+        with trace.use_span(_span(part.source)) as span:
             task = asyncio.create_task(self._load(part, before, stages, namespace, scratch))
         self._loads[part.pooled] = _Load(task, span)
         task.add_done_callback(lambda _: self._ended(part, before, scratch))
@@ -274,28 +274,28 @@ class Loader:
         ready = part.pooled.ready
         try:
             with trace.use_span(trace.get_current_span()):  # the load's, in which it records errors
-                if part.wanted.entry is not None:
+                if part.source.entry is not None:
                     async with self.turns:
                         await self.fetch(part, stages)
                 else:
                     await _ready(p.pooled for p in before)
                     await self._encode(part, before, scratch)
                     await self._check(part)
-                    if self.putter is not None and namespace and not part.wanted.is_primer:
+                    if self.putter is not None and namespace and not part.source.is_primer:
                         self.putter.offer(namespace, part)
             ready.set_result(None)
         except NotFiniteKV as error:
             await self.discard(before)
             ready.set_exception(error)
         except ServiceError as error:
-            entry, cache = part.wanted.entry, self._cache
+            entry, cache = part.source.entry, self._cache
             # No lease covers an entry of the remote tier, and one may end while the request waits for room: such an
             # entry disappears without a fault.
             kept = entry is None or cache is None or (entry.tier != "remote" and cache.held(entry))
             gone = isinstance(error, NotFound) and not kept
             ready.set_exception((EntryGone if gone else CacheFault)(f"fetch failed: {error}"))
         except Exception as error:
-            if part.wanted.entry is not None:  # such as no memory for the bytes: plain prefill does without
+            if part.source.entry is not None:  # such as no memory for the bytes: plain prefill does without
                 log.exception("a fetch failed")
                 error = CacheFault(f"fetch failed: {first_line(error)}")
             ready.set_exception(error)
@@ -314,13 +314,13 @@ class Loader:
             if await to_the_end(asyncio.to_thread(self.storage.finite, part.pooled)):
                 continue
             self._pool.hide(part.pooled)
-            if self._cache is not None and part.wanted.entry is not None:
+            if self._cache is not None and part.source.entry is not None:
                 with suppress(ServiceError):
-                    await self._cache.delete([part.wanted.entry.key], timeout=DELETE_SECONDS)
+                    await self._cache.delete([part.source.entry.key], timeout=DELETE_SECONDS)
 
     async def fetch(self, part: LoadedChunk, stages: Stages) -> None:
         """Fetches a part's bytes into its slots. Raises as `CacheClient.fetch` and `Signer.verify` do."""
-        entry = part.wanted.entry
+        entry = part.source.entry
         assert entry is not None
         assert self._cache is not None
         buffer = await self._direct.fetch(self._cache, entry, self._fetch_timeout) if self._direct else None
@@ -340,21 +340,21 @@ class Loader:
 
     async def _encode(self, part: LoadedChunk, before: Sequence[LoadedChunk], scratch: Sequence[SlotRange]) -> None:
         """Computes a part's KV after the parts before it, directly into its pages."""
-        if isinstance(part.wanted.chunk, AnchoredChunk):
-            await part.wanted.chunk.encode(part.pooled, before, scratch, self._engine, self._model)
+        if isinstance(part.source.chunk, AnchoredChunk):
+            await part.source.chunk.encode(part.pooled, before, scratch, self._engine, self._model)
             return
         seen = tuple(segment for p in before for segment in p.segments())
-        ids, pooled = part.wanted.chunk.ids, part.pooled
+        ids, pooled = part.source.chunk.ids, part.pooled
         await self._engine.run(encoding(ids, pooled.base, pooled.runs, seen, self._model.device))
 
 
-def _span(wanted: ChunkSource) -> Span:
+def _span(source: ChunkSource) -> Span:
     """Starts the span of a load in the current request's trace."""
-    entry = wanted.entry
+    entry = source.entry
     attributes: dict[str, str | int] = {
-        "fusionkv.tokens": len(wanted.chunk),
-        "fusionkv.position": wanted.position,
-        "fusionkv.kind": "miss" if entry is None else "exact" if wanted.lossless else "alternative",
+        "fusionkv.tokens": len(source.chunk),
+        "fusionkv.position": source.position,
+        "fusionkv.kind": "miss" if entry is None else "exact" if source.lossless else "alternative",
     }
     if entry is None:
         return tracer.start_span("fusionkv.encode_chunk", attributes=attributes)

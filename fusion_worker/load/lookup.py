@@ -97,30 +97,30 @@ class Lookups:
         ) as hits:
             path = tuple(part.digest for part in prompt.parts)
             exact = keys.path_keys(namespace, path)
-            wanted: list[ChunkSource] = []
+            sources: list[ChunkSource] = []
             primers: dict[bytes, ChunkSource] = {}
             for i, (part, hit) in enumerate(zip(prompt.parts, hits, strict=True)):
                 start = prompt.starts[i]
                 if self._serves(hit, encode, made[i]):
-                    found = self._from_hit(part, start, path[: i + 1], hit, exact[i], start)
-                    wanted.append(found or self.alone(prompt, i, start, namespace))
+                    stored = self._from_hit(part, start, path[: i + 1], hit, exact[i], start)
+                    sources.append(stored or self.alone(prompt, i, start, namespace))
                 elif primer is not None and made[i]:
                     first = self.primer(prompt.system, primer.before(part), namespace)
                     primers[first.key] = first
-                    wanted.append(self.primed(prompt, i, start, namespace, first))
+                    sources.append(self.primed(prompt, i, start, namespace, first))
                 elif isinstance(encode, Primed):
-                    wanted.append(self.alone(prompt, i, start, namespace))
+                    sources.append(self.alone(prompt, i, start, namespace))
                 else:
                     # A part computed after lossless parts only is lossless, and gets the exact key in the pool,
                     # unlike one computed after stale parts. In the cache service both are versions.
-                    lossless = all(w.lossless for w in wanted)
+                    lossless = all(source.lossless for source in sources)
                     key = exact[i] if lossless else keys.variant_key(exact[i], made[i])
                     here = ChunkSource(
                         part, start, start, path[: i + 1], key, made[i], alone=False, lossless=lossless
                     )
-                    wanted.append(here)
-            wanted[1:1] = primers.values()
-            yield [w for w in wanted if len(w.chunk)]
+                    sources.append(here)
+            sources[1:1] = primers.values()
+            yield [source for source in sources if len(source.chunk)]
 
     def _made(self, encode: Encode, prompt: Prompt, index: int, primer: Primer | None) -> bytes:
         """The variant that `encode` makes of a prompt's part; empty for the first chunk and the system prompt."""
@@ -151,13 +151,15 @@ class Lookups:
         # An exact hit would win over the variant. The variant's digest in the path prevents one: no chunk has it.
         path = [(prompt.system.digest, ()), (variant, ()), *((c.digest, (variant,)) for c in prompt.chunks)]
         async with self._lookup(namespace, path, deadline, stages) as hits:
-            wanted: list[ChunkSource] = []
+            sources: list[ChunkSource] = []
             for i, (hit, start) in enumerate(zip((hits[0], *hits[2:]), prompt.starts, strict=True)):
-                own = self.alone(prompt, i, start, namespace)
-                serves = hit.entry is not None and hit.entry.variant == own.variant
-                found = self._from_hit(own.chunk, start, own.path, hit, own.key, own.base) if serves else None
-                wanted.append(found or own)
-            yield [w for w in wanted if len(w.chunk)]
+                alone = self.alone(prompt, i, start, namespace)
+                serves = hit.entry is not None and hit.entry.variant == alone.variant
+                stored = (
+                    self._from_hit(alone.chunk, start, alone.path, hit, alone.key, alone.base) if serves else None
+                )
+                sources.append(stored or alone)
+            yield [source for source in sources if len(source.chunk)]
 
     @asynccontextmanager
     async def isolated(self, prompt: Prompt, namespace: bytes) -> AsyncIterator[list[ChunkSource]]:
@@ -166,16 +168,17 @@ class Lookups:
         Raises:
             CacheFault: as for `prompt`.
         """
-        wanted = []
+        sources = []
         async with AsyncExitStack() as stack:
             lookups = [self._lookup(namespace, [(prompt.system.digest, ()), (c.digest, ())]) for c in prompt.chunks]
-            found = [await stack.enter_async_context(lookup) for lookup in lookups]
+            by_chunk = [await stack.enter_async_context(lookup) for lookup in lookups]
             for i, start in enumerate(prompt.starts):
-                own = self.alone(prompt, i, start, namespace)
-                hit = (found[0][0] if found else _MISS) if i == 0 else found[i - 1][1]
+                alone = self.alone(prompt, i, start, namespace)
+                hit = (by_chunk[0][0] if by_chunk else _MISS) if i == 0 else by_chunk[i - 1][1]
                 exact = hit if hit.kind is HitKind.EXACT else _MISS
-                wanted.append(self._from_hit(own.chunk, start, own.path, exact, own.key, own.base) or own)
-            yield [w for w in wanted if len(w.chunk)]
+                stored = self._from_hit(alone.chunk, start, alone.path, exact, alone.key, alone.base)
+                sources.append(stored or alone)
+            yield [source for source in sources if len(source.chunk)]
 
     @asynccontextmanager
     async def stored(self, path: tuple[bytes, bytes], variant: bytes, namespace: bytes) -> AsyncIterator[bool]:
@@ -196,8 +199,8 @@ class Lookups:
             CacheFault: as for `prompt`.
         """
         async with self._lookup(namespace, [(part.digest, ()) for part in prompt.parts]) as hits:
-            found = zip(prompt.parts, hits, strict=True)
-            yield all(hit.kind is HitKind.EXACT for part, hit in found if len(part))
+            pairs = zip(prompt.parts, hits, strict=True)
+            yield all(hit.kind is HitKind.EXACT for part, hit in pairs if len(part))
 
     def alone(self, prompt: Prompt, index: int, position: int, namespace: bytes) -> ChunkSource:
         """A part to encode after the system prompt only; index 0 is the system prompt itself."""
@@ -291,7 +294,7 @@ class Lookups:
         timeout = min(self._timeout, deadline.remaining())
         asking = asyncio.create_task(self._cache.lookup(namespace, path, timeout=timeout))
         try:
-            found = await asyncio.shield(asking)
+            lookup = await asyncio.shield(asking)
         except asyncio.CancelledError:
             # The cache service grants the lease all the same: release it when the reply arrives.
             background(self._releases, self._release(asking))
@@ -299,9 +302,9 @@ class Lookups:
         except ServiceError as error:
             raise CacheFault(f"lookup failed: {error}") from error
         try:
-            if len(found.hits) != len(path):
-                raise CacheFault(f"the cache service returned {len(found.hits)} hits for a path of {len(path)}")
-            hits: Sequence[Hit] = found.hits
+            if len(lookup.hits) != len(path):
+                raise CacheFault(f"the cache service returned {len(lookup.hits)} hits for a path of {len(path)}")
+            hits: Sequence[Hit] = lookup.hits
             if self._signer is not None:
                 hits, rejected = self._signer.genuine(namespace, path, hits)
                 if stages is not None:
@@ -314,7 +317,7 @@ class Lookups:
                         await self._cache.delete(list(dict.fromkeys(rejected)), timeout=seconds)
             yield hits
         finally:
-            if found.lease:
+            if lookup.lease:
                 # In the background: a lease that is not released expires.
                 background(self._releases, self._release(asking))
 

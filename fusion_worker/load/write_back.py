@@ -60,19 +60,19 @@ class WriteBack:
             ServiceError: the cache service can't be reached, or refused the part.
         """
         await self.send(
-            namespace, part.wanted, await asyncio.to_thread(self._storage.take_out, part.pooled), offered=False
+            namespace, part.source, await asyncio.to_thread(self._storage.take_out, part.pooled), offered=False
         )
 
-    async def send(self, namespace: bytes, wanted: ChunkSource, data: memoryview, offered: bool) -> bool:
+    async def send(self, namespace: bytes, source: ChunkSource, data: memoryview, offered: bool) -> bool:
         """Stores an entry; returns whether it was stored, as `CacheClient.put` does. Raises as `put`."""
-        tokens, base, signature = len(wanted.chunk), wanted.base, b""
+        tokens, base, signature = len(source.chunk), source.base, b""
         if self._signer is not None:
-            names = (namespace, wanted.path, wanted.variant)
+            names = (namespace, source.path, source.variant)
             signature = await asyncio.to_thread(self._signer.sign, *names, data, tokens=tokens, base=base)
         _, stored = await self._cache.put(
             namespace=namespace,
-            path=wanted.path,
-            variant=wanted.variant,
+            path=source.path,
+            variant=source.variant,
             tokens=tokens,
             base=base,
             data=data,
@@ -104,8 +104,8 @@ class WriteBack:
                 parent = trace.set_span_in_context(NonRecordingSpan(origin)) if dropped else None
                 links = [Link(origin)] if origin.is_valid else []
                 with tracer.start_as_current_span("fusionkv.put", parent, links=links) as span:
-                    span.set_attributes({"fusionkv.tokens": len(part.wanted.chunk), "fusionkv.bytes": len(data)})
-                    await self.send(namespace, part.wanted, data, offered=True)
+                    span.set_attributes({"fusionkv.tokens": len(part.source.chunk), "fusionkv.bytes": len(data)})
+                    await self.send(namespace, part.source, data, offered=True)
             except ServiceError as error:
                 _dropped.add(1, {"fusionkv.reason": type(error).__name__})
                 _faults.warning("a chunk was not stored", error)

@@ -12,9 +12,9 @@ from fusionkv.protos.answer.v1.answer_pb2 import ExplainedChunk, Explanation
 
 
 def explain(prompt: Prompt, plan: PrefillPlan, stages: Stages, tokenizer: Tokenizer) -> Explanation:
-    placed = [part.wanted for part in plan.layout.parts if not part.wanted.is_system]
-    lossless = [w.lossless for w in placed] or [False] * len(prompt.chunks)
-    origins = [stages.origins[w.key] for w in placed] or [("", "")] * len(prompt.chunks)
+    sources = [part.source for part in plan.layout.parts if not part.source.is_system]
+    lossless = [source.lossless for source in sources] or [False] * len(prompt.chunks)
+    origins = [stages.origins[source.key] for source in sources] or [("", "")] * len(prompt.chunks)
     chunks = zip(prompt.chunks, chosen(prompt, plan), origins, lossless, strict=True)
     # The system prompt comes first, so its reused KV is lossless.
     reused = bool(plan.layout.parts)

@@ -345,7 +345,7 @@ def test_neighbours_come_from_the_whole_file_and_only_those_needed_are_encoded(
     start = loading.Loader._start
 
     def counted(self: loading.Loader, part: loading.LoadedChunk, *rest: object) -> None:
-        encoded.append(part.wanted.chunk.digest)
+        encoded.append(part.source.chunk.digest)
         start(self, part, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(loading.Loader, "_start", counted)
