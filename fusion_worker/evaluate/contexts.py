@@ -80,7 +80,7 @@ async def hold(
             one = whole(prompt)
             namespace = loader.namespace(prompt.tenant)
             starts = enumerate(one.starts)
-            wholes[prompt] = await bring([loader.locator.alone(one, i, start, namespace) for i, start in starts])
+            wholes[prompt] = await bring([loader.lookups.alone(one, i, start, namespace) for i, start in starts])
             parts[prompt, Isolated()] = await bring(_wanted(loader, prompt, {}))
         if Primed() in encodes:
             # Of the last passages, so that few samples hold one of them.
@@ -136,7 +136,7 @@ def _wanted(loader: Loader, prompt: Prompt, variants: Mapping[bytes, tuple[bytes
     namespace = loader.namespace(prompt.tenant)
     found = []
     for i, (part, start) in enumerate(zip(prompt.parts, prompt.starts, strict=True)):
-        alone = loader.locator.alone(prompt, i, start, namespace)
+        alone = loader.lookups.alone(prompt, i, start, namespace)
         if (variant := variants.get(part.digest)) and i and not alone.lossless:
             # A chunk right after the system prompt is an exact hit, which wins over variants.
             name, key = variant
@@ -149,12 +149,12 @@ def _wanted(loader: Loader, prompt: Prompt, variants: Mapping[bytes, tuple[bytes
 
 def _primed(loader: Loader, prompt: Prompt, primer: Primer) -> list[ChunkSource]:
     """The sources of a prompt's parts, all chunks but the first encoded after the primer; and the primer's."""
-    locator, namespace = loader.locator, loader.namespace(prompt.tenant)
+    lookups, namespace = loader.lookups, loader.namespace(prompt.tenant)
     first, parts, primers = _wanted(loader, prompt, {})[:2], list[ChunkSource](), dict[bytes, ChunkSource]()
     for i, part in enumerate(prompt.parts[2:], 2):
-        before = locator.primer(prompt.system, primer.before(part), namespace)
+        before = lookups.primer(prompt.system, primer.before(part), namespace)
         primers[before.key] = before
-        made = locator.primed(prompt, i, prompt.starts[i], namespace, before)
+        made = lookups.primed(prompt, i, prompt.starts[i], namespace, before)
         parts.append(made if loader.storage.lossless else replace(made, key=made.key + RESTORED))
     return [*first[:1], *primers.values(), *first[1:], *parts]
 
@@ -178,7 +178,7 @@ def _after(
     """
     namespace = loader.namespace(prompt.tenant)
     whole = Prompt(prompt.system, (*near, chunk), (), prompt.tenant)
-    alone = [loader.locator.alone(whole, i, start, namespace) for i, start in enumerate(whole.starts)]
+    alone = [loader.lookups.alone(whole, i, start, namespace) for i, start in enumerate(whole.starts)]
     *before, own = (source for source in alone if len(source.chunk))
     variant = keys.neighbours_variant(n.digest for n in near)
     path = (prompt.system.digest, chunk.digest)

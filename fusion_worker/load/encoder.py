@@ -35,11 +35,11 @@ class Encoder:
         namespace = self._loader.namespace(prompt.tenant)
         try:
             # Not left to the next lookup: it finds nothing in quantised entries, which full attention can't use.
-            async with self._loader.locator.exact(prompt, namespace) as known:
+            async with self._loader.lookups.exact(prompt, namespace) as known:
                 if known:
                     path = [part.digest for part in prompt.parts]
                     return Encoded(keys.entry_key(namespace, path), b"", existed=True)
-            async with self._loader.locator.prompt(prompt, namespace, InPlace()) as sources:
+            async with self._loader.lookups.prompt(prompt, namespace, InPlace()) as sources:
                 return await self._store(sources, namespace)
         except CacheFault as fault:
             raise _error(fault) from fault
@@ -56,7 +56,7 @@ class Encoder:
         both = replace(prompt, chunks=(chunk, chunk))
         try:
             primer = await self._loader.primers.of(replace(prompt, chunks=tuple(sample)))
-            async with self._loader.locator.prompt(both, namespace, Primed(), primer=primer) as sources:
+            async with self._loader.lookups.prompt(both, namespace, Primed(), primer=primer) as sources:
                 return await self._store(sources, namespace)
         except CacheFault as fault:
             raise _error(fault) from fault
@@ -74,12 +74,12 @@ class Encoder:
         path = (prompt.system.digest, chunk.digest)
         key = keys.entry_key(namespace, path, variant)
         try:
-            async with self._loader.locator.stored(path, variant, namespace) as known:
+            async with self._loader.lookups.stored(path, variant, namespace) as known:
                 if known:
                     return Encoded(key, variant, existed=True)
             position = before.tokens
             new = ChunkSource(chunk, position, position, path, key, variant, alone=False)
-            async with self._loader.locator.isolated(before, namespace) as sources:
+            async with self._loader.lookups.isolated(before, namespace) as sources:
                 return await self._store([*sources, new], namespace)
         except CacheFault as fault:
             raise _error(fault) from fault

@@ -67,13 +67,13 @@ class Loader:
         # GPUDirect bypasses host memory, where signatures are verified and from which ranks get their heads.
         direct = cache and signer is None and engine.tp.ranks.count == 1
         self._direct = DirectReader.find(self.storage) if direct else None
-        self.locator = Lookups(self.storage, cache, config.lookup_timeout, model.max_tokens, signer)
+        self.lookups = Lookups(self.storage, cache, config.lookup_timeout, model.max_tokens, signer)
         limits = config.max_puts, config.fetch_timeout
-        self.putter = WriteBack(pool, self.storage, cache, *limits, signer) if cache else None
+        self.write_back = WriteBack(pool, self.storage, cache, *limits, signer) if cache else None
         settings = model.settings | self.storage.settings
         self.namespace = lru_cache(maxsize=1024)(partial(keys.namespace, model.fingerprint, settings))
         self.fallback = Chunk(passages(model.tokenizer, model.template.chunk))
-        self.primers = Primers(self.fallback, self.locator, self.putter, self.namespace, model.vocabulary)
+        self.primers = Primers(self.fallback, self.lookups, self.write_back, self.namespace, model.vocabulary)
 
     def laid(self, prompt: Prompt, encode: Encode | None) -> Prompt:
         """The prompt as it lies in the pool: with `Anchored`, the model's anchor tokens replace the chunks' text."""
@@ -86,13 +86,13 @@ class Loader:
         """Waits until no load and no write is running."""
         if self._loads:
             await asyncio.wait([load.task for load in self._loads.values()])
-        if self.putter is not None:
-            await self.putter.settle()
+        if self.write_back is not None:
+            await self.write_back.settle()
 
     async def close(self) -> None:
         await self.settle()
-        if self.putter is not None:
-            self.putter.close()
+        if self.write_back is not None:
+            self.write_back.close()
         if self._direct is not None:
             self._direct.close()
 
@@ -130,7 +130,7 @@ class Loader:
             leased = await stack.enter_async_context(AsyncExitStack())
             with tracer.start_as_current_span("fusionkv.lookup") as span, stages.clock("lookup"):
                 primer = await self.primers.of(prompt) if isinstance(encode, Primed) else None
-                asking = self.locator.prompt(prompt, namespace, encode, deadline, stages, primer)
+                asking = self.lookups.prompt(prompt, namespace, encode, deadline, stages, primer)
                 sources = await leased.enter_async_context(asking)
                 span.set_attributes({"fusionkv.chunks": len(prompt.chunks), "fusionkv.rejected": stages.rejected})
             stale = sum(len(source.chunk) for source in sources if not source.lossless)
@@ -180,10 +180,10 @@ class Loader:
             FailedPrecondition: this worker has no cache service.
             Unavailable: the cache service can't be reached or refused the bytes.
         """
-        if self.putter is None:
+        if self.write_back is None:
             raise FailedPrecondition("this worker has no cache service: start it with --cache ADDRESS")
         try:
-            await self.putter.put(namespace, part)
+            await self.write_back.put(namespace, part)
         except ServiceError as error:
             raise Unavailable(str(error)) from error
 
@@ -281,8 +281,8 @@ class Loader:
                     await _ready(p.pooled for p in before)
                     await self._encode(part, before, scratch)
                     await self._check(part)
-                    if self.putter is not None and namespace and not part.source.is_primer:
-                        self.putter.offer(namespace, part)
+                    if self.write_back is not None and namespace and not part.source.is_primer:
+                        self.write_back.offer(namespace, part)
             ready.set_result(None)
         except NotFiniteKV as error:
             await self.discard(before)

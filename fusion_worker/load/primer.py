@@ -46,18 +46,18 @@ class Primers:
     def __init__(
         self,
         fallback: Chunk,
-        locator: Lookups,
-        putter: WriteBack | None,
+        lookups: Lookups,
+        write_back: WriteBack | None,
         namespace: Callable[[str], bytes],
         vocabulary: int,
     ) -> None:
-        """fallback: the primer of short corpora. namespace: of a tenant. putter: None without a cache service.
+        """fallback: the primer of short corpora. namespace: of a tenant. write_back: None without a cache service.
 
         vocabulary: number of the model's token ids.
         """
         self._fallback = fallback
-        self._locator = locator
-        self._putter = putter
+        self._lookups = lookups
+        self._write_back = write_back
         self._namespace = namespace
         self._vocabulary = vocabulary
         self._known: OrderedDict[tuple[str, str], _Known] = OrderedDict()
@@ -92,29 +92,29 @@ class Primers:
             CacheFault: as for `Lookups.delete`; it is deleted here.
         """
         self._known.pop((tenant, corpus), None)
-        await self._locator.delete(keys.primer_name(corpus), self._namespace(tenant))
+        await self._lookups.delete(keys.primer_name(corpus), self._namespace(tenant))
 
     async def _stored(self, key: tuple[str, str]) -> Primer | None:
         tenant, corpus = key
         name, namespace = keys.primer_name(corpus), self._namespace(tenant)
-        data = await self._locator.named(name, namespace)
+        data = await self._lookups.named(name, namespace)
         try:
             return None if data is None else _unpacked(data, self._fallback, self._vocabulary)
         except CacheFault:
             # It would spoil every prompt about the corpus.
             with suppress(CacheFault):
-                await self._locator.delete(name, namespace)
+                await self._lookups.delete(name, namespace)
             raise
 
     async def _store(self, key: tuple[str, str], primer: Primer) -> bool:
         """Returns whether it was stored: not if another worker was faster, or the cache service refuses it."""
-        if self._putter is None:
+        if self._write_back is None:
             return False
         tenant, corpus = key
         namespace, path = self._namespace(tenant), (keys.primer_name(corpus),)
         entry = ChunkSource(primer.chunk, 0, 0, path, keys.entry_key(namespace, path))
         try:
-            return await self._putter.send(namespace, entry, memoryview(_packed(primer)), offered=False)
+            return await self._write_back.send(namespace, entry, memoryview(_packed(primer)), offered=False)
         except ServiceError:
             return False
 

@@ -90,7 +90,7 @@ async def test_its_kv_is_kept_in_the_same_cache_service(cached: Any, parts: Part
     first, other = [await cached("llama", auxiliary=second) for _ in range(2)]
     before = await first.fill(*parts, recipe="cacheclip", ratio=0.4)
     counted = []
-    other.servicer.auxiliary._loader.locator.alone = lambda *_: counted.append(1)  # a part the cache service lacks
+    other.servicer.auxiliary._loader.lookups.alone = lambda *_: counted.append(1)  # a part the cache service lacks
     again = await other.ask(*parts, recipe="cacheclip", ratio=0.4, expected=before.logits[0])
     assert counted == []
     assert again.ids == before.ids
@@ -101,7 +101,7 @@ async def test_its_cache_out_of_reach_is_plain_prefill(cached: Any, parts: Parts
     """In a pool that has no room for the loaded context beside the plain prefill."""
     room = (len(whole(parts)) + 110) * (await cached("llama")).model.kv.token_bytes
     rig = await cached("llama", auxiliary=second, pool_bytes=room)
-    rig.servicer.auxiliary._loader.locator._cache = CacheClient("127.0.0.1:1")
+    rig.servicer.auxiliary._loader.lookups._cache = CacheClient("127.0.0.1:1")
     async with asyncio.timeout(120):
         expected = oracle("llama").full_attention(parts)
         assert (await rig.ask(*parts, recipe="cacheclip", ratio=0.4, expected=expected)).summary.degraded

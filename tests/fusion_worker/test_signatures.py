@@ -199,7 +199,7 @@ def write(file: Path, *lines: str) -> None:
 
 def noticed(rig: Any, caplog: Any, text: str) -> bool:
     """Whether a worker that is asked to sign has logged it."""
-    assert rig.servicer.loader.locator._signer._keys.newest
+    assert rig.servicer.loader.lookups._signer._keys.newest
     return text in caplog.text
 
 
