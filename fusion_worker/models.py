@@ -307,7 +307,7 @@ def _network(directory: Path, dtype: torch.dtype, config: Any, ranks: Ranks) -> 
     )
     network, report = loaded
     if ranks.count > 1:
-        _settle(network)
+        _localise(network)
     # transformers initialises missing tensors randomly, and ignores others.
     if missing := sorted(report["missing_keys"]):
         raise FailedPrecondition(f"the weights in {directory} lack {len(missing)} tensors: {missing[0]}, ...")
@@ -337,7 +337,7 @@ def _generation_config(directory: Path) -> GenerationConfig:
     return GenerationConfig(eos_token_id=sorted(ends))
 
 
-def _settle(network: Any) -> None:
+def _localise(network: Any) -> None:
     """Replaces DTensors by plain tensors. Layers split by columns keep transformers' forward, which all-reduces."""
     # Imported late: it loads SymPy, among others.
     from torch.distributed.tensor import DTensor

@@ -79,11 +79,11 @@ class FusionServicer:
         self._renderer = ThreadPoolExecutor(1, "render")
         self._renderings = 0
 
-    async def settle(self) -> None:
+    async def wait_idle(self) -> None:
         """Waits until all loads have ended, and all chunks are stored or dropped."""
-        await self.loader.settle()
+        await self.loader.wait_idle()
         if self.auxiliary is not None:
-            await self.auxiliary.settle()
+            await self.auxiliary.wait_idle()
 
     async def close(self) -> None:
         """Ends background work, stores or drops waiting chunks, stops the engine and closes connections."""

@@ -216,7 +216,7 @@ def _check_stopped(data_dir: Path, disk_bytes: int) -> int:
 
 async def _check_idle(servicer: FusionServicer, cache: CacheClient) -> None:
     """Checks that no lease and no slot is held once everything is answered."""
-    await servicer.settle()
+    await servicer.wait_idle()
     for _ in range(200):
         if not (await cache.stats()).active_leases:
             break

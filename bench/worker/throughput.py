@@ -182,7 +182,7 @@ class WorkerStation(Station):
         raise RuntimeError("no summary")
 
     async def settle(self) -> None:
-        await self._servicer.settle()
+        await self._servicer.wait_idle()
 
 
 class VllmStation(Station):

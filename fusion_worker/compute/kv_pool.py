@@ -132,7 +132,7 @@ class KVPool:
         return pooled
 
     def add(self, key: bytes, tokens: int, base: int) -> PooledChunk:
-        """Allocates a chunk, pinned and not ready: the caller loads it and settles `ready`.
+        """Allocates a chunk, pinned and not ready: the caller loads it and completes `ready`.
 
         Raises:
             ResourceExhausted: no room; can't happen after `room`.

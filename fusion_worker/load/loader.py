@@ -82,15 +82,15 @@ class Loader:
         anchors, percent = self._model.anchors[encode.percent], encode.percent
         return replace(prompt, chunks=tuple(compressed(chunk, anchors, percent) for chunk in prompt.chunks))
 
-    async def settle(self) -> None:
+    async def wait_idle(self) -> None:
         """Waits until no load and no write is running."""
         if self._loads:
             await asyncio.wait([load.task for load in self._loads.values()])
         if self.write_back is not None:
-            await self.write_back.settle()
+            await self.write_back.wait_idle()
 
     async def close(self) -> None:
-        await self.settle()
+        await self.wait_idle()
         if self.write_back is not None:
             self.write_back.close()
         if self._direct is not None:

@@ -82,7 +82,7 @@ class WriteBack:
         )
         return stored
 
-    async def settle(self) -> None:
+    async def wait_idle(self) -> None:
         """Waits until all queued parts are stored or dropped."""
         await self._waiting.join()
 

@@ -80,7 +80,7 @@ class Shadow:
         else:
             self._waiting.put_nowait(sample)
 
-    async def settle(self) -> None:
+    async def wait_idle(self) -> None:
         """Waits until all queued answers are compared or dropped."""
         await self._waiting.join()
 

@@ -62,8 +62,8 @@ class Auxiliary:
         scores = await cancellation.all_of(chunks)
         return torch.cat([torch.zeros(len(prompt.system)), *scores])
 
-    async def settle(self) -> None:
-        await self._loader.settle()
+    async def wait_idle(self) -> None:
+        await self._loader.wait_idle()
 
     async def close(self) -> None:
         await self._loader.close()

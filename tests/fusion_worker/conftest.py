@@ -147,7 +147,7 @@ class Rig:
 
     async def stored(self) -> None:
         """Waits until everything encoded so far has reached the cache service."""
-        await self.servicer.settle()
+        await self.servicer.wait_idle()
 
     async def fill(self, *parts: Any, **more: Any) -> Answer:
         """Asks, and waits until all that was encoded for it is stored."""

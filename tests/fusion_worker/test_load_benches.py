@@ -66,7 +66,7 @@ async def test_a_prefix_cache_has_every_path_from_the_second_time_on() -> None:
             servicer.pool.clear()
             _, summary = await station.answer(passages.prompt([2, 0, 1], question))
             found.append((summary.stages.missed, summary.lossless))
-            await servicer.settle()
+            await servicer.wait_idle()
     assert found == [(2, 48), (0, 48)], "the first stands where it was encoded"
 
 

@@ -188,7 +188,7 @@ async def test_full_attention_over_the_same_answer(
 
     rig.servicer.answerer.shadow._again = watch
     answer = await rig.ask(*asked, recipe="full_reuse", max_tokens=7)
-    await rig.servicer.answerer.shadow.settle()
+    await rig.servicer.answerer.shadow.wait_idle()
     sample, logits = seen[0][0], torch.cat([block for _, block in seen])
     assert list(sample.tokens) == answer.ids
     assert [len(block) for _, block in seen] == [3, 3, 1]
@@ -221,7 +221,7 @@ async def test_it_waits_until_nobody_else_does(start: Any, parts: Any) -> None:
     assert shadow._waiting._unfinished_tasks == 1, "it was made while a request was running"
     gate.opened.set()
     await running
-    await shadow.settle()
+    await shadow.wait_idle()
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ async def test_answers_that_stray_raise_the_ratio_then_recompute_all(start: Any,
     answers = []
     for _ in range(2 * SAMPLES + 1):
         answers.append(await rig.ask(*parts, recipe="prophetkv", ratio=0.1, max_tokens=6))
-        await rig.servicer.answerer.shadow.settle()
+        await rig.servicer.answerer.shadow.wait_idle()
     assert answers[0].ids != full.ids, "the recipe does not stray, so this test shows nothing"
     assert [round(a.summary.ratio, 3) for a in answers] == [0.1] * SAMPLES + [0.2] * SAMPLES + [1.0]
     assert answers[-1].ids == full.ids
