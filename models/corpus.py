@@ -20,7 +20,7 @@ def write(out: Path, stories: int, pages: int, seed: int) -> tuple[int, int]:
     reading order).
     """
     rng = random.Random(seed)
-    names = NamePool(rng, "heldout")
+    names = NamePool(rng)
     lines, count = [], 0
     for number in range(stories):
         if number % SHELF == 0:

@@ -56,7 +56,7 @@ def held_out(task: str, count: int, size: Size = PROMPT) -> list[Sample]:
     rng = random.Random(f"{_SEED} {task}")
     out: list[Sample] = []
     while len(out) < count:
-        made = sample(rng, "heldout", size)
+        made = sample(rng, size)
         fitting = [q for q in made.questions if q.task == task]
         if fitting:
             out.append(Sample(made.pages, (rng.choice(fitting),)))

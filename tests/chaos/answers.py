@@ -46,7 +46,7 @@ class Answers:
     async def prepare(self) -> None:
         """Ingests the stories, and learns the answers while all is well."""
         chance, client = random.Random(1), self.world.client
-        names, texts = NamePool(chance, "heldout"), []
+        names, texts = NamePool(chance), []
         for number in range(STORIES):
             made, questions = story(chance, names, PAGES, PROMPT)
             for place, page in enumerate(made):

@@ -26,7 +26,7 @@ EXTRAS = {
     "models": {"worker"},
     "bench": {"worker", "cache", "gateway", "gguf", "gpu", "gds", "http", "mooncake"},
 }
-# All that a wheel and the images hold: neither benchmarks nor the training of models.
+# All that a wheel and the images hold: neither benchmarks nor the reference models.
 SHIPPED = {"protos", "kernels", "kvcache_service", "fusion_worker", "gateway", "vllm_connector"}
 
 

@@ -1,17 +1,11 @@
 """Chunks of which only anchor tokens are kept (KVLink 2.4), against plain transformers."""
 
-import dataclasses
-import random
 from typing import Any
 
 import pytest
-import torch
 
-from fusionkv.fusion_worker import models as worker_models
-from fusionkv.fusion_worker.evaluate.data.stories import PROMPT, sample
+from fusionkv.fusion_worker.load.anchors import cuts as segments
 from fusionkv.kvcache_service import keys
-from fusionkv.models import curriculum, network, tokenizer
-from fusionkv.models.train import collate
 from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
 from tests.fusion_worker.compressed import ANCHORS, Cuts, anchored, cut, links
 from tests.fusion_worker.oracle import CLOSE, Parts, error, oracle, random_ids
@@ -109,31 +103,11 @@ async def test_models_without_them_are_refused(start: Any, special: Any, parts: 
     assert (await rig.ask(*parts, recipe="full_reuse+anchored(75)")).ids
 
 
-@pytest.mark.parametrize("percent", [50, 75])
-async def test_a_model_is_served_as_it_was_trained(percent: int, start: Any) -> None:
-    """A training sequence's mask and positions, without a system prompt, whose distance is another in training."""
-    recipe = curriculum.RECIPES["anchored"]
-    words = tokenizer.build(max(recipe.links), PROMPT.pages[1], recipe.anchors)
-    torch.manual_seed(3)
-    trained = network.small_network(words).eval()
-    for parameter in trained.parameters():
-        parameter.data *= 3 if parameter.dim() == 2 else 1  # so that attention is peaked
-    encoder = curriculum.Encoder(words, (2,), (percent,), recipe.segment)
-    encoder._system = []
-    story = sample(random.Random(5), "train", recipe.stages[-1].size)
-    made = encoder._documents(random.Random(5), story, dataclasses.replace(recipe.stages[-1], alone=1.0))
-    batch = collate([made])
-    inputs = {"attention_mask": batch.mask.float(), "position_ids": batch.position, "use_cache": False}
-    with torch.inference_mode():
-        expected = trained(batch.ids, **inputs).logits[0]
-    # The question's last token is the first that predicts one of the answer.
-    first = made.segment.index(1)
-    last = next(i for i in range(first, len(made.ids)) if made.answer[i] != curriculum.NONE)
-    chunks = [words.encode(page.text + "\n", add_special_tokens=False) for page in story.pages]
-    served = worker_models.wrap("trained", trained, words, bytes(32), 4096)
-    rig = await start("qwen2", replace=lambda _: served)
-    question, more = made.ids[first : last + 1], f"+anchored({percent})"
-    await rig.ask([], chunks, question, recipe="kvlink+linked(2)" + more, expected=expected[last])
-    for other in ("kvlink+linked(1)" + more, "kvlink+linked(2)"):
-        answer = await rig.ask([], chunks, question, recipe=other)
-        assert error(answer.logits[0], expected[last]) > 100 * CLOSE
+@pytest.mark.parametrize(
+    ("percent", "segment"), [(p, s) for s in (1, 10, 16, 20, 25) for p in range(100) if s * p % 100 == 0]
+)
+def test_a_segment_is_as_long_as_its_anchor_tokens_say(percent: int, segment: int) -> None:
+    anchors = range(segment * (100 - percent) // 100)
+    (only,) = segments(range(segment), anchors, percent)
+    assert (len(only.text), len(only.anchors)) == (segment, len(anchors))
+    assert len(segments(range(segment + 1), anchors, percent)) == 2

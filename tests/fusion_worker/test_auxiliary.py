@@ -2,7 +2,9 @@
 
 import asyncio
 import copy
+import random
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from fusionkv.fusion_worker import models as worker_models
+from fusionkv.fusion_worker.evaluate.data.stories import PROMPT, sample
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.fusion_worker.select import auxiliary
 from fusionkv.fusion_worker.select.auxiliary import carry_over, spans_of
@@ -67,6 +70,23 @@ def expected_scores(tokenizer: PreTrainedTokenizerFast, chunk: str) -> list[floa
         for at in range(start, stop):
             best[at] = max(best[at], score)
     return best
+
+
+def test_scores_find_their_tokens_in_the_other_tokenizer(root: Path, reference_model: Path) -> None:
+    """A score on each token of the second model in turn arrives at the primary's tokens over the same characters."""
+    primary, second = (
+        Tokenizer.from_file(str(folder / "tokenizer.json"))
+        for folder in (reference_model, root / "models/clip/tuned-1")
+    )
+    for page in sample(random.Random(11), PROMPT).pages:
+        text, spans = spans_of(primary, primary.encode(page.text + "\n", add_special_tokens=False).ids)
+        own = second.encode(text, add_special_tokens=False).offsets
+        assert text == page.text + "\n"
+        assert own != spans, "the tokenizers cut every page in another way"
+        for (start, stop), one in zip(own, torch.eye(len(own)), strict=True):
+            found = carry_over(one, own, spans).nonzero().flatten().tolist()
+            assert found == [i for i, (a, b) in enumerate(spans) if a < stop and start < b]
+            assert found
 
 
 async def test_tokens_are_chosen_by_the_second_model(

@@ -17,7 +17,6 @@ from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.library.cache import fingerprint
 from fusionkv.fusion_worker.template import INSTRUCTION, PromptTemplate
 from fusionkv.kernels.segments import Rotation
-from fusionkv.models import tokenizer
 from fusionkv.protos.runtime.errors import FailedPrecondition
 from tests.fusion_worker.oracle import byte_tokenizer, network, saved
 
@@ -81,9 +80,11 @@ def wrapped(ours: Any) -> models.Model:
 def test_link_and_anchor_tokens_are_found_in_the_tokenizer(save: Any) -> None:
     plain = models.load(save(), "cpu")
     assert (plain.links, plain.anchors) == ((), {})
-    ours = tokenizer.build(3, 2, {50: 16, 75: 16})
     links = [[f"<|link_{chunk}_{number}|>" for number in (1, 2, 3)] for chunk in (1, 2)]
     anchors = {kind: [f"<|anchor_{kind}_{n}|>" for n in range(1, count + 1)] for kind, count in ((50, 8), (75, 4))}
+    ours = byte_tokenizer()
+    added = [name for names in (*links, *anchors.values()) for name in names]
+    ours.add_special_tokens({"extra_special_tokens": added})
     found = wrapped(ours)
     assert found.links == tuple(tuple(ours.convert_tokens_to_ids(names)) for names in links)
     assert found.anchors == {kind: tuple(ours.convert_tokens_to_ids(names)) for kind, names in anchors.items()}

@@ -10,15 +10,12 @@ from fusionkv.fusion_worker.evaluate.data.stories import PROMPT, SYSTEM, Questio
 
 # Stories among whose pages neighbours are found, as in a folder of documents.
 _GROUP = 4
-# Models trained for reuse: they are no test of how much quality a recipe recovers.
-_TUNED = ("linked-", "anchored-")
 _SEED = 30_000_001  # different from all training seeds
 
 
 def shipped() -> list[Path]:
-    """Directories of the reference models, without those trained for reuse; none outside of a clone."""
-    found = (file.parent for file in (Path(__file__).parents[3] / "models").glob("*/model.safetensors"))
-    return sorted(path for path in found if not path.name.startswith(_TUNED))
+    """Directories of the reference models; none outside of a clone."""
+    return sorted(file.parent for file in (Path(__file__).parents[3] / "models").glob("*/model.safetensors"))
 
 
 def reference(name: str, count: int) -> Task:
@@ -47,4 +44,4 @@ def asked(name: str, count: int) -> list[tuple[stories.Sample, Question]]:
 @lru_cache(maxsize=1)
 def _stories(count: int) -> list[stories.Sample]:
     rng = random.Random(_SEED)
-    return [stories.sample(rng, "heldout", PROMPT) for _ in range(count)]
+    return [stories.sample(rng, PROMPT) for _ in range(count)]

@@ -1,11 +1,7 @@
-"""The vocabulary of the generated documents, and the split of names into training and held-out ones."""
+"""The vocabulary of the generated documents, and names that the reference models were not trained on."""
 
-import functools
 import itertools
 import random
-from typing import Literal
-
-Split = Literal["train", "heldout"]
 
 
 def _list(text: str) -> list[str]:
@@ -23,8 +19,7 @@ SECOND = _list(
 THIRD = _list("da ko le mi nu ra so ta vi zu")
 PLACE = _list("berg ford mont port land holm ness vick")
 
-# Single-token names of persons who refer to each other. Both splits share them, unlike other names, titles and
-# places.
+# Names of one token, of persons who refer to each other. The models were trained on them, unlike on other names.
 SHORT = _list(
     "Ada Abe Amy Ann Ben Bob Bea Cid Cleo Dag Dora Ed Ella Emil Eva Finn Fay Gus Gwen Hana Hugo Ida Igor Ines Ivo "
     "Jude June Kaya Knut Lara Leo Lisa Luis Maya Max Mina Nils Nora Olga Omar Otto Paul Rita Rosa Sven Tess Uma Zoe"
@@ -45,34 +40,31 @@ FUNCTION = _list(
     "Report The A On the a is in of at and with to age code city score item items choice "
     "lives stays scored like what owns chose report question using passages"
 )
-STARTS = _list("Report Question Answer The A")  # words that can begin a text, without a space before them
 
 
-def is_held_out(first: str, second: str) -> bool:
-    """Whether a pair of syllables is held out: every third pair is, so each syllable is in both splits."""
-    tails = SECOND if second in SECOND else PLACE
-    return (FIRST.index(first) + tails.index(second)) % 3 == 0
+LONG_SHARE = 0.25  # of the names have three syllables
 
 
-@functools.cache
-def _pairs(split: Split, places: bool) -> tuple[tuple[str, str], ...]:
-    tails = PLACE if places else SECOND
-    return tuple((a, b) for a in FIRST for b in tails if is_held_out(a, b) == (split == "heldout"))
+def _held_out(tails: list[str]) -> list[tuple[str, str]]:
+    """Every third pair of syllables, which training left out; it had each syllable in other pairs."""
+    pairs = itertools.product(enumerate(FIRST), enumerate(tails))
+    return [(first, second) for (i, first), (j, second) in pairs if (i + j) % 3 == 0]
+
+
+PAIRS, PLACES = _held_out(SECOND), _held_out(PLACE)
 
 
 class NamePool:
-    """Draws names, places and titles of a split without repeating a name."""
+    """Draws held-out names, places and titles without repeating a name."""
 
-    def __init__(self, rng: random.Random, split: Split, long_share: float = 0.25) -> None:
+    def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self._split: Split = split
-        self._long_share = long_share
         self._used: set[str] = set()
 
     def _draw(self, long: bool, first: str = "") -> str:
         for tries in itertools.count():
             long = long or tries > 1000  # short names may run out
-            head, tail = self._rng.choice(_pairs(self._split, False))
+            head, tail = self._rng.choice(PAIRS)
             name = head + tail + (self._rng.choice(THIRD) if long else "")
             if name not in self._used and first in ("", head):
                 self._used.add(name)
@@ -94,17 +86,13 @@ class NamePool:
         return self._draw(long=True)
 
     def person(self) -> str:
-        """A name of two syllables, or of three for `long_share` of the draws."""
-        return self._draw(self._rng.random() < self._long_share)
+        """A name of two syllables, sometimes of three."""
+        return self._draw(self._rng.random() < LONG_SHARE)
 
     def near(self, name: str) -> str:
         """A name that shares its first syllable with `name`."""
-        return self._draw(self._rng.random() < self._long_share, name[:3])
+        return self._draw(self._rng.random() < LONG_SHARE, name[:3])
 
-    def places(self, count: int, alike: bool = False) -> list[str]:
-        """`count` different places. alike: whether they share their first syllable."""
-        pairs = _pairs(self._split, True)
-        if alike:
-            head = self._rng.choice(pairs)[0]
-            pairs = tuple(pair for pair in pairs if pair[0] == head)
-        return ["".join(pair) for pair in self._rng.sample(pairs, count)]
+    def places(self, count: int) -> list[str]:
+        """`count` different places."""
+        return ["".join(pair) for pair in self._rng.sample(PLACES, count)]
