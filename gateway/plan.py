@@ -243,8 +243,7 @@ def build(
             for chunk, _ in passages
         ],
         question=fusion_pb2.Tokens(ids=vocabulary.question(*conversation.turns, layout=layout)),
-        # Both messages have the same fields.
-        sampling=fusion_pb2.Sampling(**{field.name: value for field, value in request.sampling.ListFields()}),
+        sampling=request.sampling,
         model_fingerprint=vocabulary.model.fingerprint,
         tenant=tenant,
         corpus=corpus_name(tenant, request.corpus),

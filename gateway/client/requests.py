@@ -12,6 +12,7 @@ from google.protobuf.message import Message as ProtoMessage
 
 from fusionkv.gateway.client import ORDER_NAMES
 from fusionkv.gateway.client.results import Passage
+from fusionkv.protos.fusion.v1.fusion_pb2 import Sampling
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime import errors
 
@@ -114,7 +115,7 @@ def generate(corpus: str = "", question: str = "", **options: Unpack[Options]) -
         passages=[_passage(number, passage) for number, passage in enumerate(passages)],
         messages=[_message(number, message) for number, message in enumerate(messages)],
         order=order_of(given.pop("order", None)),
-        sampling=of(pb.Sampling, **sampling, top_k=given.pop("sample_top_k", 0)),
+        sampling=of(Sampling, **sampling, top_k=given.pop("sample_top_k", 0)),
         chat_template_kwargs=_as_json("chat_template_kwargs", given.pop("chat_template_kwargs", {})),
         **given,
     )

@@ -1,14 +1,13 @@
 """The check of a request's sampling values."""
 
-from fusionkv.protos.fusion.v1 import fusion_pb2
-from fusionkv.protos.gateway.v1 import gateway_pb2
+from fusionkv.protos.fusion.v1.fusion_pb2 import Sampling
 from fusionkv.protos.runtime.errors import InvalidArgument
 
 _MAX_TEMPERATURE = 100
 _MAX_STOPS, _MAX_STOP = 16, 256
 
 
-def check_sampling(sampling: fusion_pb2.Sampling | gateway_pb2.Sampling) -> None:
+def check_sampling(sampling: Sampling) -> None:
     """Raises InvalidArgument if temperature, top_p or a stop string is out of range; other values all have a meaning.
 
     The number of stop strings is checked before any of them.

@@ -18,6 +18,7 @@ from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.contract.recipes import MODIFIERS, RECIPES
 from fusionkv.protos.deadline import Deadline
 from fusionkv.protos.fusion.v1 import fusion_pb2
+from fusionkv.protos.fusion.v1.fusion_pb2 import Sampling
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
 from tests.fusion_worker.compressed import with_special_tokens
@@ -48,7 +49,7 @@ def drawn(draw: random.Random) -> pb.GenerateRequest:
         passages=[pb.Passage(text=f"{i} " * one((4, 20, 300), 30, 4, 1)) for i in range(one((3, 1, 9), 5, 3, 2))],
         recipe=recipe,
         ratio=one((None, 0.0, 0.2, 1.0, -0.1, 1.5, NAN), 30, 4, 4, 4, 1, 1, 1),
-        sampling=pb.Sampling(
+        sampling=Sampling(
             temperature=one((0, 0.5, 100, 100.5, 200, -1, NAN), 20, 20, 4, 1, 1, 1, 1),
             top_p=one((0, 0.5, 1.5, NAN), 20, 20, 1, 1),
             max_tokens=one((0, 9, LENGTH, 2**32 - 1), 20, 20, 1, 1),

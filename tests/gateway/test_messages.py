@@ -8,6 +8,7 @@ from google.protobuf.message import DecodeError
 from fusionkv.gateway import plan
 from fusionkv.gateway.ingest.document import metadata_pairs
 from fusionkv.gateway.servicer import SERVICE
+from fusionkv.protos.fusion.v1.fusion_pb2 import Sampling
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime import rpc
 from fusionkv.protos.runtime.errors import InvalidArgument
@@ -48,7 +49,7 @@ def test_what_protobuf_need_not_read(data: bytes) -> None:
 
 
 def test_counts_are_checked_before_values() -> None:
-    stops = pb.GenerateRequest(corpus="c", sampling=pb.Sampling(stop=["a"] * 2_000_000))
+    stops = pb.GenerateRequest(corpus="c", sampling=Sampling(stop=["a"] * 2_000_000))
     pairs = {str(number): "" for number in range(500_000)}
     noted = pb.GenerateRequest(passages=[pb.Passage(text="x", metadata=pairs)])
     for refused in (lambda: plan.check(stops, 9), lambda: plan.check(noted, 9), lambda: metadata_pairs(pairs)):

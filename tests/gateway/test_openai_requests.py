@@ -13,6 +13,7 @@ from openai.types.chat import completion_create_params as chat_params
 
 from fusionkv.gateway.http import replies, requests
 from fusionkv.gateway.http.server import parse
+from fusionkv.protos.fusion.v1.fusion_pb2 import Sampling
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime import errors
 from fusionkv.protos.runtime.errors import InvalidArgument
@@ -100,7 +101,7 @@ def test_everything_that_can_be_asked() -> None:
     wanted = pb.GenerateRequest(
         corpus="notes", messages=[pb.Message(role=pb.ROLE_USER, text="Which colour?")], recipe="prophetkv",
         ratio=0.3, top_k=4, order=pb.ORDER_RANK, query="colour",
-        sampling=pb.Sampling(max_tokens=5, temperature=1, top_p=0.5, top_k=9, seed=3, stop=["end"]),
+        sampling=Sampling(max_tokens=5, temperature=1, top_p=0.5, top_k=9, seed=3, stop=["end"]),
     )  # fmt: skip
     assert requests.completion(body) == requests.Chat(wanted, "notes:prophetkv@0.3", stream=True, usage=True)
 
@@ -118,7 +119,7 @@ def test_the_model_and_our_own_fields(model: str, own: dict[str, Any], more: dic
     made = requests.completion({**GOOD, **nothing, "model": model, "fusionkv": own}).request
     wanted = {"corpus": "notes", **own, **more}
     said = [pb.Message(role=pb.ROLE_USER, text="Which colour?")]
-    assert made == pb.GenerateRequest(messages=said, sampling=pb.Sampling(max_tokens=1), **wanted)
+    assert made == pb.GenerateRequest(messages=said, sampling=Sampling(max_tokens=1), **wanted)
 
 
 def test_passages_and_roles() -> None:
@@ -144,7 +145,7 @@ def test_passages_and_roles() -> None:
         ],
         messages=[pb.Message(role=role, text=text) for role, text in zip(roles, texts, strict=True)],
         ratio=0.5,
-        sampling=pb.Sampling(seed=0),
+        sampling=Sampling(seed=0),
     )
     assert requests.completion({**GOOD, "passages": documents}).request.passages == made.passages
 

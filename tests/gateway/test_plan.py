@@ -17,6 +17,7 @@ from fusionkv.gateway.retrieval.base import Candidate, Chunk, rank
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.contract.requests import RequestedRecipe
 from fusionkv.protos.fusion.v1 import fusion_pb2
+from fusionkv.protos.fusion.v1.fusion_pb2 import Sampling
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import InvalidArgument
 from tests.conftest import ROOT
@@ -80,7 +81,7 @@ def test_what_looks_the_same_is_the_same() -> None:
 
 
 def test_the_request_holds_all_parts() -> None:
-    sampling = pb.Sampling(max_tokens=5, temperature=0.5, top_p=0.9, top_k=3, seed=0, stop=["x"])
+    sampling = Sampling(max_tokens=5, temperature=0.5, top_p=0.9, top_k=3, seed=0, stop=["x"])
     made = build(NEAR, PASSAGES, "t", pb.GenerateRequest(question="why", ratio=0.0, sampling=sampling))
     known, same = vocabulary(), fusion_pb2.Sampling.FromString(sampling.SerializeToString())
     assert made == fusion_pb2.GenerateRequest(
@@ -129,7 +130,7 @@ def test_the_default_reuses_chunks_as_most_were_encoded(name: str, encoded: tupl
 
 def test_prompt_and_answer_must_fit_the_model() -> None:
     def built(answer: int) -> None:
-        build(PLAIN, PASSAGES, request=pb.GenerateRequest(question="why", sampling=pb.Sampling(max_tokens=answer)))
+        build(PLAIN, PASSAGES, request=pb.GenerateRequest(question="why", sampling=Sampling(max_tokens=answer)))
 
     built(0)
     built(66)
@@ -142,7 +143,7 @@ def test_prompt_and_answer_must_fit_the_model() -> None:
     [
         ({"prompt_template": "{question}"}, r"must contain \{passages\} and, behind it, \{question\}, each once"),
         ({"prompt_template": "{passages}{question}" + "x" * 65_536}, "the prompt template has 65556 characters"),
-        ({"sampling": pb.Sampling(temperature=NAN)}, "temperature is nan"),
+        ({"sampling": Sampling(temperature=NAN)}, "temperature is nan"),
         ({"corpus": ""}, "neither a corpus nor passages are given"),
         ({"passages": [ONE]}, "both a corpus and passages are given"),
         ({"query": " "}, "query is empty"),
