@@ -86,6 +86,7 @@ async def _serve(config: WorkerConfig) -> None:
             on_drain=servicer.close,
             tls=config.server_tls,
             failure=ranks.lost,
+            health_listen=config.health_listen,
         )
         returning.cancel()
 

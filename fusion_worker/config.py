@@ -113,6 +113,9 @@ class WorkerConfig:
         high=1,
     )
     drain_seconds: float = setting(30.0, "seconds that running requests may take to finish after SIGTERM", low=0)
+    health_listen: str = setting(
+        "", "host:port that answers gRPC health checks without TLS or token, for probes; empty disables it"
+    )
     metrics_listen: str = setting(
         "", "host:port of a Prometheus scrape endpoint (/metrics) without TLS or token; empty disables it"
     )

@@ -107,6 +107,7 @@ async def _serve(config: GatewayConfig) -> None:
         tls=config.server_tls,
         interceptors=[BearerInterceptor(bearer)] if bearer else [],
         beside=_http(config, application, bearer),
+        health_listen=config.health_listen,
     )
     memory_returner.cancel()
 

@@ -139,6 +139,7 @@ async def run(config: Config) -> None:
             on_stop=sharing.flush if sharing else None,
             tls=config.server_tls,
             failure=asyncio.create_task(_after(loading, asyncio.Event().wait)),
+            health_listen=config.health_listen,
         )
     finally:
         for file_server in file_servers:

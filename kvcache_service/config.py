@@ -64,6 +64,9 @@ class Config:
         0.95, "used share of the last tier at which that eviction stops", low=0.0, high=1.0
     )
     drain_seconds: float = setting(10.0, "seconds that running calls may take to finish after SIGTERM", low=0)
+    health_listen: str = setting(
+        "", "host:port that answers gRPC health checks without TLS or token, for probes; empty disables it"
+    )
     metrics_listen: str = setting(
         "", "host:port of a Prometheus scrape endpoint (/metrics) without TLS or token; empty disables it"
     )

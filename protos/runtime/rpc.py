@@ -355,6 +355,25 @@ class _Probes(Arrivals):
         return await super().message(context) if self.free else health_pb2.HealthCheckRequest()
 
 
+class _PlainHealth:
+    """Health checks for callers that can't speak TLS, such as Kubernetes' probes; a `Beside`."""
+
+    def __init__(self, name: str, checks: _Health, address: str) -> None:
+        self.name = f"{name}-health"
+        self._address = address
+        self._server = grpc.aio.server(options=_SERVER_OPTIONS)
+        self._server.add_generic_rpc_handlers((handlers(_HEALTH, checks, arrivals=_Probes(PROBE_PLACES)),))
+
+    async def start(self) -> list[str]:
+        bound = _bind(self._server, self._address, None)
+        await self._server.start()
+        return [bound]
+
+    async def stop(self, seconds: float) -> None:
+        """At once: a service that drains is not to be probed."""
+        await self._server.stop(0)
+
+
 class _Reflection:
     """The library's servicer, for a limited number of callers."""
 
@@ -398,6 +417,7 @@ async def serve(
     beside: Sequence[Beside] = (),
     failure: "asyncio.Future[None] | None" = None,
     ready: Callable[[], Awaitable[bool]] | None = None,
+    health_listen: str = "",
 ) -> None:
     """Serves until SIGTERM or SIGINT, then drains: health becomes NOT_SERVING, calls in flight get `drain_seconds`.
 
@@ -414,6 +434,7 @@ async def serve(
             runs, and its error is raised.
         ready: whether `services` can be used now, asked every 2 s: while they can't, their health is NOT_SERVING.
             The health of the server, which has no name, says only that it takes calls.
+        health_listen: a further address, which answers health checks alone and never speaks TLS; empty for none.
     """
     # Clients need not load these.
     from grpc_reflection.v1alpha import reflection, reflection_pb2
@@ -432,6 +453,7 @@ async def serve(
     probes = handlers(_HEALTH, checks, arrivals=_Probes(PROBE_PLACES))
     server.add_generic_rpc_handlers((*services.values(), probes, handlers(described, reflected)))
     bound = [_bind(server, address, credentials) for address in addresses]
+    beside = [*beside, _PlainHealth(name, checks, health_listen)] if health_listen else beside
     others = [(other.name, await other.start()) for other in beside]
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -115,7 +115,7 @@ def test_the_environment_is_what_the_services_accept(render: Render) -> None:
 
 def test_what_may_be_set_is_what_the_services_know(chart: Path) -> None:
     schema = json.loads((chart / "values.schema.json").read_text())
-    places = {"listen", "http_listen", "metrics_listen", "data_dir"}
+    places = {"listen", "health_listen", "http_listen", "metrics_listen", "data_dir"}
     own = places | {"model", "cache", "workers", "tensor_parallel"}
     for name, config in CONFIGS.items():
         parts = schema["properties"][name]["properties"]["config"]["allOf"]

@@ -40,13 +40,11 @@ def test_every_service_has_a_certificate_for_the_names_it_is_called_by(render: R
         certificate = certificates[name]["spec"]
         assert names <= set(certificate["dnsNames"])
         assert {"server auth", "client auth"} <= set(certificate["usages"])
-        pod = found.pod(name)
         config, at = found.config(name), found.secret(name, certificate["secretName"])
         assert (config.tls_cert, config.tls_key) == (at / "tls.crt", at / "tls.key")
         assert getattr(config, "tls_ca", None) == (None if name == "kvcache" else at / "ca.crt"), "it calls nobody"
         # Applications have tokens and no certificates.
         assert config.tls_client_ca == (None if name == "gateway" else at / "ca.crt")
-        assert "tcpSocket" in pod["containers"][0]["readinessProbe"]
 
 
 def test_a_release_has_a_ca_of_its_own_unless_it_names_another(render: Render) -> None:

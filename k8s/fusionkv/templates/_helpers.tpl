@@ -272,6 +272,9 @@ spec:
       securityContext: {{- include "fusionkv.containerSecurity" . | nindent 8 }}
       ports:
         - {name: grpc, containerPort: {{ .port }}, protocol: TCP}
+        {{- if include "fusionkv.speaksTLS" . }}
+        - {name: health, containerPort: 7079, protocol: TCP}
+        {{- end }}
         {{- with .http }}
         - {name: http, containerPort: {{ . }}, protocol: TCP}
         {{- end }}
@@ -287,6 +290,9 @@ spec:
         - {name: FUSIONKV_{{ $section }}_LISTEN, value: "[::]:{{ .port }}"}
         {{- with .http }}
         - {name: FUSIONKV_{{ $section }}_HTTP_LISTEN, value: "[::]:{{ . }}"}
+        {{- end }}
+        {{- if include "fusionkv.speaksTLS" . }}
+        - {name: FUSIONKV_{{ $section }}_HEALTH_LISTEN, value: "[::]:7079"}
         {{- end }}
         {{- with .root.Values.metrics.port }}
         - {name: FUSIONKV_{{ $section }}_METRICS_LISTEN, value: "[::]:{{ . }}"}
@@ -308,7 +314,7 @@ spec:
         {{- include "fusionkv.probe" . | nindent 8 }}
         periodSeconds: 10
         timeoutSeconds: 5
-        failureThreshold: 6
+        failureThreshold: 5
       {{- with $values.lifecycle }}
       lifecycle: {{- toYaml . | nindent 8 }}
       {{- end }}
@@ -368,13 +374,9 @@ spec:
 {{- end }}
 {{- end }}
 
-{{/* Kubernetes' gRPC probes can't speak TLS: a service with a certificate is asked only whether it accepts connections. */}}
+{{/* Kubernetes' gRPC probes can't speak TLS: a service with a certificate has a port for them. */}}
 {{- define "fusionkv.probe" -}}
-{{- if include "fusionkv.speaksTLS" . -}}
-tcpSocket: {port: {{ .port }}}
-{{- else -}}
-grpc: {port: {{ .port }}{{ with .service }}, service: {{ . }}{{ end }}}
-{{- end }}
+grpc: {port: {{ ternary 7079 .port (ne (include "fusionkv.speaksTLS" .) "") }}{{ with .service }}, service: {{ . }}{{ end }}}
 {{- end }}
 
 {{/* The service account of one component: no rights, no token. */}}

@@ -1,0 +1,60 @@
+"""Kubernetes' probes of services with TLS: they find a process that hangs, which still accepts connections."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.deploy.rendering import CONFIGS, Render
+from tests.services import Launch, start_cache, start_gateway, start_worker
+
+pytestmark = [pytest.mark.slow, pytest.mark.system]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_service_that_hangs_behind_tls_is_found_within_a_minute(
+    render: Render, launch: Launch, authority: Any, reference_model: Path, tmp_path: Path, name: str
+) -> None:
+    found = render({"certManager": {"enabled": True}})
+    (container,) = found.pod(name)["containers"]
+    probes = {kind: container[kind] for kind in ("startupProbe", "readinessProbe", "livenessProbe")}
+    (port,) = {probe["grpc"]["port"] for probe in probes.values()}
+    assert found.config(name).health_listen == f"[::]:{port}"
+    assert port in {each["containerPort"] for each in container["ports"]}
+    assert port not in found.traffic(name)[0], "a node's own probes pass network policies, and nobody else needs them"
+
+    cert, key = authority("ca").issue(name)
+    flags = ("--tls-cert", str(cert), "--tls-key", str(key), "--health-listen", "127.0.0.1:0")
+    starts: dict[str, Any] = {
+        "kvcache": lambda: start_cache(launch, tmp_path, *flags, services=2),
+        "worker": lambda: start_worker(launch, reference_model, *flags, services=2),
+        "gateway": lambda: start_gateway(launch, tmp_path, None, *flags, services=2),
+    }
+    service = starts[name]()
+    with grpc.insecure_channel(service.addresses[f"fusionkv-{name}-health"][0]) as channel:
+
+        def check(probe: Any) -> int:
+            request = health_pb2.HealthCheckRequest(service=probe["grpc"].get("service", ""))
+            return health_pb2_grpc.HealthStub(channel).Check(request, timeout=probe.get("timeoutSeconds", 1)).status
+
+        assert check(probes["livenessProbe"]) == health_pb2.HealthCheckResponse.SERVING
+        ready = (
+            health_pb2.HealthCheckResponse.SERVING
+            if name != "gateway"
+            else health_pb2.HealthCheckResponse.NOT_SERVING
+        )
+        assert check(probes["readinessProbe"]) == ready, "a gateway without a worker is not ready"
+        service.process.send_signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(grpc.RpcError) as raised:
+                check(probes["readinessProbe"])
+        finally:
+            service.process.send_signal(signal.SIGCONT)
+        assert raised.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    for kind in ("readinessProbe", "livenessProbe"):
+        probe = probes[kind]
+        assert probe["periodSeconds"] * probe.get("failureThreshold", 3) + probe["timeoutSeconds"] <= 60
+    assert service.stop() == 0
