@@ -13,10 +13,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from fusionkv.kvcache_service.config import Config
-from fusionkv.kvcache_service.local import FileServer, path_of, segments_of, share_memory, share_segments
+from fusionkv.kvcache_service.local import FileServer, arena_path, segments_path, share_memory, share_segments
 from fusionkv.kvcache_service.metrics import observe_remote, observe_tiers
 from fusionkv.kvcache_service.remote.sharing import Sharing
-from fusionkv.kvcache_service.remote.tier import Engine, RemoteTier
+from fusionkv.kvcache_service.remote.tier import RemoteEngine, RemoteTier
 from fusionkv.kvcache_service.servicer import SERVICE, KVCacheServicer, handler
 from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.tiers.base import Tier
@@ -97,7 +97,7 @@ def make_sharing(config: Config, store: Store) -> Sharing:
         if mooncake:
             from fusionkv.kvcache_service.remote.mooncake_engine import MooncakeEngine
 
-            engine: Engine = MooncakeEngine(config.remote_url, config.remote_segment_bytes)
+            engine: RemoteEngine = MooncakeEngine(config.remote_url, config.remote_segment_bytes)
         else:
             from fusionkv.kvcache_service.remote.redis_engine import RedisEngine
 
@@ -110,7 +110,7 @@ def make_sharing(config: Config, store: Store) -> Sharing:
     except ValueError as error:
         raise OSError(f"remote_url can't be used: {error}") from error
     sharing = Sharing(store, RemoteTier(engine, DiskKeys(config.disk_keys) if config.disk_keys else None))
-    observe_remote(lambda: (sharing.reachable, sharing.waiting))
+    observe_remote(lambda: (sharing.reachable, len(sharing.write_backs)))
     return sharing
 
 
@@ -136,7 +136,7 @@ async def run(config: Config) -> None:
             config.listen,
             {SERVICE.full_name: handler(KVCacheServicer(store, sharing))},
             drain_seconds=config.drain_seconds,
-            on_stop=sharing.flush if sharing else None,
+            on_stop=sharing.write_backs.flush if sharing else None,
             tls=config.server_tls,
             failure=asyncio.create_task(_after(loading, asyncio.Event().wait)),
             health_listen=config.health_listen,
@@ -166,11 +166,11 @@ def start_file_servers(config: Config, store: Store) -> list[FileServer]:
     file_servers: list[FileServer] = []
     memory = next(tier for tier in store.residents.tiers if isinstance(tier, MemoryTier))
     files = readable_files(store.residents.tiers)
-    for path in filter(None, map(path_of, config.listen)):
+    for path in filter(None, map(arena_path, config.listen)):
         try:
             file_servers.append(share_memory(path, memory.arena, memory.capacity_bytes, memory.file))
             if files is not None:
-                file_servers.append(share_segments(segments_of(path), memory.arena, files.open_segment))
+                file_servers.append(share_segments(segments_path(path), memory.arena, files.open_segment))
         except OSError as error:
             log.warning("can't share memory and files beside %s, bytes are streamed: %s", path, error)
     return file_servers

@@ -12,7 +12,7 @@ import grpc
 from opentelemetry import propagate, trace
 
 from fusionkv.kvcache_service.index.record import HitKind
-from fusionkv.kvcache_service.local import LocalTiers, copy, read_into
+from fusionkv.kvcache_service.local import LocalTiers, copy_hashed, read_into
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.kvcache.v1.kvcache_pb2_grpc import KVCacheServiceStub
 from fusionkv.protos.runtime import cancellation, errors, frames, process, rpc
@@ -101,9 +101,9 @@ class CacheClient:
         sent = time.monotonic()
         response = await self._call("Lookup", request, timeout)
         # The service measures the lease from the arrival of the request, or later.
-        self._local.leased(response.lease, sent + response.lease_ms / 1000)
+        self._local.add_lease(response.lease, sent + response.lease_ms / 1000)
         shared = await self._local.open(response.arena)
-        return Lookup(tuple(hit_of(hit, response.lease, shared) for hit in response.hits), response.lease)
+        return Lookup(tuple(decode_hit(hit, response.lease, shared) for hit in response.hits), response.lease)
 
     async def fetch(self, entry: Entry, into: memoryview, *, timeout: float) -> None:
         """Fills `into` (`entry.size` bytes) from shared memory or segment files if possible, otherwise by stream.
@@ -122,12 +122,12 @@ class CacheClient:
         if self.on_disk(entry) and await self.read(entry, partial(read_into, into), timeout=timeout):
             return
         if entry.shared is not None:
-            if await self._local.copied(entry.shared, entry.lease, into):
+            if await self._local.copy_leased(entry.shared, entry.lease, into):
                 return
-        elif await self._promoted(entry, into, deadline - time.monotonic()):
+        elif await self._fetch_promoted(entry, into, deadline - time.monotonic()):
             return
-        left = deadline - time.monotonic()
-        call = self._begin("Fetch", pb.FetchRequest(key=entry.key, checksum=entry.checksum), left)
+        remaining = deadline - time.monotonic()
+        call = self._begin("Fetch", pb.FetchRequest(key=entry.key, checksum=entry.checksum), remaining)
         try:
             with self._errors("fetch from"):
                 digest = await frames.fill(into, call)
@@ -136,21 +136,21 @@ class CacheClient:
         finally:
             call.cancel()
         if digest != entry.checksum:
-            left = min(deadline - time.monotonic(), _DELETE_DAMAGED_SECONDS)
+            remaining = min(deadline - time.monotonic(), _DELETE_DAMAGED_SECONDS)
             with contextlib.suppress(errors.ServiceError):  # the damage is the error to report
-                await self.delete([entry.key], here=True, timeout=left)
+                await self.delete([entry.key], here=True, timeout=remaining)
             raise errors.DataLoss(f"entry {entry.key.hex()} arrived damaged from {self.address}; it is deleted there")
 
-    def seen(self, entry: Entry) -> memoryview | None:
+    def view(self, entry: Entry) -> memoryview | None:
         """View of an entry in the service's shared memory; None if it is not there, or not leased.
 
-        Results computed from it are valid if the entry is still `held` afterwards.
+        Results computed from it are valid if the entry is still leased afterwards (`is_leased`).
         """
-        return entry.shared if self.held(entry) else None
+        return entry.shared if self.is_leased(entry) else None
 
-    def held(self, entry: Entry) -> bool:
+    def is_leased(self, entry: Entry) -> bool:
         """Whether the lease of the Lookup that found an entry is still held. Thread-safe."""
-        return self._local.held(entry.lease)
+        return self._local.is_leased(entry.lease)
 
     def on_disk(self, entry: Entry) -> bool:
         """Whether an entry is in segment files of this machine, and not in shared memory."""
@@ -166,7 +166,7 @@ class CacheClient:
         Returns:
             Whether the bytes were read and have their checksum.
         """
-        if entry.extent is None or not self._local.mapped or not self.held(entry):
+        if entry.extent is None or not self._local.mapped or not self.is_leased(entry):
             return False
         try:
             async with asyncio.timeout(timeout):
@@ -175,9 +175,9 @@ class CacheClient:
             raise errors.DeadlineExceeded(
                 f"reading segment files of {self.address} took longer than {timeout:g} s"
             ) from error
-        return digest == entry.checksum and self._local.held(entry.lease)
+        return digest == entry.checksum and self._local.is_leased(entry.lease)
 
-    async def _promoted(self, entry: Entry, into: memoryview, timeout: float) -> bool:
+    async def _fetch_promoted(self, entry: Entry, into: memoryview, timeout: float) -> bool:
         """Has an entry promoted, or copied from the remote tier, and copies it from shared memory, if it is there."""
         if not self._local.mapped:
             return False
@@ -186,9 +186,9 @@ class CacheClient:
         except errors.ServiceError:
             return False  # the stream, which is tried next, raises the error
         arena = await self._local.open(response.arena)
-        shared = None if arena is None else _shared(response.entries[0], arena, entry.size)
+        shared = None if arena is None else _arena_view(response.entries[0], arena, entry.size)
         # No lease covers these bytes: the entry may be in the remote tier, or be stored anew under this key.
-        return shared is not None and await asyncio.to_thread(copy, shared, into) == entry.checksum
+        return shared is not None and await asyncio.to_thread(copy_hashed, shared, into) == entry.checksum
 
     async def put(
         self,
@@ -238,7 +238,7 @@ class CacheClient:
 
     async def release(self, lease: int, *, timeout: float = 5.0) -> None:
         """Ends a lease; an unknown or expired one is ignored."""
-        self._local.released(lease)
+        self._local.drop_lease(lease)
         await self._call("Release", pb.ReleaseRequest(lease=lease), timeout)
 
     async def delete(
@@ -336,7 +336,7 @@ class CacheClient:
         return getattr(self._stub, method)(request, timeout=timeout, **more)
 
 
-def hit_of(message: pb.Hit, lease: int, arena: memoryview | None) -> Hit:
+def decode_hit(message: pb.Hit, lease: int, arena: memoryview | None) -> Hit:
     """Converts one hit of a response with this lease; a miss if its kind or tier is one of a later version.
 
     arena: The service's shared memory, if mapped.
@@ -344,18 +344,18 @@ def hit_of(message: pb.Hit, lease: int, arena: memoryview | None) -> Hit:
     e, kind, tier = message.entry, _KINDS.get(message.kind, HitKind.MISS), _TIERS.get(message.entry.tier)
     if kind is HitKind.MISS or tier is None or not message.HasField("entry"):
         return Hit(HitKind.MISS, None)
-    view = None if arena is None else _shared(e, arena, e.size_bytes)
+    view = None if arena is None else _arena_view(e, arena, e.size_bytes)
     names = (e.key, e.size_bytes, e.tokens, e.base, e.checksum, tier, e.variant)
     extent = (e.extent.segment, e.extent.offset) if e.HasField("extent") else None
     held = 0 if tier == "remote" else lease
     return Hit(kind, Entry(*names, view, held, extent, e.signature))
 
 
-def _shared(at: pb.Entry | pb.Prefetched, arena: memoryview, size: int) -> memoryview | None:
+def _arena_view(at: pb.Entry | pb.Prefetched, arena: memoryview, size: int) -> memoryview | None:
     """View of an entry's bytes in the arena; None if it is not in memory."""
     inside = at.HasField("arena_offset") and at.arena_offset + size <= len(arena)
     return arena[at.arena_offset : at.arena_offset + size] if inside else None
 
 
-def _put_message(part: pb.PutRequest | memoryview) -> bytes:
-    return frames.encode_frame(part) if isinstance(part, memoryview) else part.SerializeToString()
+def _put_message(message: pb.PutRequest | memoryview) -> bytes:
+    return frames.encode_frame(message) if isinstance(message, memoryview) else message.SerializeToString()

@@ -45,12 +45,12 @@ _MAX_FILES = 128
 _PIECE_BYTES = 1 << 20
 
 
-def path_of(address: str) -> Path | None:
+def arena_path(address: str) -> Path | None:
     """Path of the socket that shares the arena of a service at `unix:/path`; None for other addresses."""
     return Path(address.removeprefix("unix:") + ".arena") if address.startswith("unix:") else None
 
 
-def segments_of(arena: Path) -> Path:
+def segments_path(arena: Path) -> Path:
     """Path of the socket that shares segment files, given that of the arena."""
     return arena.with_suffix(".segments")
 
@@ -58,13 +58,13 @@ def segments_of(arena: Path) -> Path:
 class FileServer:
     """Sends a file descriptor to each client of a unix socket, on the running event loop."""
 
-    def __init__(self, path: Path, hand_over: Callable[[socket.socket], Awaitable[None]]) -> None:
+    def __init__(self, path: Path, send_file: Callable[[socket.socket], Awaitable[None]]) -> None:
         """Replaces an existing socket, which is stale. Raises OSError if it cannot be bound.
 
-        hand_over: Sends the file over a non-blocking socket. May raise OSError, TimeoutError or struct.error.
+        send_file: Sends the file over a non-blocking socket. May raise OSError, TimeoutError or struct.error.
         """
         self._path = path
-        self._hand_over = hand_over
+        self._send_file = send_file
         path.unlink(missing_ok=True)
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.setblocking(False)
@@ -95,22 +95,22 @@ class FileServer:
     async def _answer(self, caller: socket.socket) -> None:
         # A client that is gone, sends nothing, or requests a missing file gets no response.
         with caller, contextlib.suppress(OSError, TimeoutError, struct.error):
-            await self._hand_over(caller)
+            await self._send_file(caller)
 
 
 def share_memory(path: Path, name: bytes, size: int, file: int) -> FileServer:
     """Shares a read-only file of `size` bytes. Raises OSError as FileServer does."""
 
-    async def hand_over(caller: socket.socket) -> None:
+    async def send_file(caller: socket.socket) -> None:
         socket.send_fds(caller, [_HEAD.pack(name, size)], [file])
 
-    return FileServer(path, hand_over)
+    return FileServer(path, send_file)
 
 
 def share_segments(path: Path, name: bytes, open_segment: Callable[[int], int]) -> FileServer:
     """Shares the file of the segment whose number a client sends. Raises OSError as FileServer does."""
 
-    async def hand_over(caller: socket.socket) -> None:
+    async def send_file(caller: socket.socket) -> None:
         async with asyncio.timeout(_TIMEOUT_SECONDS):
             request = await asyncio.get_running_loop().sock_recv(caller, _SEGMENT.size)
         file = open_segment(*_SEGMENT.unpack(request))
@@ -119,7 +119,7 @@ def share_segments(path: Path, name: bytes, open_segment: Callable[[int], int]) 
         finally:
             os.close(file)
 
-    return FileServer(path, hand_over)
+    return FileServer(path, send_file)
 
 
 class LocalTiers:
@@ -130,15 +130,15 @@ class LocalTiers:
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._path = path_of(address)
-        self._name = b""
-        self._bytes: memoryview | None = None
+        self._path = arena_path(address)
+        self._arena_name = b""
+        self._arena: memoryview | None = None
         self._open_again = 0.0
         self._leases: dict[int, float] = {}
         self._files: OrderedDict[int, int] = OrderedDict()
-        self._refused = False
+        self._segments_unreadable = False
 
-    def leased(self, lease: int, until: float) -> None:
+    def add_lease(self, lease: int, until: float) -> None:
         """Records a lease (0: none) until a time of time.monotonic, which is the same in all processes."""
         if lease:
             self._leases[lease] = until
@@ -146,20 +146,21 @@ class LocalTiers:
             now = time.monotonic()
             self._leases = {held: end for held, end in self._leases.items() if end > now}
 
-    def released(self, lease: int) -> None:
+    def drop_lease(self, lease: int) -> None:
         self._leases.pop(lease, None)
 
     async def open(self, name: bytes) -> memoryview | None:
         """Maps the memory tier of this name; None if it is not local or not shared. Unmapped with the last view."""
         if self._path is None or not name:
             return None
-        new, now = self._name != name, time.monotonic()
-        if new or (self._bytes is None and now >= self._open_again):
-            self._name, self._bytes, self._refused, self._open_again = name, None, False, now + _OPEN_AGAIN_SECONDS
+        new, now = self._arena_name != name, time.monotonic()
+        if new or (self._arena is None and now >= self._open_again):
+            self._arena_name, self._arena, self._segments_unreadable = name, None, False
+            self._open_again = now + _OPEN_AGAIN_SECONDS
             try:
-                received, view = await asyncio.to_thread(receive, self._path)
+                received, view = await asyncio.to_thread(map_arena, self._path)
             except asyncio.CancelledError:
-                self._name = b""  # the next response tries again
+                self._arena_name = b""  # the next response tries again
                 raise
             except OSError as error:
                 if new:
@@ -168,59 +169,59 @@ class LocalTiers:
                 # Segment files of an earlier start of the service are not used any more.
                 self.close()
                 # With another name, the service was restarted since its response. The next one has the new name.
-                self._name, self._bytes = received, view
-        return self._bytes if self._name == name else None
+                self._arena_name, self._arena = received, view
+        return self._arena if self._arena_name == name else None
 
     @property
     def mapped(self) -> bool:
         """Whether a memory tier is mapped."""
-        return self._bytes is not None
+        return self._arena is not None
 
-    async def copied(self, data: memoryview, lease: int, into: memoryview) -> bool:
+    async def copy_leased(self, data: memoryview, lease: int, into: memoryview) -> bool:
         """Copies bytes of the memory tier; False if the lease was not held until the end of the copy."""
-        if not self.held(lease):
+        if not self.is_leased(lease):
             return False
         if len(data) > _COPY_INLINE_BYTES:
             await asyncio.to_thread(np.copyto, np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8))
         else:
             into[:] = data
-        return self.held(lease)
+        return self.is_leased(lease)
 
-    def held(self, lease: int) -> bool:
+    def is_leased(self, lease: int) -> bool:
         return time.monotonic() < self._leases.get(lease, 0.0)
 
     async def read(self, extent: tuple[int, int], reader: Callable[[int, int], bytes]) -> bytes:
         """Runs a reader, as for `CacheClient.read`, in a thread at an extent.
 
-        The caller checks afterwards that the lease is still `held`.
+        The caller checks afterwards that the lease is still held (`is_leased`).
 
         Returns:
             Checksum of the bytes read, which the caller compares; empty if they cannot be read.
         """
-        if self._refused:
+        if self._segments_unreadable:
             return b""
         segment, offset = extent
         try:
             file = await self._file(segment)
         except OSError as error:
             log.warning("segment files of the cache service are not read locally: %s", error)
-            self._refused = True
+            self._segments_unreadable = True
             return b""
-        return b"" if file is None else await asyncio.to_thread(_within, file, reader, offset)
+        return b"" if file is None else await asyncio.to_thread(_read_and_close, file, reader, offset)
 
     async def _file(self, segment: int) -> FileIO | None:
         """Segment file, to be closed by the caller; None if the service was restarted."""
         assert self._path is not None
         if segment not in self._files:
-            path, request = segments_of(self._path), _SEGMENT.pack(segment)
+            path, request = segments_path(self._path), _SEGMENT.pack(segment)
             # Shielded: a cancelled future would lose the file that its thread receives.
-            receiving = asyncio.get_running_loop().run_in_executor(None, _receive, path, request, _NAME_BYTES)
+            receiving = asyncio.get_running_loop().run_in_executor(None, _receive_file, path, request, _NAME_BYTES)
             try:
                 name, file = await asyncio.shield(receiving)
             except asyncio.CancelledError:
                 receiving.add_done_callback(_close_received)
                 raise
-            if name != self._name or segment in self._files:
+            if name != self._arena_name or segment in self._files:
                 os.close(file)
             else:
                 self._files[segment] = file
@@ -237,9 +238,9 @@ class LocalTiers:
             os.close(self._files.popitem()[1])
 
 
-def receive(path: Path) -> tuple[bytes, memoryview]:
+def map_arena(path: Path) -> tuple[bytes, memoryview]:
     """Maps a memory tier read-only, in milliseconds; returns name and bytes. Raises OSError if there is none."""
-    head, file = _receive(path, b"", _HEAD.size)
+    head, file = _receive_file(path, b"", _HEAD.size)
     try:
         name, size = _HEAD.unpack(head)
         return name, memoryview(mmap.mmap(file, size, prot=mmap.PROT_READ))
@@ -247,7 +248,7 @@ def receive(path: Path) -> tuple[bytes, memoryview]:
         os.close(file)
 
 
-def _receive(path: Path, request: bytes, head_bytes: int) -> tuple[bytes, int]:
+def _receive_file(path: Path, request: bytes, head_bytes: int) -> tuple[bytes, int]:
     """Head and file descriptor that a FileServer responds with. Raises OSError if it shares no such file."""
     with socket.socket(socket.AF_UNIX) as service:
         service.settimeout(_TIMEOUT_SECONDS)
@@ -267,7 +268,7 @@ def _close_received(receiving: "asyncio.Future[tuple[bytes, int]]") -> None:
         os.close(receiving.result()[1])
 
 
-def copy(data: memoryview, into: memoryview) -> bytes:
+def copy_hashed(data: memoryview, into: memoryview) -> bytes:
     """Copies bytes that may change meanwhile; returns the checksum of the copy."""
     hasher, source, target = Checksum(), np.frombuffer(data, np.uint8), np.frombuffer(into, np.uint8)
     for at in range(0, len(into), _PIECE_BYTES):
@@ -277,7 +278,7 @@ def copy(data: memoryview, into: memoryview) -> bytes:
     return hasher.digest()
 
 
-def _within(file: FileIO, reader: Callable[[int, int], bytes], offset: int) -> bytes:
+def _read_and_close(file: FileIO, reader: Callable[[int, int], bytes], offset: int) -> bytes:
     with file:
         return reader(file.fileno(), offset)
 

@@ -5,13 +5,13 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
 from fusionkv.kvcache_service.client import RESERVED
 from fusionkv.kvcache_service.index import record as records
-from fusionkv.kvcache_service.index.record import HitKind, Record
+from fusionkv.kvcache_service.index.record import EntryRecord, HitKind
 from fusionkv.kvcache_service.keys import DIGEST_BYTES
 from fusionkv.kvcache_service.remote.sharing import Sharing
 from fusionkv.kvcache_service.store import writing
@@ -26,6 +26,8 @@ from fusionkv.protos.runtime.errors import DeadlineExceeded, InvalidArgument, Re
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVCacheService"]
 
+# The header, and frames of data, which bypass protobuf.
+PutMessages: TypeAlias = AsyncIterator[pb.PutRequest | memoryview]
 _KINDS: dict[HitKind, Any] = {kind: pb.HitKind.Value(f"HIT_KIND_{kind.name}") for kind in HitKind}
 _TIERS = {"memory": pb.TIER_MEMORY, "disk": pb.TIER_DISK, "remote": pb.TIER_REMOTE}
 _MAX_KEYS = 65536
@@ -66,26 +68,28 @@ class KVCacheServicer:
         variants = [list(element.variants) for element in request.path]
         local, lease = self._store.lookup(request.namespace, path, variants, lease_ms / 1000)
         try:
-            remote = await self._sharing.find(request.namespace, path, variants, local) if self._sharing else {}
+            remote = await self._sharing.lookup(request.namespace, path, variants, local) if self._sharing else {}
         except BaseException:  # the caller hung up, and never learns of the lease
             self._store.leases.release(lease)
             raise
-        # Their lease may be over by now.
-        local = [(kind, entry) if entry is None or entry.places else (HitKind.MISS, None) for kind, entry in local]
-        kinds = [remote[i][0] if i in remote else kind for i, (kind, _) in enumerate(local)]
-        for kind, n in Counter(kinds).items():
-            self._store.counters.add("lookups", n, kind=kind.value)
-        hits = [
-            pb.Hit(kind=_KINDS[kinds[i]], entry=_entry_of(remote[i][1], pb.TIER_REMOTE))
-            if i in remote
-            else pb.Hit(kind=_KINDS[kind], entry=self._entry(entry) if entry else None)
-            for i, (kind, entry) in enumerate(local)
-        ]
-        own = dict.fromkeys(entry for i, (_, entry) in enumerate(local) if entry is not None and i not in remote)
-        slow = [entry for entry in own if self._store.residents.fastest(entry).blocking]
+        hits: list[tuple[HitKind, pb.Entry | None]] = []
+        slow: dict[StoredEntry, None] = {}  # in order, without duplicates
+        for i, (kind, entry) in enumerate(local):
+            if i in remote:
+                kind, record = remote[i]
+                hits.append((kind, _entry_message(record, pb.TIER_REMOTE)))
+            elif entry is None or not entry.places:  # its lease may be over by now
+                hits.append((HitKind.MISS, None))
+            else:
+                hits.append((kind, self._local_entry(entry)))
+                if self._store.residents.fastest(entry).blocking:
+                    slow[entry] = None
+        for kind, count in Counter(kind for kind, _ in hits).items():
+            self._store.counters.add("lookups", count, kind=kind.value)
         # A caller at a unix socket reads the disk tier's files itself.
-        self._store.prefetch(slow, later=self._files is not None and context.peer().startswith("unix:"))
-        return pb.LookupResponse(hits=hits, lease=lease, lease_ms=lease_ms if lease else 0, arena=self._arena)
+        self._store.prefetch([*slow], later=self._files is not None and context.peer().startswith("unix:"))
+        messages = [pb.Hit(kind=_KINDS[kind], entry=entry) for kind, entry in hits]
+        return pb.LookupResponse(hits=messages, lease=lease, lease_ms=lease_ms if lease else 0, arena=self._arena)
 
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[memoryview]:
         _check_digests([request.key], "the key")
@@ -93,7 +97,7 @@ class KVCacheServicer:
             raise InvalidArgument(f"the checksum has {len(request.checksum)} bytes, 16 are required")
         with self._fetching():
             if self._sharing is not None and self._store.residents.get(request.key) is None:
-                await self._sharing.bring(request.key)
+                await self._sharing.pull(request.key)
             with self._store.pinned(request.key, request.checksum) as entry:
                 async for frame in self._store.frames(entry):
                     yield frame
@@ -103,15 +107,13 @@ class KVCacheServicer:
         if len(request.keys) > self._config.max_path:
             raise InvalidArgument(f"{len(request.keys)} keys at once; at most {self._config.max_path}")
         with self._fetching():
-            await asyncio.gather(*map(self._rise, request.keys))
+            await asyncio.gather(*map(self._promote, request.keys))
         residents = map(self._store.residents.get, request.keys)
         entries = [pb.Prefetched(arena_offset=_arena_offset(entry)) for entry in residents]
         return pb.PrefetchResponse(entries=entries, arena=self._arena)
 
-    async def Put(
-        self, requests: AsyncIterator[pb.PutRequest | memoryview], context: grpc.aio.ServicerContext
-    ) -> pb.PutResponse:
-        requests = _prompt(requests)
+    async def Put(self, requests: PutMessages, context: grpc.aio.ServicerContext) -> pb.PutResponse:
+        requests = _with_stall_limit(requests)
         record = record_of(await anext(requests, None), self._config.max_path)
         writer = None
         stored = False
@@ -119,7 +121,7 @@ class KVCacheServicer:
         try:
             if self._puts > self._config.max_puts:
                 raise ResourceExhausted(f"{self._puts - 1} puts are running: try again, or raise max_puts")
-            await self._store.opened()
+            await self._store.wait_until_open()
             writer = writing.reserve(self._store, record)
             if writer is not None:
                 await context.send_initial_metadata(((RESERVED, "1"),))
@@ -155,8 +157,8 @@ class KVCacheServicer:
         _check_digests(keys, "a key")
         _check_digests([namespace] if namespace else [], "the namespace")
         sharing = None if request.here else self._sharing
-        await self._store.opened()  # before, not all keys of a namespace are known
-        shared = await sharing.known(keys, namespace) if sharing is not None else []
+        await self._store.wait_until_open()  # before, not all keys of a namespace are known
+        shared = await sharing.records(keys, namespace) if sharing is not None else []
         deleted = await self._store.delete(keys or self._store.residents.index.namespace_keys(namespace))
         if sharing is not None:
             await sharing.delete(shared, namespace)
@@ -183,7 +185,7 @@ class KVCacheServicer:
         if self._sharing is not None:
             remote = pb.RemoteStats(
                 reachable=self._sharing.reachable,
-                waiting=self._sharing.waiting,
+                waiting=len(self._sharing.write_backs),
                 written=counters.get("remote.writes"),
                 read=counters.get("remote.reads"),
             )
@@ -213,19 +215,19 @@ class KVCacheServicer:
         finally:
             self._fetches -= 1
 
-    async def _rise(self, key: bytes) -> None:
+    async def _promote(self, key: bytes) -> None:
         if (entry := self._store.residents.get(key)) is not None:
-            await self._store.rise(entry)
+            await self._store.promote(entry)
         elif self._sharing is not None:
             with contextlib.suppress(ResourceExhausted):  # it is not in memory then
-                await self._sharing.bring(key)
+                await self._sharing.pull(key)
 
-    def _entry(self, entry: StoredEntry) -> pb.Entry:
+    def _local_entry(self, entry: StoredEntry) -> pb.Entry:
         fastest, place, extent = self._store.residents.fastest(entry), entry.places.get(DiskTier.name), None
         if self._files is not None and place is not None:
             segment, offset = divmod(place.offset, SEGMENT_BYTES)
             extent = pb.Extent(segment=segment, offset=offset)
-        return _entry_of(entry.record, _TIERS[fastest.name], arena_offset=_arena_offset(entry), extent=extent)
+        return _entry_message(entry.record, _TIERS[fastest.name], arena_offset=_arena_offset(entry), extent=extent)
 
 
 def _arena_offset(entry: StoredEntry | None) -> int | None:
@@ -233,7 +235,7 @@ def _arena_offset(entry: StoredEntry | None) -> int | None:
     return place.offset if place else None
 
 
-def _entry_of(record: Record, tier: pb.Tier, **more: Any) -> pb.Entry:
+def _entry_message(record: EntryRecord, tier: pb.Tier, **more: Any) -> pb.Entry:
     return pb.Entry(
         key=record.key,
         size_bytes=record.size,
@@ -247,37 +249,35 @@ def _entry_of(record: Record, tier: pb.Tier, **more: Any) -> pb.Entry:
     )
 
 
-async def _receive(requests: AsyncIterator[pb.PutRequest | memoryview], writer: writing.Writer) -> bool:
-    async for part in requests:
-        if not isinstance(part, memoryview):
+async def _receive(requests: PutMessages, writer: writing.Writer) -> bool:
+    async for message in requests:
+        if not isinstance(message, memoryview):
             raise InvalidArgument("a message after the header that is not data")
-        await writer.write(part)
+        await writer.write(message)
     return await writer.commit()
 
 
-async def _prompt(
-    requests: AsyncIterator[pb.PutRequest | memoryview],
-) -> AsyncIterator[pb.PutRequest | memoryview]:
+async def _with_stall_limit(requests: PutMessages) -> PutMessages:
     """Passes messages on. Raises DeadlineExceeded if one does not arrive in time."""
     while True:
         try:
             async with asyncio.timeout(_STALL_SECONDS):
-                part = await anext(requests, None)
+                message = await anext(requests, None)
         except TimeoutError:
             raise DeadlineExceeded(f"nothing was sent for {_STALL_SECONDS:g} s") from None
-        if part is None:
+        if message is None:
             return
-        yield part
+        yield message
 
 
-async def _drain(requests: AsyncIterator[pb.PutRequest | memoryview], limit: int) -> None:
+async def _drain(requests: PutMessages, limit: int) -> None:
     """Reads up to `limit` bytes of a refused Put.
 
     Otherwise some clients report a broken connection in place of the status, if the response arrives during a write.
     """
     with contextlib.suppress(DeadlineExceeded):  # the reason of the refusal is the error to report
-        async for part in requests:
-            limit -= len(part) + 1 if isinstance(part, memoryview) else part.ByteSize()
+        async for message in requests:
+            limit -= len(message) + 1 if isinstance(message, memoryview) else message.ByteSize()
             if limit < 0:
                 return
 
@@ -295,7 +295,7 @@ def _check_path(namespace: bytes, elements: Sequence[bytes], limit: int) -> None
     _check_digests(elements, "a digest of the path")
 
 
-def record_of(first: pb.PutRequest | memoryview | None, max_path: int) -> Record:
+def record_of(first: pb.PutRequest | memoryview | None, max_path: int) -> EntryRecord:
     """Record of the header in a Put's first message."""
     if first is None or isinstance(first, memoryview) or not first.HasField("header"):
         raise InvalidArgument("the first message must be the header")

@@ -18,14 +18,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # pyright: igno
 
 from fusionkv.protos.runtime.tls import ClientTLS
 from fusionkv.vllm_connector.background import Background
-from fusionkv.vllm_connector.moving import Moving
 from fusionkv.vllm_connector.pages import Pages
-from fusionkv.vllm_connector.prompts import KVLayout, Load, Save, alterations
-from fusionkv.vllm_connector.scheduling import Scheduling
+from fusionkv.vllm_connector.prompts import KVLayout, KVLoad, KVSave, alterations
+from fusionkv.vllm_connector.scheduler import ConnectorScheduler
+from fusionkv.vllm_connector.worker import ConnectorWorker
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class ConnectorOptions:
     """Options in `kv_connector_extra_config`.
 
     Attributes:
@@ -45,7 +45,7 @@ class Options:
     tls_worker: str = ""
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> "Options":
+    def of(cls, given: Mapping[str, Any]) -> "ConnectorOptions":
         names = {field.name for field in fields(cls)}
         if unknown := sorted(set(given) - names):
             raise ValueError(f"kv_connector_extra_config.{unknown[0]} is not one of {', '.join(sorted(names))}")
@@ -58,11 +58,11 @@ class Options:
 
 @dataclass
 class _Metadata(KVConnectorMetadata):
-    transfers: list[Load | Save]
+    transfers: list[KVLoad | KVSave]
 
 
 class FusionKVConnector(KVConnectorBase_V1):
-    """Implements vLLM's connector interface with `Scheduling` and `Moving`."""
+    """Implements vLLM's connector interface with `ConnectorScheduler` and `ConnectorWorker`."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -76,7 +76,7 @@ class FusionKVConnector(KVConnectorBase_V1):
             raise ValueError("FusionKV does not support pipeline parallelism")
         if vllm_config.cache_config.cache_dtype != "auto":
             raise ValueError("FusionKV loads KV in the model's dtype only: set kv_cache_dtype to auto")
-        options = Options.of(self._kv_transfer_config.kv_connector_extra_config)
+        options = ConnectorOptions.of(self._kv_transfer_config.kv_connector_extra_config)
         dtype = str(config.dtype).removeprefix("torch.")
         layers, heads = config.get_num_layers(parallel), config.get_total_num_kv_heads()
         layout = KVLayout(layers, heads, config.get_head_size(), dtype)
@@ -87,12 +87,12 @@ class FusionKVConnector(KVConnectorBase_V1):
             raise ValueError(f"chunk_tokens ({options.chunk_tokens}) is not a multiple of vLLM's block size, {size}")
         self._options, self._layout = options, layout
         self._background = Background(options.cache, options.tls(), options.tls_worker)
-        self._scheduling: Any = None
-        self._moving: Any = None
+        self._scheduler: Any = None
+        self._worker: Any = None
         if role == KVConnectorRole.SCHEDULER:
             chunk = options.chunk_tokens
             altered = alterations(config)
-            self._scheduling = Scheduling(self._background, config.model, altered, layout, self._ranks, chunk)
+            self._scheduler = ConnectorScheduler(self._background, config.model, altered, layout, self._ranks, chunk)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -101,18 +101,18 @@ class FusionKVConnector(KVConnectorBase_V1):
     # Scheduler side
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._scheduling.matched(request, num_computed_tokens)
+        return self._scheduler.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens:
-            self._scheduling.allocated(request, tuple(blocks.get_block_ids()[0]), num_external_tokens)
+            self._scheduler.allocated(request, tuple(blocks.get_block_ids()[0]), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return _Metadata(self._scheduling.transfers())
+        return _Metadata(self._scheduler.transfers())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         completed = request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
-        return self._scheduling.finished(request, tuple(block_ids), completed), None
+        return self._scheduler.finished(request, tuple(block_ids), completed), None
 
     # Worker side
 
@@ -126,10 +126,10 @@ class FusionKVConnector(KVConnectorBase_V1):
             raise ValueError(f"a rank's KV has (layers, heads, head_dim) {actual}, which does not fit {self._layout}")
         ranks = self._vllm_config.parallel_config.tensor_parallel_size
         rank = get_tensor_model_parallel_rank() * self._ranks // ranks
-        self._moving = Moving(self._background, pages, rank, self._ranks, ranks, self._options.load_seconds)
+        self._worker = ConnectorWorker(self._background, pages, rank, self._ranks, ranks, self._options.load_seconds)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._moving.start(self._get_connector_metadata().transfers)
+        self._worker.start(self._get_connector_metadata().transfers)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Does nothing: loads run beside steps, and a request's first step comes after its load."""
@@ -141,10 +141,10 @@ class FusionKVConnector(KVConnectorBase_V1):
         """Does nothing: a request's pages are kept until they have been read."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return self._moving.ended()
+        return self._worker.finished()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._moving.damaged()
+        return self._worker.failed_pages()
 
     def shutdown(self) -> None:
         self._background.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-# Base of the digits that encode positions in `_places`: exact in every dtype of KV.
+# Base of the digits that encode positions in `_element_offsets`: exact in every dtype of KV.
 _BASE = 128
 _NUMBER = re.compile(r"\d+")
 
@@ -69,8 +69,8 @@ class Pages:
         out = torch.empty(len(self), 2, stop - start, self.heads, self.head_dim, dtype=self.dtype)
         for into, (_, cache) in zip(out, self._layers, strict=True):
             flat = cache.index_select(self._dim, indices).movedim(self._dim, 0).reshape(len(indices), -1)
-            for part, order in zip(into, self._places, strict=True):
-                part.copy_(flat[:, order].view(-1, self.heads, self.head_dim)[inside])
+            for tensor, order in zip(into, self._element_offsets, strict=True):
+                tensor.copy_(flat[:, order].view(-1, self.heads, self.head_dim)[inside])
         return out
 
     def _slots(self, pages: Sequence[int], start: int, stop: int) -> torch.Tensor:
@@ -79,7 +79,7 @@ class Pages:
         return (table[at // self.page_tokens] * self.page_tokens + at % self.page_tokens).to(self.device)
 
     @cached_property
-    def _places(self) -> list[torch.Tensor]:
+    def _element_offsets(self) -> list[torch.Tensor]:
         """Where in a page each element of keys and of values lies: int64 `[page_tokens * kv_heads * head_dim]`.
 
         Found by writing a page of numbers through the backend, digit by digit.

@@ -122,7 +122,7 @@ class Prefix:
         """Path of the first `chunks` chunks in the cache service, beginning with the empty system prompt."""
         return [_NO_SYSTEM, *self.digests[:chunks]]
 
-    def found(self, lookup: Lookup) -> int:
+    def exact_chunks(self, lookup: Lookup) -> int:
         """Number of consecutive chunks, from the first, with an exact hit."""
         for count, hit in enumerate(lookup.hits[1:]):
             if hit.kind is not HitKind.EXACT or hit.entry is None or hit.entry.tokens != self.tokens:
@@ -131,7 +131,7 @@ class Prefix:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class KVLoad:
     """Loads tokens `[start, stop)` of a request into its pages, from a fusion worker or the cache service.
 
     A prefix has a namespace of the cache service for each tensor-parallel rank.
@@ -146,7 +146,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
+class KVSave:
     """Saves the chunks of a request from `first` on, from its pages to the cache service."""
 
     request: str

@@ -70,7 +70,7 @@ def chunk(number: int) -> bytes:
     return keys.chunk_digest([1, number])
 
 
-def record_at(number: int) -> record.Record:
+def record_at(number: int) -> record.EntryRecord:
     group, i = divmod(number, GROUP)
     if i < PATH:
         path = path_of(group)[: 2 + i]
@@ -99,11 +99,11 @@ def write_files(directory: Path, chunks: int) -> None:
             file.truncate(SEGMENT_BYTES)
     firsts = array("Q", (int.from_bytes(record_at(number).key[:8]) for number in range(chunks)))
     order = np.argsort(np.frombuffer(firsts, np.uint64))
-    ledger = DiskIndex(directory / "index", 2 * capacity(chunks), sync=False)
+    disk_index = DiskIndex(directory / "index", 2 * capacity(chunks), sync=False)
     for at in range(0, chunks, GROUP):
         numbers = order[at : at + GROUP].tolist()
-        ledger.put((record_at(number), number * ALIGNMENT, float(number)) for number in numbers)
-    ledger.close()
+        disk_index.put((record_at(number), number * ALIGNMENT, float(number)) for number in numbers)
+    disk_index.close()
 
 
 def make_store(directory: Path, chunks: int) -> Store:
@@ -120,7 +120,7 @@ def add(store: Store, chunks: int) -> float:
         entry = StoredEntry(record_at(number), float(number))
         place, _ = residents.reserve(home, entry.record.size)
         home.commit(entry.record, place, entry.heat)
-        residents.settle(entry, home, place)
+        residents.add_copy(entry, home, place)
         residents.publish(entry)
     return (time.process_time() - start) / ADDED * 1e6
 

@@ -291,7 +291,7 @@ class Loader:
             entry, cache = part.source.entry, self._cache
             # No lease covers an entry of the remote tier, and one may end while the request waits for room: such an
             # entry disappears without a fault.
-            kept = entry is None or cache is None or (entry.tier != "remote" and cache.held(entry))
+            kept = entry is None or cache is None or (entry.tier != "remote" and cache.is_leased(entry))
             gone = isinstance(error, NotFound) and not kept
             ready.set_exception((EntryGone if gone else CacheFault)(f"fetch failed: {error}"))
         except Exception as error:

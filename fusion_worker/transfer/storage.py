@@ -91,13 +91,13 @@ class Storage:
         False if the entry is not in shared memory, or its lease ended meanwhile. Not used for a GPU: the service's
         memory is not pinned, so the driver would copy it twice.
         """
-        data = cache.seen(entry)
+        data = cache.view(entry)
         if data is None or self.device.type != "cpu":
             return False
 
         def copy() -> bool:
             self.put_in(pooled, _tensor(data))
-            if cache.held(entry):
+            if cache.is_leased(entry):
                 return True
             # The bytes read may be of another entry. A NaN among them would spoil attention even at weight 0
             # (KVPool.of).

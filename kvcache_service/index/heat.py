@@ -11,7 +11,7 @@ _ROW_BITS = 32
 _ROW = (1 << _ROW_BITS) - 1
 
 
-def again(heat: float, now: float, half_life: float) -> float:
+def after_access(heat: float, now: float, half_life: float) -> float:
     """Heat after another access at `now`, in seconds since a fixed time; after the first, it is now / half_life.
 
     With accesses at times t, the decayed frequency at time s is the sum of 2^((t - s) / half_life). Its logarithm
@@ -23,7 +23,7 @@ def again(heat: float, now: float, half_life: float) -> float:
     return high + math.log2(1.0 + 2.0 ** max(low - high, -1000.0))
 
 
-def stored(value: bytes | None) -> float:
+def decode(value: bytes | None) -> float:
     """Decodes persisted heat, a little-endian double; 0, the coldest, if it is invalid.
 
     It has no checksum, and ColdQueue orders heats by their bits: a negative heat or NaN would never be evicted.
@@ -63,8 +63,8 @@ class ColdQueue:
             self._heap = [self._item(row) for row in rows if self._places[row] >= 0]
             heapq.heapify(self._heap)
 
-    def coldest(self, may_go: Callable[[int], bool]) -> Generator[int]:
-        """Yields rows for which `may_go` is true, coldest first. They remain members."""
+    def coldest(self, evictable: Callable[[int], bool]) -> Generator[int]:
+        """Yields rows for which `evictable` is true, coldest first. They remain members."""
         seen: list[int] = []
         try:
             while self._heap:
@@ -79,7 +79,7 @@ class ColdQueue:
                     heapq.heappush(self._heap, now)
                     continue
                 seen.append(item)
-                if may_go(row):
+                if evictable(row):
                     yield row
         finally:
             for item in seen:

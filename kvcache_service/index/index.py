@@ -3,8 +3,8 @@
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 
-from fusionkv.kvcache_service.index.record import HitKind, Record
-from fusionkv.kvcache_service.index.rows import Rows, Table
+from fusionkv.kvcache_service.index.record import EntryRecord, HitKind
+from fusionkv.kvcache_service.index.rows import DigestTable, Rows
 from fusionkv.kvcache_service.keys import DIGEST_BYTES, VERSIONS, entry_key, path_keys, replica_key, variant_key
 
 
@@ -22,10 +22,9 @@ class Index:
 
     def __init__(self, tiers: int = 0) -> None:
         self.rows = Rows(tiers)
-        self._keys = Table()
-        # Groups of one member: row by group digest. Larger groups: sorted (trail, row).
-        self._single = Table()
-        self._crowds: dict[bytes, list[tuple[bytes, int]]] = {}
+        self._keys = DigestTable()
+        self._singletons = DigestTable()  # rows of groups of one member, by the group's digest
+        self._groups: dict[bytes, list[tuple[bytes, int]]] = {}  # members of larger groups, as sorted (trail, row)
 
     def row(self, key: bytes) -> int | None:
         return next((row for row in self._keys.rows(key) if self.rows.key(row) == key), None)
@@ -33,22 +32,22 @@ class Index:
     def namespace_keys(self, namespace: bytes) -> list[bytes]:
         return [self.rows.key(row) for row in self.rows.in_namespace(namespace)]
 
-    def add(self, record: Record, heat: float = 0.0) -> int:
+    def add(self, record: EntryRecord, heat: float = 0.0) -> int:
         """Adds an entry and returns its row. Raises KeyError if the key exists."""
         if self.row(record.key) is not None:
             raise KeyError(record.key.hex())
         row = self.rows.add(record, heat)
         self._keys.add(record.key, row)
         if record.depth > 1:
-            group = group_key(record)
-            if group not in self._crowds:
-                other = self._only(group, record.namespace, record.system, record.chunk, record.variant)
+            digest = group_digest(record)
+            if digest not in self._groups:
+                other = self._singleton(digest, record.namespace, record.system, record.chunk, record.variant)
                 if other is None:
-                    self._single.add(group, row)
+                    self._singletons.add(digest, row)
                     return row
-                self._single.remove(group, other)
-                self._crowds[group] = [(self.rows.record(other).trail, other)]
-            insort(self._crowds[group], (record.trail, row))
+                self._singletons.remove(digest, other)
+                self._groups[digest] = [(self.rows.record(other).trail, other)]
+            insort(self._groups[digest], (record.trail, row))
         return row
 
     def remove(self, key: bytes) -> None:
@@ -59,18 +58,18 @@ class Index:
         record = self.rows.record(row)
         self._keys.remove(key, row)
         if record.depth > 1:
-            group = group_key(record)
-            crowd = self._crowds.get(group)
-            if crowd is None:
-                self._single.remove(group, row)
+            digest = group_digest(record)
+            members = self._groups.get(digest)
+            if members is None:
+                self._singletons.remove(digest, row)
             else:
-                del crowd[bisect_left(crowd, (record.trail, row))]
-                if len(crowd) == 1:
-                    del self._crowds[group]
-                    self._single.add(group, crowd[0][1])
+                del members[bisect_left(members, (record.trail, row))]
+                if len(members) == 1:
+                    del self._groups[digest]
+                    self._singletons.add(digest, members[0][1])
         self.rows.remove(row)
 
-    def find(
+    def lookup(
         self, namespace: bytes, path: Sequence[bytes], variants: Sequence[Sequence[bytes]]
     ) -> list[tuple[HitKind, int | None, bytes]]:
         """Finds the best entry for each element of a path.
@@ -91,80 +90,82 @@ class Index:
             if row is not None:
                 hits.append((HitKind.EXACT, row, key))
                 continue
-            other = self._alternative(namespace, path[: i + 1], variants[i]) if i else None
-            hits.append((HitKind.MISS if other is None else HitKind.ALTERNATIVE, other, key))
+            row = self._alternative(namespace, path[: i + 1], variants[i]) if i else None
+            hits.append((HitKind.MISS if row is None else HitKind.ALTERNATIVE, row, key))
         return hits
 
-    def replicas(self, record: Record) -> list[int]:
+    def replicas(self, record: EntryRecord) -> list[int]:
         """Rows of all entries in a record's group: same chunk, system prompt and encoding."""
-        group = group_key(record)
-        if group in self._crowds:
-            return [row for _, row in self._crowds[group]]
-        row = self._only(group, record.namespace, record.system, record.chunk, record.variant)
+        digest = group_digest(record)
+        if digest in self._groups:
+            return [row for _, row in self._groups[digest]]
+        row = self._singleton(digest, record.namespace, record.system, record.chunk, record.variant)
         return [] if row is None else [row]
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every entry is found by its key and is in its group, which has no others."""
         self.rows.check_integrity()
         self._keys.check_integrity()
-        self._single.check_integrity()
+        self._singletons.check_integrity()
         records = {row: self.rows.record(row) for row in self.rows}
         assert len(records) == len(self._keys) == len(self.rows)
         assert all(self.row(record.key) == row for row, record in records.items())
-        assert all(len(crowd) > 1 and crowd == sorted(crowd) for crowd in self._crowds.values())
+        assert all(len(members) > 1 and members == sorted(members) for members in self._groups.values())
         chunks = {row: record for row, record in records.items() if record.depth > 1}
-        assert len(self._single) + sum(map(len, self._crowds.values())) == len(chunks)
+        assert len(self._singletons) + sum(map(len, self._groups.values())) == len(chunks)
         for row, record in chunks.items():
-            group = group_key(record)
-            crowd = self._crowds.get(group)
-            if crowd is None:
-                assert row in self._single.rows(group)
+            digest = group_digest(record)
+            members = self._groups.get(digest)
+            if members is None:
+                assert row in self._singletons.rows(digest)
             else:
-                assert (record.trail, row) in crowd
+                assert (record.trail, row) in members
 
     def _alternative(self, namespace: bytes, path: Sequence[bytes], variants: Sequence[bytes]) -> int | None:
         for variant in (*variants, b""):
-            group = _group_of(namespace, path[0], path[-1], variant)
-            crowd = self._crowds.get(group)
-            row = _nearest(crowd, path) if crowd else self._only(group, namespace, path[0], path[-1], variant)
+            digest = _group_digest(namespace, path[0], path[-1], variant)
+            if members := self._groups.get(digest):
+                row: int | None = _with_longest_suffix(members, path)
+            else:
+                row = self._singleton(digest, namespace, path[0], path[-1], variant)
             if row is not None and variant in VERSIONS:
-                row = _most_similar(crowd or [(self.rows.record(row).trail, row)], path)
+                row = _most_similar(members or [(self.rows.record(row).trail, row)], path)
             if row is not None:
                 return row
         return None
 
-    def _only(self, group: bytes, namespace: bytes, system: bytes, chunk: bytes, variant: bytes) -> int | None:
-        rows = self._single.rows(group)
-        return next((row for row in rows if self.rows.belongs(row, namespace, system, chunk, variant)), None)
+    def _singleton(self, digest: bytes, namespace: bytes, system: bytes, chunk: bytes, variant: bytes) -> int | None:
+        rows = self._singletons.rows(digest)
+        return next((row for row in rows if self.rows.matches(row, namespace, system, chunk, variant)), None)
 
 
-def group_key(record: Record) -> bytes:
-    return _group_of(record.namespace, record.system, record.chunk, record.variant)
+def group_digest(record: EntryRecord) -> bytes:
+    return _group_digest(record.namespace, record.system, record.chunk, record.variant)
 
 
-def _group_of(namespace: bytes, system: bytes, chunk: bytes, variant: bytes) -> bytes:
+def _group_digest(namespace: bytes, system: bytes, chunk: bytes, variant: bytes) -> bytes:
     return variant_key(replica_key(namespace, system, chunk), variant)
 
 
-def _nearest(crowd: Sequence[tuple[bytes, int]], path: Sequence[bytes]) -> int:
+def _with_longest_suffix(members: Sequence[tuple[bytes, int]], path: Sequence[bytes]) -> int:
     """Row of the member of a sorted group that shares the longest suffix with a path.
 
     If only the chunk is shared, an entry encoded without other chunks before it is preferred: it depends on none.
     """
-    near = b"".join(reversed(path))
-    at = bisect_left(crowd, (near, -1))
-    trail, row = max(crowd[max(at - 1, 0) : at + 1], key=lambda member: common(member[0], near))
-    if common(trail, near) == 1:
+    wanted = b"".join(reversed(path))
+    at = bisect_left(members, (wanted, -1))
+    trail, row = max(members[max(at - 1, 0) : at + 1], key=lambda member: common(member[0], wanted))
+    if common(trail, wanted) == 1:
         alone = path[-1] + path[0]
-        at = bisect_left(crowd, (alone, -1))
-        if at < len(crowd) and crowd[at][0] == alone:
-            row = crowd[at][1]
+        at = bisect_left(members, (alone, -1))
+        if at < len(members) and members[at][0] == alone:
+            row = members[at][1]
     return row
 
 
 def _most_similar(versions: Sequence[tuple[bytes, int]], path: Sequence[bytes]) -> int | None:
-    near = b"".join(reversed(path))
-    (shared, _), row = max((similarity(trail, near), row) for trail, row in versions)
+    wanted = b"".join(reversed(path))
+    (shared, _), row = max((similarity(trail, wanted), row) for trail, row in versions)
     return row if shared else None
 
 
@@ -188,44 +189,44 @@ def common(a: bytes, b: bytes) -> int:
 
 
 class HitRanker:
-    """Ranks entries of the remote tier for the last element of a path, in the order of preference of `Index.find`."""
+    """Ranks entries of the remote tier for the last element of a path, with the preferences of `Index.lookup`."""
 
     def __init__(self, namespace: bytes, path: Sequence[bytes], variants: Sequence[bytes]) -> None:
         self._namespace = namespace
         self._exact = path_keys(namespace, path)[-1]
-        self._near = b"".join(reversed(path))
+        self._trail = b"".join(reversed(path))
         self._ends = (path[-1], path[0])
-        self._first = len(path) == 1
+        self._is_system = len(path) == 1
         self._variants = {variant: -i for i, variant in reversed(list(enumerate(variants)))}
 
-    def rank(self, record: Record) -> tuple[float, ...]:
+    def rank(self, record: EntryRecord) -> tuple[float, ...]:
         """Rank of an entry, higher is better: exact, then by variant, then by common suffix; () if not usable."""
         if record.key == self._exact:
             return (2,)
-        if self._first or record.depth == 1 or (record.variant and record.variant not in self._variants):
+        if self._is_system or record.depth == 1 or (record.variant and record.variant not in self._variants):
             return ()
         if record.variant in VERSIONS:
-            similar, shared = similarity(record.trail, self._near)
+            similar, shared = similarity(record.trail, self._trail)
             return (True, self._variants[record.variant], similar, shared) if similar else ()
-        shared = common(record.trail, self._near)
+        shared = common(record.trail, self._trail)
         # If only the chunk is shared, an entry encoded without other chunks before it is preferred.
         alone = shared == 1 and record.depth == 2
         return (bool(record.variant), self._variants.get(record.variant, 0), shared, alone)
 
-    def kind(self, record: Record) -> HitKind:
+    def kind(self, record: EntryRecord) -> HitKind:
         return HitKind.EXACT if record.key == self._exact else HitKind.ALTERNATIVE
 
-    def best(self, own: Record | None, others: Iterable[Record]) -> Record | None:
-        """The highest-ranked of `others`, if it ranks above `own`."""
-        floor = self.rank(own) if own is not None else ()
-        for record in sorted(others, key=self.rank, reverse=True):
+    def best(self, local: EntryRecord | None, remote: Iterable[EntryRecord]) -> EntryRecord | None:
+        """The highest-ranked of `remote`, if it ranks above `local`."""
+        floor = self.rank(local) if local is not None else ()
+        for record in sorted(remote, key=self.rank, reverse=True):
             if self.rank(record) <= floor:
                 return None
-            if self._genuine(record):
+            if self._matches_key(record):
                 return record
         return None
 
-    def _genuine(self, record: Record) -> bool:
+    def _matches_key(self, record: EntryRecord) -> bool:
         """Whether a record matches its key, so that other services' records never lead to another tenant's KV."""
         trail, end = record.trail, len(record.trail)
         path = [trail[at - DIGEST_BYTES : at] for at in range(end, 0, -DIGEST_BYTES)]

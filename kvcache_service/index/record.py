@@ -32,7 +32,7 @@ class HitKind(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class EntryRecord:
     """Immutable metadata of one entry.
 
     The path is one byte string in reverse order: the index sorts by it, and it saves 40 bytes of object overhead per
@@ -78,13 +78,13 @@ def make(
     *,
     offered: bool = False,
     signature: bytes = b"",
-) -> Record:
+) -> EntryRecord:
     """Creates a record and derives its key; `path` starts with the system prompt."""
     key, trail = entry_key(namespace, path, variant), b"".join(reversed(path))
-    return Record(key, namespace, trail, variant, size, tokens, base, checksum, offered, signature)
+    return EntryRecord(key, namespace, trail, variant, size, tokens, base, checksum, offered, signature)
 
 
-def encode(record: Record, offset: int) -> bytes:
+def encode(record: EntryRecord, offset: int) -> bytes:
     """Serialises a record and the offset of its bytes, with a checksum that also covers the key."""
     head = _HEAD.pack(
         _SIGNED if record.signature else _PLAIN,
@@ -100,7 +100,7 @@ def encode(record: Record, offset: int) -> bytes:
     return body + xxhash.xxh3_64_digest(record.key + body)
 
 
-def place(key: bytes, value: bytes) -> tuple[int, int] | None:
+def decode_place(key: bytes, value: bytes) -> tuple[int, int] | None:
     """Decodes only offset and size, at a quarter of the cost of `decode`; None if `decode` would raise."""
     try:
         _, _, _, size, *_, offset = _head(key, value)
@@ -109,7 +109,7 @@ def place(key: bytes, value: bytes) -> tuple[int, int] | None:
     return offset, size
 
 
-def decode(key: bytes, value: bytes) -> tuple[Record, int]:
+def decode(key: bytes, value: bytes) -> tuple[EntryRecord, int]:
     """Decodes a record and the offset of its bytes.
 
     Raises:
@@ -120,7 +120,7 @@ def decode(key: bytes, value: bytes) -> tuple[Record, int]:
     end = at + DIGEST_BYTES * depth
     namespace, variant, trail, signature = names[:DIGEST_BYTES], names[DIGEST_BYTES:at], names[at:end], names[end:]
     offered = bool(flags & OFFERED)
-    return Record(key, namespace, trail, variant, size, tokens, base, digest, offered, signature), offset
+    return EntryRecord(key, namespace, trail, variant, size, tokens, base, digest, offered, signature), offset
 
 
 def _head(key: bytes, value: bytes) -> tuple[Any, ...]:
@@ -137,6 +137,6 @@ def _head(key: bytes, value: bytes) -> tuple[Any, ...]:
     return head
 
 
-def later(key: bytes, value: bytes) -> bool:
+def is_later(key: bytes, value: bytes) -> bool:
     """Whether a record is intact and of a version later than NEWEST."""
     return len(value) > 8 and value[0] > NEWEST and xxhash.xxh3_64_digest(key + value[:-8]) == value[-8:]

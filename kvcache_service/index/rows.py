@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from fusionkv.kvcache_service.index.record import MAX_SIGNATURE_BYTES, OFFERED, VARIANT, Record
+from fusionkv.kvcache_service.index.record import MAX_SIGNATURE_BYTES, OFFERED, VARIANT, EntryRecord
 from fusionkv.kvcache_service.keys import DIGEST_BYTES
 
 # key, chunk, variant, checksum, size, tokens, base, flags
 _FIXED = struct.Struct("<32s32s32s16sIIIB3x")
+_SIZE_AT = struct.calcsize("<32s32s32s16s")
 # Length and bytes.
 _SIGNATURE = struct.Struct(f"{1 + MAX_SIGNATURE_BYTES}p")
 _NOWHERE = -1
@@ -42,7 +43,7 @@ class PrefixTable:
         """Namespace, and digests from the preceding chunk back to the system prompt."""
         return self._values[number]
 
-    def take(self, namespace: bytes, trail: bytes) -> int:
+    def acquire(self, namespace: bytes, trail: bytes) -> int:
         value = (namespace, trail)
         number = self._numbers.get(value)
         if number is None:
@@ -55,14 +56,14 @@ class PrefixTable:
         self._uses[number] += 1
         return number
 
-    def drop(self, number: int) -> None:
+    def release(self, number: int) -> None:
         self._uses[number] -= 1
         if not self._uses[number]:
             del self._numbers[self._values[number]]
             self._values[number] = (b"", b"")
             self._free.append(number)
 
-    def of(self, namespace: bytes) -> list[int]:
+    def numbers_of(self, namespace: bytes) -> list[int]:
         return [number for (name, _), number in self._numbers.items() if name == namespace]
 
     def check_integrity(self, used: Sequence[int]) -> None:
@@ -84,33 +85,33 @@ class Rows:
         self.places = tuple(array("q") for _ in range(tiers))
         self._fixed = bytearray()
         self._signatures = bytearray()  # up to the last row that was ever signed
-        self._behind = array("I")  # 0: no row
-        self._behinds = PrefixTable()
+        self._prefixes = array("I")  # number in the table; 0: no row
+        self._prefix_table = PrefixTable()
         self._free = array("I")
 
     def __len__(self) -> int:
-        return len(self._behind) - len(self._free)
+        return len(self._prefixes) - len(self._free)
 
     def __iter__(self) -> Iterator[int]:
-        return (row for row, behind in enumerate(self._behind) if behind)
+        return (row for row, prefix in enumerate(self._prefixes) if prefix)
 
     def __contains__(self, row: int) -> bool:
-        return self._behind[row] != 0
+        return self._prefixes[row] != 0
 
-    def add(self, record: Record, heat: float) -> int:
+    def add(self, record: EntryRecord, heat: float) -> int:
         flags = VARIANT * bool(record.variant) | OFFERED * record.offered
         numbers = (record.size, record.tokens, record.base, flags)
         fixed = _FIXED.pack(record.key, record.chunk, record.variant, record.checksum, *numbers)
         if not self._free:
-            self._free.append(len(self._behind))
+            self._free.append(len(self._prefixes))
             self._fixed += fixed
-            self._behind.append(0)
+            self._prefixes.append(0)
             self.heats.append(0.0)
             for column in self.places:
                 column.append(_NOWHERE)
         row = self._free.pop()
         self._fixed[row * _FIXED.size : (row + 1) * _FIXED.size] = fixed
-        self._behind[row] = self._behinds.take(record.namespace, record.trail[DIGEST_BYTES:])
+        self._prefixes[row] = self._prefix_table.acquire(record.namespace, record.trail[DIGEST_BYTES:])
         self.heats[row] = heat
         at = row * _SIGNATURE.size
         if record.signature and (missing := at + _SIGNATURE.size - len(self._signatures)) > 0:
@@ -120,8 +121,8 @@ class Rows:
         return row
 
     def remove(self, row: int) -> None:
-        self._behinds.drop(self._behind[row])
-        self._behind[row] = 0
+        self._prefix_table.release(self._prefixes[row])
+        self._prefixes[row] = 0
         for column in self.places:
             column[row] = _NOWHERE
         self._free.append(row)
@@ -131,51 +132,52 @@ class Rows:
         return bytes(self._fixed[at : at + DIGEST_BYTES])
 
     def size(self, row: int) -> int:
-        return int.from_bytes(self._fixed[row * _FIXED.size + 112 : row * _FIXED.size + 116], "little")
+        at = row * _FIXED.size + _SIZE_AT
+        return int.from_bytes(self._fixed[at : at + 4], "little")
 
     def sizes(self) -> npt.NDArray[np.uint32]:
         """Sizes by row number. While this view exists, no row can be added."""
-        return np.frombuffer(self._fixed, np.uint32).reshape(-1, _FIXED.size // 4)[:, 112 // 4]
+        return np.frombuffer(self._fixed, np.uint32).reshape(-1, _FIXED.size // 4)[:, _SIZE_AT // 4]
 
-    def record(self, row: int) -> Record:
+    def record(self, row: int) -> EntryRecord:
         key, chunk, variant, checksum, size, tokens, base, flags = _FIXED.unpack_from(self._fixed, row * _FIXED.size)
-        namespace, behind = self._behinds[self._behind[row]]
+        namespace, prefix = self._prefix_table[self._prefixes[row]]
         at = row * _SIGNATURE.size
         signature = _SIGNATURE.unpack_from(self._signatures, at)[0] if at < len(self._signatures) else b""
-        return Record(
-            key, namespace, chunk + behind, variant if flags & VARIANT else b"", size, tokens, base, checksum,
+        return EntryRecord(
+            key, namespace, chunk + prefix, variant if flags & VARIANT else b"", size, tokens, base, checksum,
             offered=bool(flags & OFFERED), signature=signature,
         )  # fmt: skip
 
-    def belongs(self, row: int, namespace: bytes, system: bytes, chunk: bytes, variant: bytes) -> bool:
+    def matches(self, row: int, namespace: bytes, system: bytes, chunk: bytes, variant: bytes) -> bool:
         """Whether a row has this namespace, system prompt, chunk and variant."""
         at = row * _FIXED.size + DIGEST_BYTES
-        names, (known, behind) = self._fixed[at : at + 2 * DIGEST_BYTES], self._behinds[self._behind[row]]
-        wanted = chunk + (variant or bytes(DIGEST_BYTES))
-        return names == wanted and known == namespace and behind.endswith(system)
+        own_namespace, prefix = self._prefix_table[self._prefixes[row]]
+        same = self._fixed[at : at + 2 * DIGEST_BYTES] == chunk + (variant or bytes(DIGEST_BYTES))
+        return same and own_namespace == namespace and prefix.endswith(system)
 
     def in_namespace(self, namespace: bytes) -> list[int]:
         """Rows of a namespace; takes 10 ms at 10 million rows."""
-        numbers = self._behinds.of(namespace)
-        inside = np.isin(np.frombuffer(self._behind, np.uint32), np.array(numbers, np.uint32))
+        numbers = self._prefix_table.numbers_of(namespace)
+        inside = np.isin(np.frombuffer(self._prefixes, np.uint32), np.array(numbers, np.uint32))
         rows: list[int] = np.flatnonzero(inside).tolist()
         return rows
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless free rows are unused, columns of one length, and reference counts right."""
         assert len(set(self._free)) == len(self._free)
-        assert all(self._behind[row] == 0 for row in self._free)
-        assert all(len(column) == len(self._behind) for column in self.places)
-        assert len(self.heats) == len(self._behind)
-        assert len(self._fixed) == _FIXED.size * len(self._behind)
-        assert len(self._signatures) <= _SIGNATURE.size * len(self._behind)
+        assert all(self._prefixes[row] == 0 for row in self._free)
+        assert all(len(column) == len(self._prefixes) for column in self.places)
+        assert len(self.heats) == len(self._prefixes)
+        assert len(self._fixed) == _FIXED.size * len(self._prefixes)
+        assert len(self._signatures) <= _SIGNATURE.size * len(self._prefixes)
         assert len(self._signatures) % _SIGNATURE.size == 0
-        used = [behind for behind in self._behind if behind]
+        used = [prefix for prefix in self._prefixes if prefix]
         assert len(used) == len(self)
-        self._behinds.check_integrity(used)
+        self._prefix_table.check_integrity(used)
 
 
-class Table:
+class DigestTable:
     """Rows by digest: open addressing with linear probing. The first 5 bytes of digests must be uniform.
 
     Digests that agree in those 40 bits must be distinguished by the caller, from the rows.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from fusionkv.kvcache_service.remote.tier import Engine
+from fusionkv.kvcache_service.remote.tier import RemoteEngine
 from fusionkv.kvcache_service.tiers.base import Unreachable
 from fusionkv.protos.runtime import process
 
@@ -33,7 +33,7 @@ _NOT_FOUND = -704
 _DEFAULTS = {"host": "127.0.0.1", "metadata": "P2PHANDSHAKE", "protocol": "tcp", "device": ""}
 
 
-class MooncakeEngine(Engine):
+class MooncakeEngine(RemoteEngine):
     """A client of a store's master, which also contributes memory to the store.
 
     Values are in memory contributed by clients, and vanish with the client. The store evicts the least recently used

@@ -14,14 +14,14 @@ from redis.exceptions import RedisClusterException, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
-from fusionkv.kvcache_service.remote.tier import Engine
+from fusionkv.kvcache_service.remote.tier import RemoteEngine
 from fusionkv.kvcache_service.tiers.base import Unreachable
 
 _SCAN = 1000
 _CONNECTION_ERRORS = (RedisConnectionError, RedisTimeoutError, RedisClusterException)
 
 
-class RedisEngine(Engine):
+class RedisEngine(RemoteEngine):
     """Values expire `ttl` seconds after the last write or touch; Redis's `maxmemory` limits their size."""
 
     def __init__(self, url: str, *, ttl: float, timeout: float, password: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The remote tier: entries shared by any number of cache services, and the index of their paths, in an Engine.
+"""The remote tier: entries shared by any number of cache services, and the index of their paths, in a RemoteEngine.
 
 An entry's bytes are stored in values of 1 MiB, named by key, checksum and number, so that different bytes of two
 services for the same entry are never mixed. The record is written after all bytes, to two places: under the exact
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from fusionkv.kvcache_service.index import record as records
-from fusionkv.kvcache_service.index.record import Record
+from fusionkv.kvcache_service.index.record import EntryRecord
 from fusionkv.kvcache_service.keys import DIGEST_BYTES, path_keys, replica_key
 from fusionkv.kvcache_service.tiers.sealed_disk import HEAD_BYTES, DiskKeys
 
@@ -22,7 +22,7 @@ SLOTS = 4
 BLOCK_BYTES = 1 << 20
 
 
-class Engine(ABC):
+class RemoteEngine(ABC):
     """A distributed store of values of slightly more than BLOCK_BYTES by name, which expire or are evicted.
 
     Methods block and are thread-safe. They connect on first use, and reconnect after a loss. All of them raise
@@ -70,30 +70,30 @@ class Engine(ABC):
 
 
 class RemoteTier:
-    """Stores entries in an Engine. Methods block, are thread-safe, and raise the errors of an Engine.
+    """Stores entries in a RemoteEngine. Methods block, are thread-safe, and raise its errors.
 
     The caller must verify the results: records with `HitRanker`, bytes with the record's checksum.
     """
 
-    def __init__(self, engine: Engine, keys: DiskKeys | None = None) -> None:
+    def __init__(self, engine: RemoteEngine, keys: DiskKeys | None = None) -> None:
         """keys: encrypt blocks with AES-256-GCM; the first key encrypts, all decrypt. None: no encryption."""
         self.engine = engine
         self._keys = keys
 
-    def find(
-        self, namespace: bytes, path: Sequence[bytes], variants: Sequence[Sequence[bytes]], wanted: Sequence[int]
-    ) -> list[list[Record]]:
-        """Candidate records for the elements `wanted` of a path, in one round trip; see `Index.find`."""
+    def lookup(
+        self, namespace: bytes, path: Sequence[bytes], variants: Sequence[Sequence[bytes]], elements: Sequence[int]
+    ) -> list[list[EntryRecord]]:
+        """Candidate records for `elements` of a path, by number, in one round trip; see `Index.lookup`."""
         exact = path_keys(namespace, path)
         requested: list[list[str]] = []
-        for i in wanted:
+        for i in elements:
             tag = _tag(namespace, path[0], path[i])
-            places = [_place(tag, kind, n) for kind in (b"", *variants[i]) for n in range(SLOTS)] if i else []
-            requested.append([f"{tag}{exact[i].hex()}", *places])
+            slots = [_slot(tag, kind, n) for kind in (b"", *variants[i]) for n in range(SLOTS)] if i else []
+            requested.append([f"{tag}{exact[i].hex()}", *slots])
         values = iter(self.engine.get([name for names in requested for name in names]))
         return [_decoded(islice(values, len(names))) for names in requested]
 
-    def read(self, record: Record, first: int, into: memoryview) -> None:
+    def read(self, record: EntryRecord, first: int, into: memoryview) -> None:
         """Fills a buffer with consecutive blocks of an entry, starting at block `first`.
 
         Raises FileNotFoundError if a block has expired, has another size, or cannot be decrypted.
@@ -112,23 +112,23 @@ class RemoteTier:
                 raise FileNotFoundError(f"{name} has another size")
             view[:] = block
 
-    def write(self, record: Record, first: int, blocks: Sequence[bytes]) -> None:
+    def write(self, record: EntryRecord, first: int, blocks: Sequence[bytes]) -> None:
         """Writes consecutive blocks of an entry, all of BLOCK_BYTES but the last."""
         names = _blocks(record)[first : first + len(blocks)]
         self.engine.put([(name, self._sealed(name, block)) for name, block in zip(names, blocks, strict=True)])
 
-    def commit(self, record: Record) -> None:
-        """Makes an entry visible to `find`. All its blocks must be written before."""
+    def commit(self, record: EntryRecord) -> None:
+        """Makes an entry visible to `lookup`. All its blocks must be written before."""
         value = record.key + records.encode(record, 0)
         self.engine.put([(name, value) for name in _index(record)])
 
-    def touch(self, entries: Sequence[Record]) -> list[bool]:
+    def touch(self, entries: Sequence[EntryRecord]) -> list[bool]:
         """Renews entries' time to live; returns whether each is complete."""
         requested = [[*_blocks(entry), *_index(entry)] for entry in entries]
         present = iter(self.engine.touch([name for names in requested for name in names]))
         return [all(list(islice(present, len(names)))) for names in requested]
 
-    def delete(self, entries: Sequence[Record]) -> None:
+    def delete(self, entries: Sequence[EntryRecord]) -> None:
         """Deletes entries, index records first."""
         self.engine.remove([name for entry in entries for name in _index(entry)])
         self.engine.remove([name for entry in entries for name in _blocks(entry)])
@@ -141,19 +141,19 @@ class RemoteTier:
         return block if self._keys is None else b"".join(self._keys.seal(block, name.encode()))
 
 
-def _blocks(record: Record) -> list[str]:
+def _blocks(record: EntryRecord) -> list[str]:
     start = f"{_prefix(record.namespace)}{record.key.hex()}:{record.checksum.hex()}"
     return [f"{start}:{number}" for number in range(-(-record.size // BLOCK_BYTES))]
 
 
-def _index(record: Record) -> list[str]:
+def _index(record: EntryRecord) -> list[str]:
     """Names of an entry's record: the exact one, unless it is a variant, and that of its slot."""
     tag = _tag(record.namespace, record.system, record.chunk)
-    own = [] if record.variant else [f"{tag}{record.key.hex()}"]
-    return own if record.depth == 1 else [*own, _place(tag, record.variant, record.key[0] % SLOTS)]
+    exact = [] if record.variant else [f"{tag}{record.key.hex()}"]
+    return exact if record.depth == 1 else [*exact, _slot(tag, record.variant, record.key[0] % SLOTS)]
 
 
-def _place(tag: str, variant: bytes, number: int) -> str:
+def _slot(tag: str, variant: bytes, number: int) -> str:
     return f"{tag}{variant.hex()}:{number}"
 
 
@@ -165,7 +165,7 @@ def _prefix(namespace: bytes) -> str:
     return f"fusionkv:{namespace.hex()}:"
 
 
-def _decoded(values: Iterable[bytes | None]) -> list[Record]:
+def _decoded(values: Iterable[bytes | None]) -> list[EntryRecord]:
     """Distinct valid records among values."""
     unique = {}
     for value in values:

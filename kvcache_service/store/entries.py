@@ -14,7 +14,7 @@ import numpy as np
 
 from fusionkv.kvcache_service.index.heat import ColdQueue
 from fusionkv.kvcache_service.index.index import Index
-from fusionkv.kvcache_service.index.record import HitKind, Record
+from fusionkv.kvcache_service.index.record import EntryRecord, HitKind
 from fusionkv.kvcache_service.keys import entry_key, path_keys
 from fusionkv.kvcache_service.metrics import Counters
 from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier
@@ -38,7 +38,7 @@ class StoredEntry:
     places, in both.
     """
 
-    record: Record
+    record: EntryRecord
     heat: float
     places: dict[str, Place] = field(default_factory=dict)
     leases: int = 0
@@ -116,10 +116,10 @@ class Residents:
         self.tiers, self.home = tuple(tiers), tiers[-1]
         self.index = Index(len(tiers))
         self._counters = counters
-        self._seen: weakref.WeakValueDictionary[int, StoredEntry] = weakref.WeakValueDictionary()
-        self._leaving: set[StoredEntry] = set()
+        self._entries: weakref.WeakValueDictionary[int, StoredEntry] = weakref.WeakValueDictionary()
+        self._withdrawn: set[StoredEntry] = set()
         self.finder: Callable[[bytes], Recovered | None] | None = None  # during recovery: searches the home tier
-        self._early: set[int] = set()  # rows found by key that were not recovered yet
+        self._unrecovered: set[int] = set()  # rows found by key that were not recovered yet
         self.touched: set[int] = set()  # rows whose heat is to be saved
         self.replaced: weakref.WeakValueDictionary[bytes, StoredEntry] = weakref.WeakValueDictionary()
         """Invisible entries that were replaced by another; clients with a lease may still fetch them."""
@@ -132,16 +132,16 @@ class Residents:
         return len(self.index.rows)
 
     def __iter__(self) -> Iterator[StoredEntry]:
-        return map(self._resident, self.index.rows)
+        return map(self._entry, self.index.rows)
 
     def get(self, key: bytes) -> StoredEntry | None:
         row = self._row(key)
-        return None if row is None else self._resident(row)
+        return None if row is None else self._entry(row)
 
-    def find(
+    def lookup(
         self, namespace: bytes, path: Sequence[bytes], variants: Sequence[Sequence[bytes]]
     ) -> list[tuple[HitKind, StoredEntry | None, bytes]]:
-        """As `Index.find`, with entries in place of rows.
+        """As `Index.lookup`, with entries in place of rows.
 
         During recovery, entries are also searched in the home tier: by exact path, or directly after the system
         prompt.
@@ -153,13 +153,13 @@ class Residents:
                     alone = [path[0], path[i]]
                     any(self._row(entry_key(namespace, alone, v)) is not None for v in (*variants[i], b""))
         return [
-            (kind, None if row is None else self._resident(row), key)
-            for kind, row, key in self.index.find(namespace, path, variants)
+            (kind, None if row is None else self._entry(row), key)
+            for kind, row, key in self.index.lookup(namespace, path, variants)
         ]
 
-    def replicas(self, record: Record) -> list[StoredEntry]:
+    def replicas(self, record: EntryRecord) -> list[StoredEntry]:
         """All entries of a record's group: same chunk, system prompt and encoding."""
-        return [self._resident(row) for row in self.index.replicas(record)]
+        return [self._entry(row) for row in self.index.replicas(record)]
 
     def fastest(self, entry: StoredEntry) -> Tier:
         return next(tier for tier in self.tiers if tier.name in entry.places)
@@ -167,7 +167,7 @@ class Residents:
     def count(self, tier: Tier) -> int:
         return len(self._cold[tier.name])
 
-    def warmest(self, count: int) -> list[bytes]:
+    def hottest(self, count: int) -> list[bytes]:
         """Keys of the `count` hottest entries."""
         rows = self.index.rows
         heats, offsets = np.frombuffer(rows.heats), np.frombuffer(self._places[self.home.name], np.int64)
@@ -195,7 +195,7 @@ class Residents:
                 candidates[places[row]] = row
                 yield Place(places[row], rows.size(row))
 
-        with contextlib.closing(self._cold[tier.name].coldest(self._free_to_go)) as coldest:
+        with contextlib.closing(self._cold[tier.name].coldest(self._evictable)) as coldest:
             colder = itertools.takewhile(lambda row: rows.heats[row] < colder_than, coldest)
             try:
                 place, freed = tier.reserve(size, victims(itertools.islice(colder, _MAX_VICTIMS)))
@@ -204,8 +204,8 @@ class Residents:
                     raise
                 place, freed = tier.reserve(size, victims(self._range(tier, size, colder_than)))
         evicted: list[tuple[bytes, Place]] = []
-        for entry in (self._resident(candidates[offset]) for offset in freed):
-            vacated = self._leave(entry, tier)
+        for entry in (self._entry(candidates[offset]) for offset in freed):
+            vacated = self._remove_from_tier(entry, tier)
             if tier is self.home:
                 self._counters.add("evictions", tier=tier.name)
                 evicted.append((entry.record.key, vacated))
@@ -215,9 +215,9 @@ class Residents:
         self._reserved[tier.name, place.offset] = place.size
         return place, evicted
 
-    def with_leaving(self) -> list[StoredEntry]:
+    def with_withdrawn(self) -> list[StoredEntry]:
         """Visible entries, and invisible ones that are still held."""
-        return [*self, *self._leaving]
+        return [*self, *self._withdrawn]
 
     def check_integrity(self, idle: bool = False) -> None:
         """Checks that index, entries and tiers agree, and that each place has one owner.
@@ -229,8 +229,8 @@ class Residents:
         """
         self.index.check_integrity()
         assert all(entry.visible and self.home.name in entry.places for entry in self)
-        assert all(entry.held and not entry.visible for entry in self._leaving), "a deleted entry was not freed"
-        for row, entry in list(self._seen.items()):
+        assert all(entry.held and not entry.visible for entry in self._withdrawn), "a deleted entry was not freed"
+        for row, entry in list(self._entries.items()):
             assert entry.row == row
             assert entry.record == self.index.rows.record(row)
             assert entry.heat == self.index.rows.heats[row]
@@ -240,7 +240,7 @@ class Residents:
             held: dict[Place, bytes | None] = {
                 Place(offset, size): None for (name, offset), size in self._reserved.items() if name == tier.name
             }
-            owners = [entry for entry in self.with_leaving() if tier.name in entry.places]
+            owners = [entry for entry in self.with_withdrawn() if tier.name in entry.places]
             for entry in owners:
                 place = entry.places[tier.name]
                 assert place not in held, "two entries at one place, or a reserved place is an entry's"
@@ -251,7 +251,7 @@ class Residents:
             assert self.count(tier) == sum(entry.visible for entry in owners)
         if idle:
             assert not self._reserved, "a reservation leaked"
-            assert all(entry.pins == 0 for entry in self.with_leaving()), "a pin leaked"
+            assert all(entry.pins == 0 for entry in self.with_withdrawn()), "a pin leaked"
 
     def _range(self, tier: Tier, size: int, colder_than: float) -> list[int]:
         """Rows of the entries in the range of `Extents.coldest_range`; none if there is no range."""
@@ -259,9 +259,9 @@ class Residents:
         members = np.flatnonzero(offsets >= 0)
         starts, sizes = offsets[members], rows.sizes()[members].astype(np.int64)
         heats = np.frombuffer(rows.heats, np.float64)[members]
-        held = [row for row, entry in self._seen.items() if entry.held]
+        held = [row for row, entry in self._entries.items() if entry.held]
         heats[(heats >= colder_than) | np.isin(members, held)] = math.inf
-        others = [entry.places[tier.name] for entry in self._leaving if tier.name in entry.places]
+        others = [entry.places[tier.name] for entry in self._withdrawn if tier.name in entry.places]
         others += [Place(offset, length) for (name, offset), length in self._reserved.items() if name == tier.name]
         start, end = tier.coldest_range(
             size,
@@ -272,56 +272,56 @@ class Residents:
         chosen: list[int] = members[(starts < end) & (starts + sizes > start)].tolist()
         return chosen
 
-    def surplus(self, tier: Tier, limit_bytes: int, limit: int) -> list[StoredEntry]:
+    def eviction_candidates(self, tier: Tier, limit_bytes: int, limit: int) -> list[StoredEntry]:
         """The coldest entries without holds to delete for a tier to use `limit_bytes`; at most `limit` entries."""
         rows: list[int] = []
         excess = tier.used_bytes - limit_bytes
-        with contextlib.closing(self._cold[tier.name].coldest(self._free_to_go)) as coldest:
+        with contextlib.closing(self._cold[tier.name].coldest(self._evictable)) as coldest:
             while excess > 0 and len(rows) < limit and (row := next(coldest, None)) is not None:
                 rows.append(row)
                 excess -= aligned(self.index.rows.size(row))
-        return [self._resident(row) for row in rows]
+        return [self._entry(row) for row in rows]
 
-    def cancel(self, tier: Tier, place: Place) -> None:
+    def unreserve(self, tier: Tier, place: Place) -> None:
         """Frees a reserved place."""
         del self._reserved[tier.name, place.offset]
         tier.free(place)
 
-    def settle(self, entry: StoredEntry, tier: Tier, place: Place) -> None:
+    def add_copy(self, entry: StoredEntry, tier: Tier, place: Place) -> None:
         """Makes a reserved place a copy of an entry."""
         del self._reserved[tier.name, place.offset]
         entry.places[tier.name] = place
         if entry.row is not None:
-            self._enter(entry.row, tier.name, place)
+            self._add_to_tier(entry.row, tier.name, place)
 
     def recover(self, entries: Iterable[Recovered]) -> None:
         """Makes persisted entries of the home tier visible."""
         for found in entries:
             try:
-                self._enter(self.index.add(found.record, found.heat), self.home.name, found.place)
+                self._add_to_tier(self.index.add(found.record, found.heat), self.home.name, found.place)
             except KeyError:  # already found by key
                 row = self.index.row(found.record.key)
                 if row is not None and self._places[self.home.name][row] == found.place.offset:
-                    self._early.discard(row)
+                    self._unrecovered.discard(row)
 
     def end_recovery(self) -> None:
         """Deletes entries found by key but not recovered: the index is damaged, or their place overlaps another."""
         self.finder = None
-        for entry in map(self._resident, self._early):
+        for entry in map(self._entry, self._unrecovered):
             if not self.home.claim(entry.places[self.home.name]):
-                self._leave(entry, self.home)
+                self._remove_from_tier(entry, self.home)
             self.withdraw(entry)
-        self._early.clear()
+        self._unrecovered.clear()
 
     def publish(self, entry: StoredEntry) -> None:
         """Makes an entry visible. Its bytes must be in the home tier."""
         assert self.home.name in entry.places
         entry.row = self.index.add(entry.record, entry.heat)
-        self._seen[entry.row] = entry
+        self._entries[entry.row] = entry
         for name, place in entry.places.items():
-            self._enter(entry.row, name, place)
+            self._add_to_tier(entry.row, name, place)
 
-    def warm(self, entry: StoredEntry, heat: float) -> None:
+    def set_heat(self, entry: StoredEntry, heat: float) -> None:
         """Raises the heat of a visible entry."""
         assert entry.row is not None
         entry.heat = self.index.rows.heats[entry.row] = heat
@@ -332,17 +332,17 @@ class Residents:
         assert entry.row is not None
         row, entry.row = entry.row, None
         self.index.remove(entry.record.key)
-        del self._seen[row]
+        del self._entries[row]
         for name in entry.places:
             self._cold[name].remove(row)
-        self._leaving.add(entry)
-        self.let_go(entry)
+        self._withdrawn.add(entry)
+        self.reclaim(entry)
 
-    def let_go(self, entry: StoredEntry) -> None:
+    def reclaim(self, entry: StoredEntry) -> None:
         """Frees the places of an entry that is invisible and no longer held. Called when a hold ends."""
         if entry.visible or entry.held:
             return
-        self._leaving.remove(entry)
+        self._withdrawn.remove(entry)
         for tier in self.tiers:
             place = entry.places.pop(tier.name, None)
             if place is not None:
@@ -352,30 +352,30 @@ class Residents:
         row = self.index.row(key)
         if row is None and self.finder is not None and (found := self.finder(key)) is not None:
             row = self.index.add(found.record, found.heat)
-            self._enter(row, self.home.name, found.place)
-            self._early.add(row)
+            self._add_to_tier(row, self.home.name, found.place)
+            self._unrecovered.add(row)
         return row
 
-    def _resident(self, row: int) -> StoredEntry:
-        entry = self._seen.get(row)
+    def _entry(self, row: int) -> StoredEntry:
+        entry = self._entries.get(row)
         if entry is None:
             rows = self.index.rows
             record = rows.record(row)
             places = {
                 name: Place(column[row], record.size) for name, column in self._places.items() if column[row] >= 0
             }
-            entry = self._seen[row] = StoredEntry(record, rows.heats[row], places, row=row)
+            entry = self._entries[row] = StoredEntry(record, rows.heats[row], places, row=row)
         return entry
 
-    def _free_to_go(self, row: int) -> bool:
-        entry = self._seen.get(row)
+    def _evictable(self, row: int) -> bool:
+        entry = self._entries.get(row)
         return entry is None or not entry.held
 
-    def _enter(self, row: int, name: str, place: Place) -> None:
+    def _add_to_tier(self, row: int, name: str, place: Place) -> None:
         self._places[name][row] = place.offset
         self._cold[name].add(row)
 
-    def _leave(self, entry: StoredEntry, tier: Tier) -> Place:
+    def _remove_from_tier(self, entry: StoredEntry, tier: Tier) -> Place:
         """Removes a visible entry from a tier; returns the place, for the caller to free."""
         assert entry.row is not None
         self._places[tier.name][entry.row] = -1

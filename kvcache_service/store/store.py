@@ -13,7 +13,7 @@ from opentelemetry import trace
 
 from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.index import heat
-from fusionkv.kvcache_service.index.record import HitKind, Record
+from fusionkv.kvcache_service.index.record import EntryRecord, HitKind
 from fusionkv.kvcache_service.metrics import Counters
 from fusionkv.kvcache_service.store.entries import Leases, Residents, StoredEntry
 from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier, Unreachable
@@ -69,10 +69,10 @@ class Store:
         self.residents = Residents(tiers, self.counters)
         # In-progress commits by group (index.py).
         self.committing: dict[bytes, asyncio.Event] = {}
-        self.loading: dict[StoredEntry, asyncio.Task[bool]] = {}
+        self.reads: dict[StoredEntry, asyncio.Task[bool]] = {}
         self.prefetching: set[asyncio.Task[None]] = set()
-        self._promoting = 0  # Lookups whose entries are being promoted
-        self.leases = Leases(config.max_leases, clock, self.residents.let_go)
+        self._prefetches = 0  # Lookups whose entries are being promoted
+        self.leases = Leases(config.max_leases, clock, self.residents.reclaim)
         self._clock, self._wall = clock, wall
         self._epoch = wall() - clock()
         self.threads = ThreadPoolExecutor(_IO_THREADS, "kvcache-io")
@@ -81,7 +81,7 @@ class Store:
         self.ready = asyncio.Event()
         self.ready.set()
         # Called for every stored entry that is no copy, and for every access to an existing one by Lookup or Put.
-        self.on_stored: Callable[[Record], None] = lambda record: None
+        self.on_stored: Callable[[EntryRecord], None] = lambda record: None
         self.on_used: Callable[[bytes], None] = lambda key: None
 
     @property
@@ -92,8 +92,8 @@ class Store:
     async def open(self) -> None:
         """Loads the index of the home tier, in about 20 s per million entries.
 
-        Meanwhile, lookups find entries by key on the disk, and reads work. Changes of the home tier wait (`opened`).
-        Raises OSError if the home tier cannot be used; nothing of it was changed then.
+        Meanwhile, lookups find entries by key on the disk, and reads work. Changes of the home tier wait
+        (`wait_until_open`). Raises OSError if the home tier cannot be used; nothing of it was changed then.
         """
         home = self.residents.home
         self.ready.clear()
@@ -110,7 +110,7 @@ class Store:
             self._epoch = hottest * half_life - self._clock()
         log.info("%d entries, %d bytes in the %s tier", len(self.residents), home.used_bytes, home.name)
 
-    async def opened(self) -> None:
+    async def wait_until_open(self) -> None:
         """Waits until `open` has ended. Before, it is unknown which space of the home tier is free.
 
         Raises Unavailable if `open` has not ended after 10 s.
@@ -130,14 +130,14 @@ class Store:
             await asyncio.sleep(_SWEEP_SECONDS)
             try:
                 self.leases.expire()
-                await self.make_room()
+                await self.evict_to_watermark()
                 if time.monotonic() - saved >= _SAVE_HEAT_SECONDS:
                     saved = time.monotonic()
                     await self.save_heat()
             except Exception:
                 log.exception("the sweep failed and is repeated")
 
-    async def make_room(self) -> None:
+    async def evict_to_watermark(self) -> None:
         """Evicts the coldest entries of the home tier from the high watermark down to the low one.
 
         A Put that must evict waits for the deletion of index records, and a batch of a thousand deletions costs as
@@ -147,7 +147,7 @@ class Store:
         if home.used_bytes <= self.config.high_watermark * home.capacity_bytes:
             return
         limit = int(self.config.low_watermark * home.capacity_bytes)
-        while entries := self.residents.surplus(home, limit, _DELETE_BATCH):
+        while entries := self.residents.eviction_candidates(home, limit, _DELETE_BATCH):
             try:
                 await self.to_the_end(self.withdraw(entries))
             except OSError as error:
@@ -166,11 +166,11 @@ class Store:
         Returns:
             Kind of hit and entry for each element, and the lease: 0 if nothing was found.
         """
-        hits = self.residents.find(namespace, path, variants)
+        hits = self.residents.lookup(namespace, path, variants)
         entries = dict.fromkeys(entry for _, entry, _ in hits if entry is not None)
         lease = self.leases.grant(entries, lease_seconds) if entries else 0
         for entry in entries:
-            self.residents.warm(entry, heat.again(entry.heat, self.now, self.config.half_life_seconds))
+            self.residents.set_heat(entry, heat.after_access(entry.heat, self.now, self.config.half_life_seconds))
             self.on_used(entry.record.key)
         for _, _, key in hits[2:]:
             self.demand.add(key)
@@ -196,7 +196,7 @@ class Store:
             AssertionError: a check failed.
         """
         self.residents.check_integrity(idle)
-        self.leases.check_integrity(self.residents.with_leaving())
+        self.leases.check_integrity(self.residents.with_withdrawn())
         assert not self.committing
 
     @contextlib.contextmanager
@@ -206,7 +206,7 @@ class Store:
             yield
         finally:
             entry.pins -= 1
-            self.residents.let_go(entry)
+            self.residents.reclaim(entry)
 
     async def frames(self, entry: StoredEntry) -> AsyncIterator[memoryview]:
         """Yields a pinned entry's bytes in frames of 1 MiB, each valid until the next one.
@@ -220,9 +220,9 @@ class Store:
         try:
             if tier.blocking:
                 # Once for concurrent readers; not cancelled with the caller.
-                if entry not in self.loading:
-                    self._start(entry, self._room_above(entry))
-                if not await asyncio.shield(self.loading[entry]):
+                if entry not in self.reads:
+                    self._start_read(entry, self._reserve_above(entry))
+                if not await asyncio.shield(self.reads[entry]):
                     raise DataLoss(f"entry {entry.record.key.hex()} was damaged on {tier.name}; it is deleted")
                 tier = self.residents.fastest(entry)
             place = entry.places[tier.name]
@@ -237,17 +237,17 @@ class Store:
         except Unreachable as error:
             raise Unavailable(str(error)) from error
         except OSError as error:
-            await self.drop(entry)
+            await self.delete_damaged(entry)
             raise DataLoss(f"entry {entry.record.key.hex()}: {error}; it is deleted") from error
 
-    async def rise(self, entry: StoredEntry) -> None:
+    async def promote(self, entry: StoredEntry) -> None:
         """Verifies a visible entry and promotes it to a fast tier, if there is room."""
         with self.pinned(entry.record.key), contextlib.suppress(Unreachable):
-            slow = self.residents.fastest(entry).blocking and entry not in self.loading
-            if slow and (copies := self._room_above(entry)):
-                self._start(entry, copies)
-            if entry in self.loading:
-                await asyncio.shield(self.loading[entry])
+            slow = self.residents.fastest(entry).blocking and entry not in self.reads
+            if slow and (copies := self._reserve_above(entry)):
+                self._start_read(entry, copies)
+            if entry in self.reads:
+                await asyncio.shield(self.reads[entry])
 
     def prefetch(self, entries: Sequence[StoredEntry], *, later: bool) -> None:
         """Promotes a Lookup's entries in the background, unless those of too many Lookups are being promoted.
@@ -258,23 +258,23 @@ class Store:
             are promoted at once, as long as this Lookup's lease is held.
         """
 
-        async def rise() -> None:
+        async def promote() -> None:
             if later:
                 await asyncio.sleep(_LATER_SECONDS)
-            if self._promoting == _MAX_LOOKUPS:
+            if self._prefetches == _MAX_LOOKUPS:
                 return
-            self._promoting += 1
+            self._prefetches += 1
             try:
                 for entry in entries:
                     if entry.visible and (later or entry.leases):
-                        await self.rise(entry)
+                        await self.promote(entry)
             finally:
-                self._promoting -= 1
+                self._prefetches -= 1
 
         if entries:
-            background(self.prefetching, rise())
+            background(self.prefetching, promote())
 
-    def _room_above(self, entry: StoredEntry) -> dict[Tier, Place]:
+    def _reserve_above(self, entry: StoredEntry) -> dict[Tier, Place]:
         """Reserves a place in the fastest tier with room for an entry, dropping colder copies; empty if none has."""
         for tier in self.residents.tiers:
             if tier.name in entry.places:
@@ -283,11 +283,11 @@ class Store:
                 return {tier: self.residents.reserve(tier, entry.record.size, entry.heat)[0]}
         return {}
 
-    def _start(self, entry: StoredEntry, copies: dict[Tier, Place]) -> None:
-        task = self.loading[entry] = asyncio.create_task(self._load(entry, copies))
-        task.add_done_callback(lambda _: self.loading.pop(entry))
+    def _start_read(self, entry: StoredEntry, copies: dict[Tier, Place]) -> None:
+        task = self.reads[entry] = asyncio.create_task(self._verify(entry, copies))
+        task.add_done_callback(lambda _: self.reads.pop(entry))
 
-    async def _load(self, entry: StoredEntry, copies: dict[Tier, Place]) -> bool:
+    async def _verify(self, entry: StoredEntry, copies: dict[Tier, Place]) -> bool:
         """Verifies an entry's bytes in its fastest tier, and copies them to the reserved places.
 
         Deletes the entry if they are damaged, and returns False. Raises Unreachable if the tier is.
@@ -307,14 +307,14 @@ class Store:
             finally:
                 for above, place in copies.items():
                     if intact and entry.visible:
-                        residents.settle(entry, above, place)
+                        residents.add_copy(entry, above, place)
                         self.counters.add("promotions", tier=above.name)
                     else:
-                        residents.cancel(above, place)
+                        residents.unreserve(above, place)
             if not intact and not isinstance(fault, Unreachable):
                 self.counters.add("checksum.failures", tier=tier.name)
                 _faults.warning(f"entry {record.key.hex()} was damaged in the {tier.name} tier and is deleted", fault)
-                await self.drop(entry)
+                await self.delete_damaged(entry)
         if isinstance(fault, Unreachable):
             raise fault
         return intact
@@ -340,7 +340,7 @@ class Store:
         finally:
             for entry in entries:
                 entry.pins -= 1
-                self.residents.let_go(entry)
+                self.residents.reclaim(entry)
 
     async def delete(self, keys: Sequence[bytes]) -> int:
         """Deletes entries persistently, and returns their number.
@@ -348,7 +348,7 @@ class Store:
         Raises ResourceExhausted if the deletion cannot be recorded; the entries reappear at the next start then.
         Raises Unavailable while the index is being loaded.
         """
-        await self.opened()
+        await self.wait_until_open()
         deleted, names = 0, list(dict.fromkeys(keys))
         for at in range(0, len(names), _DELETE_BATCH):
             batch = names[at : at + _DELETE_BATCH]
@@ -360,10 +360,10 @@ class Store:
             deleted += len(entries)
         return deleted
 
-    async def drop(self, entry: StoredEntry) -> None:
+    async def delete_damaged(self, entry: StoredEntry) -> None:
         """Deletes a damaged entry; never raises."""
         with contextlib.suppress(OSError, Unavailable):  # the next read tries again
-            await self.opened()
+            await self.wait_until_open()
             if entry.visible:
                 await self.to_the_end(self.withdraw([entry]))
 
@@ -388,7 +388,7 @@ class Store:
         """Cancels prefetching, waits for work in progress, saves heat, and closes the tiers."""
         for task in self.prefetching:
             task.cancel()  # a read in progress is completed
-        while pending := [*self.tasks, *self.loading.values(), *self.prefetching]:
+        while pending := [*self.tasks, *self.reads.values(), *self.prefetching]:
             await asyncio.gather(*pending, return_exceptions=True)
         await self.save_heat()
         self.threads.shutdown(wait=True)

@@ -5,8 +5,8 @@ import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 
-from fusionkv.kvcache_service.index.index import group_key
-from fusionkv.kvcache_service.index.record import Record
+from fusionkv.kvcache_service.index.index import group_digest
+from fusionkv.kvcache_service.index.record import EntryRecord
 from fusionkv.kvcache_service.keys import VERSIONS
 from fusionkv.kvcache_service.store.entries import StoredEntry
 from fusionkv.kvcache_service.store.store import Store
@@ -23,27 +23,27 @@ _BATCH_BYTES = 4 << 20
 _BATCH_PIECES = 1024
 
 
-def reserve(store: Store, record: Record, *, copied: bool = False) -> "Writer | None":
-    """Reserves space for an entry, after `Store.opened`; None if it exists, or is offered and superfluous.
+def reserve(store: Store, record: EntryRecord, *, from_remote: bool = False) -> "Writer | None":
+    """Reserves space for an entry, after `Store.wait_until_open`; None if it exists, or is offered and superfluous.
 
-    The home tier evicts entries that are not held; faster tiers drop copies of colder entries. A `copied` entry, from
-    the remote tier, is always stored, and not written back.
+    The home tier evicts entries that are not held; faster tiers drop copies of colder entries. An entry copied
+    `from_remote`, the remote tier, is always stored, and not written back.
 
     Raises ResourceExhausted if there is no room, or the entry exceeds the limit.
     """
     residents = store.residents
     if residents.get(record.key) is not None:
-        if not copied:
+        if not from_remote:
             store.on_used(record.key)
         return None
-    if not copied and not _wanted(store, record):
+    if not from_remote and not _worth_storing(store, record):
         return None
     if record.size > store.config.max_entry_bytes:
         raise ResourceExhausted(
             f"an entry of {record.size} bytes exceeds the limit of {store.config.max_entry_bytes}: "
             "raise max_entry_bytes in [kvcache]"
         )
-    assert store.ready.is_set(), "before `opened`"
+    assert store.ready.is_set(), "before `wait_until_open`"
     store.leases.expire()
     home = residents.home
     try:
@@ -63,10 +63,10 @@ def reserve(store: Store, record: Record, *, copied: bool = False) -> "Writer | 
     for tier in residents.tiers[:-1]:
         with contextlib.suppress(NoSpace):
             places[tier] = residents.reserve(tier, record.size, entry.heat)[0]
-    return Writer(store, entry, places, evicted, copied=copied)
+    return Writer(store, entry, places, evicted, from_remote=from_remote)
 
 
-def _wanted(store: Store, record: Record) -> bool:
+def _worth_storing(store: Store, record: EntryRecord) -> bool:
     """Whether to store an entry. One replica of a chunk serves every path, so others need a reason.
 
     Precomputed entries are always stored. An offered entry is stored if it is the first of its chunk, if it has
@@ -79,7 +79,7 @@ def _wanted(store: Store, record: Record) -> bool:
     return all(record.depth < other.record.depth for other in others) or store.demand.count(record.key) > 1
 
 
-def _replaced_by(store: Store, record: Record) -> list[StoredEntry]:
+def _superseded(store: Store, record: EntryRecord) -> list[StoredEntry]:
     """Replicas to delete on publication: offered, deeper, and without recent lookups of their exact path."""
     if record.depth == 1 or record.variant:
         return []
@@ -90,7 +90,7 @@ def _replaced_by(store: Store, record: Record) -> list[StoredEntry]:
     ]
 
 
-def _crowded_out(store: Store, record: Record) -> list[StoredEntry]:
+def _excess_versions(store: Store, record: EntryRecord) -> list[StoredEntry]:
     """The coldest versions beyond the limit of their variant, once `record` is published as one of them."""
     limit = VERSIONS.get(record.variant)
     if limit is None:
@@ -113,12 +113,12 @@ class Writer:
         places: dict[Tier, Place],
         evicted: Sequence[tuple[bytes, Place]],
         *,
-        copied: bool,
+        from_remote: bool,
     ) -> None:
         self._store = store
         self._entry = entry
         self._places = places
-        self._copied = copied
+        self._from_remote = from_remote
         self._hasher = Checksum()
         self._received = 0
         self._batch: list[memoryview] = []
@@ -187,7 +187,7 @@ class Writer:
         if self._received != record.size:
             raise InvalidArgument(f"{self._received} bytes arrived, the header specifies {record.size}")
         if self._hasher.digest() != record.checksum:
-            self._store.counters.add("checksum.failures", tier="remote" if self._copied else "network")
+            self._store.counters.add("checksum.failures", tier="remote" if self._from_remote else "network")
             raise DataLoss("the checksum of the bytes received does not match the header: send them again")
         await self._finished()
         # From here on `_publish` owns the reservations: `abort` by a cancelled caller is a no-op.
@@ -202,7 +202,7 @@ class Writer:
             if pending is not None and not pending.cancelled():
                 pending.exception()  # marks it as retrieved
             for tier, place in places.items():
-                self._store.residents.cancel(tier, place)
+                self._store.residents.unreserve(tier, place)
 
         if self._pending is not None and not self._pending.done():
             self._pending.add_done_callback(free)
@@ -218,37 +218,37 @@ class Writer:
             write_rest()
             home.commit(record, place, self._entry.heat)
 
-        # `_wanted` depends on the whole group, so commits of a group are serialised.
-        group = group_key(record)
+        # `_worth_storing` depends on the whole group, so commits of a group are serialised.
+        group = group_digest(record)
         while (other := store.committing.get(group)) is not None:
             await other.wait()
         done = store.committing[group] = asyncio.Event()
         try:
             # Checked again, since others may have been stored since the reservation.
-            stored = residents.get(record.key) is None and (self._copied or _wanted(store, record))
+            stored = residents.get(record.key) is None and (self._from_remote or _worth_storing(store, record))
             if stored:
                 # Lookups that found the replaced entries will find this one.
-                self._entry.heat = max([self._entry.heat, *(other.heat for other in _replaced_by(store, record))])
+                self._entry.heat = max([self._entry.heat, *(other.heat for other in _superseded(store, record))])
                 if home.blocking:
                     await store.in_thread(finish, places[home])
                 else:
                     finish(places[home])
                 for tier in list(places):
-                    residents.settle(self._entry, tier, places.pop(tier))
-                replaced = [*_replaced_by(store, record), *_crowded_out(store, record)]
+                    residents.add_copy(self._entry, tier, places.pop(tier))
+                replaced = [*_superseded(store, record), *_excess_versions(store, record)]
                 residents.publish(self._entry)
                 residents.replaced.update((other.record.key, other) for other in replaced)
                 # On failure, they reappear at the next start, and are replaced by the next Put.
                 with contextlib.suppress(OSError):
                     await store.withdraw(replaced)
-                if not self._copied:
+                if not self._from_remote:
                     store.on_stored(record)
             return stored
         except OSError as error:
             raise _unwritable(error) from error
         finally:
             for tier, place in places.items():
-                residents.cancel(tier, place)
+                residents.unreserve(tier, place)
             del store.committing[group]
             done.set()
 

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from fusionkv.kvcache_service.index.record import Record
+from fusionkv.kvcache_service.index.record import EntryRecord
 from fusionkv.kvcache_service.tiers.extents import Extents, Place
 from fusionkv.protos.runtime.checksum import Checksum
 from fusionkv.protos.runtime.frames import FRAME_BYTES
@@ -14,7 +14,7 @@ from fusionkv.protos.runtime.frames import FRAME_BYTES
 class Recovered:
     """An entry that a persistent tier contained when it was opened."""
 
-    record: Record
+    record: EntryRecord
     place: Place
     heat: float
 
@@ -57,7 +57,7 @@ class Tier(Extents, ABC):
 
     # A tier that is not persistent keeps the following methods.
 
-    def commit(self, record: Record, place: Place, heat: float) -> None:
+    def commit(self, record: EntryRecord, place: Place, heat: float) -> None:
         """Makes an entry persistent. All its bytes must be written before."""
 
     def forget(self, entries: Sequence[tuple[bytes, Place]]) -> None:

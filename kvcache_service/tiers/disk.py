@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from fusionkv.kvcache_service.index import heat as heats
-from fusionkv.kvcache_service.index.record import Record, decode
+from fusionkv.kvcache_service.index.heat import decode as decode_heat
+from fusionkv.kvcache_service.index.record import EntryRecord, decode
 from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier, Unreachable
 from fusionkv.kvcache_service.tiers.disk_index import DiskIndex, sync_directory
 from fusionkv.kvcache_service.tiers.index_file import HEATS, RECORDS, IndexReader
@@ -59,13 +59,14 @@ class DiskTier(Tier):
         """As `Extents.check_integrity`, and that the index has a record of each place with a key, and no other."""
         super().check_integrity(held)
         recorded = {}
-        for key, known, _ in self._ledger.load():
-            assert known is not None, f"record {key.hex()} is unreadable"
-            recorded[Place(known[1], known[0].size)] = key
+        for key, entry, _ in self._index.load():
+            assert entry is not None, f"record {key.hex()} is unreadable"
+            record, offset = entry
+            recorded[Place(offset, record.size)] = key
         assert recorded == {place: key for place, key in held.items() if key is not None}, "index and store disagree"
 
     @cached_property
-    def _ledger(self) -> DiskIndex:
+    def _index(self) -> DiskIndex:
         """The index, checked and opened on first use; empty if the one on disk cannot be used.
 
         Raises OSError if it was written by a later version; nothing was changed then.
@@ -79,11 +80,15 @@ class DiskTier(Tier):
         # address space: the file grows with use.
         map_bytes = (64 << 20) + self.capacity_bytes
         return DiskIndex(
-            self._directory / "index", map_bytes, self._sync, anew=not trusted, first=lambda: self._mark(_boot_id())
+            self._directory / "index",
+            map_bytes,
+            self._sync,
+            discard=not trusted,
+            before_change=lambda: self._mark_boot(_boot_id()),
         )
 
     def write(self, place: Place, at: int, data: Sequence[memoryview]) -> None:
-        file, offset = self._at(place, at)
+        file, offset = self._locate(place, at)
         pieces = [piece for piece in data if len(piece)]
         while pieces:
             written = os.pwritev(file, pieces, offset)
@@ -94,22 +99,22 @@ class DiskTier(Tier):
                 pieces[0] = pieces[0][written:]
 
     def read(self, place: Place, at: int, size: int) -> memoryview:
-        file, offset = self._at(place, at)
+        file, offset = self._locate(place, at)
         data = os.pread(file, size, offset)
         if len(data) != size:
             raise OSError(f"segment {place.offset // SEGMENT_BYTES} of {self._directory} is truncated")
         return memoryview(data)
 
-    def commit(self, record: Record, place: Place, heat: float) -> None:
+    def commit(self, record: EntryRecord, place: Place, heat: float) -> None:
         if self._sync:
-            os.fdatasync(self._at(place, 0)[0])
-        self._ledger.put([(record, place.offset, heat)])
+            os.fdatasync(self._locate(place, 0)[0])
+        self._index.put([(record, place.offset, heat)])
 
     def forget(self, entries: Sequence[tuple[bytes, Place]]) -> None:
-        self._ledger.delete([(key, place.offset) for key, place in entries])
+        self._index.delete([(key, place.offset) for key, place in entries])
 
     def save_heat(self, heats: Sequence[tuple[bytes, float]]) -> None:
-        self._ledger.save_heat(heats)
+        self._index.save_heat(heats)
 
     def recover(self) -> Iterator[Recovered]:
         """Yields the entries whose record is valid and whose place lies within the segment files; deletes the rest.
@@ -121,20 +126,21 @@ class DiskTier(Tier):
         lengths = {int(p.stem): p.stat().st_size for p in files}
         places = (
             (offset if offset % SEGMENT_BYTES + size <= lengths.get(offset // SEGMENT_BYTES, 0) else -1, size)
-            for offset, size in self._ledger.places()
+            for offset, size in self._index.places()
         )
         starts, sizes = np.fromiter(places, np.dtype((np.int64, 2))).T
         good = self.fit(starts, sizes)
-        self._drop_false_claims(starts, sizes, good)
+        self._drop_overlapping(starts, sizes, good)
         self.restore(starts[good], sizes[good])
         # Frees 30 bytes per record before the in-memory index grows.
         del starts, sizes
         bad: list[tuple[bytes, int]] = []
-        for keep, (key, known, heat) in zip(good, self._ledger.load(), strict=True):
-            if keep and known is not None:
-                yield Recovered(known[0], Place(known[1], known[0].size), heat)
+        for keep, (key, entry, heat) in zip(good, self._index.load(), strict=True):
+            record, offset = entry or (None, -1)
+            if keep and record is not None:
+                yield Recovered(record, Place(offset, record.size), heat)
             else:
-                bad.append((key, -1 if known is None else known[1]))
+                bad.append((key, offset))
         if bad:
             log.warning(
                 "%d of %d entries in %s are damaged or out of bounds and dropped",
@@ -144,7 +150,7 @@ class DiskTier(Tier):
             )
             # If this fails, the next start drops the same entries.
             try:
-                self._ledger.delete(bad)
+                self._index.delete(bad)
             except OSError as error:
                 log.warning("can't delete damaged entries from the index: %s", error)
 
@@ -164,7 +170,7 @@ class DiskTier(Tier):
                 return None
             if not whole or not self.fit(np.array([offset]), np.array([record.size])).all():
                 return None
-            return Recovered(record, Place(offset, record.size), heats.stored(reader.get(HEATS, key)))
+            return Recovered(record, Place(offset, record.size), decode_heat(reader.get(HEATS, key)))
 
         return find
 
@@ -177,25 +183,25 @@ class DiskTier(Tier):
             os.fsync(file)
             os.close(file)
         self._files.clear()
-        if "_ledger" in self.__dict__:
-            self._ledger.close()
-            self._mark("")
+        if "_index" in self.__dict__:
+            self._index.close()
+            self._mark_boot("")
         os.close(self._lock)
 
-    def _drop_false_claims(
+    def _drop_overlapping(
         self, starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], good: npt.NDArray[np.bool_]
     ) -> None:
         """Clears `good` for overlapping places, except the first whose bytes match their record's checksum."""
         order = np.flatnonzero(good)
         order = order[np.argsort(starts[order], kind="stable")]
         ends = np.maximum.accumulate((starts + sizes)[order])
-        meet = np.flatnonzero(starts[order][1:] < ends[:-1])
-        if not len(meet):
+        overlapping = np.flatnonzero(starts[order][1:] < ends[:-1])
+        if not len(overlapping):
             return
-        doubtful = set(order[np.unique(np.concatenate([meet, meet + 1]))].tolist())
-        for number, (_, known, _) in enumerate(self._ledger.load()):
+        doubtful = set(order[np.unique(np.concatenate([overlapping, overlapping + 1]))].tolist())
+        for number, (_, entry, _) in enumerate(self._index.load()):
             if number in doubtful:
-                good[number] = known is not None and self._intact(*known)
+                good[number] = entry is not None and self._intact(*entry)
         kept_end = 0
         for number in order[good[order]].tolist():
             if starts[number] < kept_end:
@@ -203,13 +209,13 @@ class DiskTier(Tier):
             else:
                 kept_end = int(starts[number] + sizes[number])
 
-    def _intact(self, record: Record, offset: int) -> bool:
+    def _intact(self, record: EntryRecord, offset: int) -> bool:
         try:
             return self.copy(Place(offset, record.size), {}) == record.checksum
         except OSError:
             return False
 
-    def _at(self, place: Place, at: int) -> tuple[int, int]:
+    def _locate(self, place: Place, at: int) -> tuple[int, int]:
         """File descriptor of the segment, and offset in it, of byte `at` of a place."""
         segment, offset = divmod(place.offset, SEGMENT_BYTES)
         return self._file(segment, "kv"), offset + at
@@ -247,7 +253,7 @@ class DiskTier(Tier):
         was = mark.read_text(errors="replace").strip() if mark.exists() else ""
         return was in ("", "sync", _boot_id())
 
-    def _mark(self, text: str) -> None:
+    def _mark_boot(self, text: str) -> None:
         """Records the state of the tier in the file `boot`: a boot id while in use, "sync", or "" when closed.
 
         The mark has a fixed size and is written in place, which works on a full device. A torn mark equals no boot

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import lmdb
 
-from fusionkv.kvcache_service.index import heat
-from fusionkv.kvcache_service.index.record import Record, decode, encode, place
+from fusionkv.kvcache_service.index.heat import decode as decode_heat
+from fusionkv.kvcache_service.index.record import EntryRecord, decode, decode_place, encode
 from fusionkv.kvcache_service.tiers.index_file import DAMAGED, HEATS, LATER, RECORDS
 
 log = logging.getLogger(__name__)
@@ -41,15 +41,15 @@ class DiskIndex:
         map_bytes: int,
         sync: bool,
         *,
-        anew: bool = False,
-        first: Callable[[], None] = lambda: None,
+        discard: bool = False,
+        before_change: Callable[[], None] = lambda: None,
     ) -> None:
         """Checks, rewrites and opens the database, of at most `map_bytes`. A damaged one is discarded.
 
         Args:
             sync: Flush every transaction to the device.
-            anew: Discard the content.
-            first: Called after the check and before the first change.
+            discard: Discard the content.
+            before_change: Called after the check and before the first change.
 
         Raises:
             OSError: It cannot be opened, or was written by a later version. Nothing was changed.
@@ -60,11 +60,11 @@ class DiskIndex:
         # A directory of its own: the process of a service that was killed may still be writing to another.
         copy = new / secrets.token_hex(8)
         damage = _rewrite(directory, copy, map_bytes)
-        first()
-        if damage and not anew:
+        before_change()
+        if damage and not discard:
             log.error("the index in %s is unreadable (%s): the disk tier starts empty", directory, damage)
-        if damage or anew:
-            shutil.rmtree(directory, ignore_errors=anew)
+        if damage or discard:
+            shutil.rmtree(directory, ignore_errors=discard)
         elif (file := copy / _FILE).exists():
             file.replace(directory / _FILE)
             if sync:  # otherwise a crash of the machine might restore the old file, without later entries
@@ -76,44 +76,44 @@ class DiskIndex:
             self._records = self._env.open_db(RECORDS)
             self._heats = self._env.open_db(HEATS)
 
-    def put(self, entries: Iterable[tuple[Record, int, float]]) -> None:
+    def put(self, entries: Iterable[tuple[EntryRecord, int, float]]) -> None:
         with self._errors(), self._env.begin(write=True) as txn:
-            for record, offset, warmth in entries:
+            for record, offset, heat in entries:
                 txn.put(record.key, encode(record, offset), db=self._records)
-                txn.put(record.key, _HEAT.pack(warmth), db=self._heats)
+                txn.put(record.key, _HEAT.pack(heat), db=self._heats)
 
     def delete(self, entries: Sequence[tuple[bytes, int]]) -> None:
         """Deletes (key, offset) pairs whose record still has that offset, or is unreadable."""
         with self._errors(), self._env.begin(write=True) as txn:
             for key, offset in entries:
                 value = txn.get(key, db=self._records)
-                if value is not None and ((known := place(key, value)) is None or known[0] == offset):
+                if value is not None and ((stored := decode_place(key, value)) is None or stored[0] == offset):
                     txn.delete(key, db=self._records)
                     txn.delete(key, db=self._heats)
 
     def save_heat(self, heats: Sequence[tuple[bytes, float]]) -> None:
         """Updates the heat of keys that have a record."""
         with self._errors(), self._env.begin(write=True) as txn:
-            for key, warmth in heats:
+            for key, heat in heats:
                 if txn.get(key, db=self._records) is not None:
-                    txn.put(key, _HEAT.pack(warmth), db=self._heats)
+                    txn.put(key, _HEAT.pack(heat), db=self._heats)
 
-    def load(self) -> Iterator[tuple[bytes, tuple[Record, int] | None, float]]:
+    def load(self) -> Iterator[tuple[bytes, tuple[EntryRecord, int] | None, float]]:
         """Yields key, (record, offset) or None if unreadable, and heat (0 if missing)."""
         with self._errors(), self._env.begin() as txn:
             for key, value in txn.cursor(db=self._records):
-                warmth = heat.stored(txn.get(key, db=self._heats))
+                heat = decode_heat(txn.get(key, db=self._heats))
                 try:
-                    known = decode(key, value)
+                    entry = decode(key, value)
                 except ValueError:
-                    known = None
-                yield key, known, warmth
+                    entry = None
+                yield key, entry, heat
 
     def places(self) -> Iterator[tuple[int, int]]:
         """Yields offset and size of each record, in the order of `load`; (-1, 0) if unreadable."""
         with self._errors(), self._env.begin() as txn:
             for key, value in txn.cursor(db=self._records):
-                yield place(key, value) or (-1, 0)
+                yield decode_place(key, value) or (-1, 0)
 
     def close(self) -> None:
         with self._errors():

@@ -44,41 +44,41 @@ _MAX_DEPTH = 32
 _MAX_VALUE_BYTES = 4 << 20
 
 
-class Later(Exception):
+class LaterVersion(Exception):
     """The database contains something of a later version of this program."""
 
 
 def rewrite(directory: str, new: str, map_bytes: int) -> None:
     """Copies every entry of every named database, in key order.
 
-    Raises lmdb.Error if something cannot be read, or is inconsistent; Later if a later version wrote something.
+    Raises lmdb.Error if something cannot be read, or is inconsistent; LaterVersion if a later version wrote it.
     """
     with contextlib.suppress(struct.error):
         first, second = _metas(Path(directory, "data.mdb"))
         if first[:2] == second[:2] and first[0] == _MAGIC and first[1] > _FORMAT:
-            raise Later("its file is of a later format of LMDB")
-    old = lmdb.open(directory, map_size=map_bytes, max_dbs=_MAX_DATABASES, readonly=True, lock=False, create=False)
-    with old.begin() as txn:
+            raise LaterVersion("its file is of a later format of LMDB")
+    source = lmdb.open(directory, map_size=map_bytes, max_dbs=_MAX_DATABASES, readonly=True, lock=False, create=False)
+    with source.begin() as txn:
         names = [name for name, _ in txn.cursor()]
     # If one of the two known databases is missing, the names are damaged.
     if {RECORDS, HEATS} < set(names):
-        raise Later(f"it has {len(names)} databases, and this version knows two")
+        raise LaterVersion(f"it has {len(names)} databases, and this version knows two")
     os.makedirs(new, exist_ok=True)
     # Without a lock file: it is written through a map, which raises SIGBUS on a full device.
-    made = lmdb.open(new, map_size=map_bytes, max_dbs=_MAX_DATABASES, sync=False, lock=False)
+    target = lmdb.open(new, map_size=map_bytes, max_dbs=_MAX_DATABASES, sync=False, lock=False)
     for name in names:
-        database = old.open_db(name, create=False)
-        with old.begin() as txn:
-            _copy(txn, database, made, made.open_db(name))
-    made.sync(True)
-    made.close()
-    old.close()
+        database = source.open_db(name, create=False)
+        with source.begin() as txn:
+            _copy(txn, database, target, target.open_db(name))
+    target.sync(True)
+    target.close()
+    source.close()
 
 
-def _copy(txn: Any, database: Any, made: Any, into: Any) -> None:
-    entries, copied = _known(txn, database), 0
+def _copy(txn: Any, database: Any, target: Any, into: Any) -> None:
+    entries, copied = _checked(txn, database), 0
     while True:
-        with made.begin(write=True, db=into) as writing, writing.cursor() as cursor:
+        with target.begin(write=True, db=into) as writing, writing.cursor() as cursor:
             consumed, added = cursor.putmulti(islice(entries, _BATCH), append=True)
         copied += added
         if consumed < _BATCH:
@@ -88,10 +88,10 @@ def _copy(txn: Any, database: Any, made: Any, into: Any) -> None:
         raise lmdb.CorruptedError(f"{copied} of {expected} entries are in order")
 
 
-def _known(txn: Any, database: Any) -> Iterator[tuple[bytes, bytes]]:
+def _checked(txn: Any, database: Any) -> Iterator[tuple[bytes, bytes]]:
     for key, value in txn.cursor(db=database):
-        if record.later(key, value):
-            raise Later(f"it has records of version {value[0]}, and this version reads up to {record.NEWEST}")
+        if record.is_later(key, value):
+            raise LaterVersion(f"it has records of version {value[0]}, and this version reads up to {record.NEWEST}")
         yield key, value
 
 
@@ -161,7 +161,7 @@ def main() -> None:
     signal.setitimer(signal.ITIMER_PROF, int(sys.argv[4]))
     try:
         rewrite(sys.argv[1], sys.argv[2], int(sys.argv[3]))
-    except Later as error:
+    except LaterVersion as error:
         print(error)
         sys.exit(LATER)
     except (*_NOT_DAMAGE, OSError) as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from fusionkv.kvcache_service.index.record import Record
+from fusionkv.kvcache_service.index.record import EntryRecord
 from fusionkv.kvcache_service.tiers.base import Place
 from fusionkv.kvcache_service.tiers.disk import SEGMENT_BYTES, DiskTier
 from fusionkv.kvcache_service.tiers.extents import ALIGNMENT
@@ -84,7 +84,7 @@ class SealedDiskTier(DiskTier):
         self._tails.pop(place.offset, None)
         super().free(place)
 
-    def commit(self, record: Record, place: Place, heat: float) -> None:
+    def commit(self, record: EntryRecord, place: Place, heat: float) -> None:
         if self._sync:
             os.fdatasync(self._seal_at(place, 0)[0])
         super().commit(record, place, heat)

@@ -22,9 +22,9 @@ from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime.checksum import checksum
 from fusionkv.protos.runtime.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from fusionkv.vllm_connector.background import Background
-from fusionkv.vllm_connector.moving import Moving
 from fusionkv.vllm_connector.pages import Pages
-from fusionkv.vllm_connector.prompts import FusedPrompt, Load
+from fusionkv.vllm_connector.prompts import FusedPrompt, KVLoad
+from fusionkv.vllm_connector.worker import ConnectorWorker
 from tests.fusion_worker.oracle import Parts, oracle, whole
 from tests.waiting import until
 
@@ -123,10 +123,10 @@ async def test_ranks_that_hold_the_same_heads_all_get_the_kv(start: Any, parts: 
             for reader in range(8):
                 caches = {f"layers.{n}": torch.zeros(len(mine), 16, 2 * kv.head_dim) for n in range(kv.layers)}
                 pages = Pages(caches, dict.fromkeys(caches, Layer(kv.head_dim)), len(mine))
-                moving = Moving(background, pages, reader // 2, 4, 8, 10.0)
-                moving.start([Load("0", tuple(mine), 0, kv.tokens, prompt)])
-                await until(lambda moving=moving: moving.ended()[1] is not None)  # type: ignore[misc]
-                assert moving.damaged() == set(), f"rank {reader} came too late"
+                rank = ConnectorWorker(background, pages, reader // 2, 4, 8, 10.0)
+                rank.start([KVLoad("0", tuple(mine), 0, kv.tokens, prompt)])
+                await until(lambda rank=rank: rank.finished()[1] is not None)  # type: ignore[misc]
+                assert rank.failed_pages() == set(), f"rank {reader} came too late"
                 assert pages.read(mine, 0, kv.tokens).equal(every.chunk(4, dim=3)[reader // 2])
             assert not (await anext(events)).summary.degraded
     finally:

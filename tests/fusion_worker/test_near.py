@@ -54,8 +54,8 @@ async def test_what_was_copied_after_the_lease_is_fetched_again(near: Any, parts
     await near.fill(parts)
     rig = await near.worker()
     # Every copy ends after its lease, and reads what another entry has left there by then: NaNs.
-    rig.servicer.cache.seen = lambda entry: memoryview(b"\xff" * entry.size)
-    rig.servicer.cache.held = lambda entry: False
+    rig.servicer.cache.view = lambda entry: memoryview(b"\xff" * entry.size)
+    rig.servicer.cache.is_leased = lambda entry: False
     entries = streamed(rig, Unavailable("gone") if gone else None)
     expected = PLAIN.full_attention(parts) if gone else PLAIN.full_reuse(parts)
     answer = await rig.ask(*parts, ratio=0.0, expected=expected)

@@ -43,9 +43,9 @@ def index_record(body: bytes) -> None:
     try:
         found, offset = record.decode(KEY, value)
     except ValueError:
-        assert record.place(KEY, value) is None
+        assert record.decode_place(KEY, value) is None
         return
-    assert record.place(KEY, value) == (offset, found.size)
+    assert record.decode_place(KEY, value) == (offset, found.size)
     assert record.decode(KEY, record.encode(found, offset)) == (found, offset)
 
 
@@ -53,7 +53,7 @@ def torn_record(value: bytes) -> None:
     """Of the disk tier, with a checksum that is wrong."""
     if len(value) >= 8 and xxhash.xxh3_64_digest(KEY + value[:-8]) == value[-8:]:
         return
-    assert record.place(KEY, value) is None
+    assert record.decode_place(KEY, value) is None
     with pytest.raises(ValueError, match="damaged"):
         record.decode(KEY, value)
 
@@ -82,7 +82,7 @@ def answered_hit(message: bytes) -> None:
         found = pb.Hit.FromString(message)
     except DecodeError:
         return
-    hit = client.hit_of(found, 7, _ARENA)
+    hit = client.decode_hit(found, 7, _ARENA)
     if hit.entry is not None and hit.entry.shared is not None:
         assert len(hit.entry.shared) == hit.entry.size
     assert hit.kind in client.HitKind

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import strategies as st
 
 from fusionkv.kvcache_service.index import record
-from fusionkv.kvcache_service.index.record import Record
+from fusionkv.kvcache_service.index.record import EntryRecord
 from fusionkv.kvcache_service.metrics import Counters
 from fusionkv.kvcache_service.store.entries import Residents
 from fusionkv.kvcache_service.tiers.base import Place, Recovered
@@ -129,7 +129,7 @@ def entries(draw: st.DrawFn) -> tuple[bytes, bytes, bytes]:
     size, offset = draw(st.one_of(st.integers(1, 9000), NUMBERS)), draw(PLACES)
     small = st.integers(0, 2**32 - 1)
     numbers, signature = (size, draw(small), draw(small)), draw(st.binary(max_size=70))
-    made = Record(key, draw(names), trail, variant, *numbers, bytes(16), draw(st.booleans()), signature)
+    made = EntryRecord(key, draw(names), trail, variant, *numbers, bytes(16), draw(st.booleans()), signature)
     return key, record.encode(made, offset), draw(HEATS)
 
 
@@ -154,15 +154,15 @@ def folder() -> Iterator[Path]:
 def test_the_index_of_a_disk(folder: Path) -> None:
     tier = DiskTier(folder, 1 << 20)
     (folder / "segments/000000.kv").write_bytes(bytes(1 << 19))
-    ledger = tier._ledger
+    index = tier._index
 
     def index_on_disk(found: list[tuple[bytes, bytes, bytes]]) -> None:
-        with ledger._env.begin(write=True) as txn:
-            txn.drop(ledger._records, delete=False)
-            txn.drop(ledger._heats, delete=False)
+        with index._env.begin(write=True) as txn:
+            txn.drop(index._records, delete=False)
+            txn.drop(index._heats, delete=False)
             for key, value, heat in found:
-                txn.put(key, value, db=ledger._records)
-                txn.put(key, heat or b"-", db=ledger._heats)
+                txn.put(key, value, db=index._records)
+                txn.put(key, heat or b"-", db=index._heats)
         checked(list(tier.recover()), 1 << 20)
         residents = Residents([MemoryTier(1 << 20), tier], Counters())
         residents.recover(tier.recover())

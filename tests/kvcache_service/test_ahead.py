@@ -84,7 +84,7 @@ async def test_one_read_ends_and_no_other_is_begun(how: str, tmp_path: Path, mon
             for task in service.store.prefetching:
                 task.cancel()
             await until(lambda: not service.store.prefetching)
-            assert service.store.loading
+            assert service.store.reads
         else:
             await service.client.release(found.lease)
         slow.gate.set()
@@ -96,7 +96,7 @@ async def test_one_read_ends_and_no_other_is_begun(how: str, tmp_path: Path, mon
 async def test_what_a_caller_reads_in_the_files_rises_later(start: Any, tmp_path: Path) -> None:
     service = await start(memory=2 * MIB, disk=32 * MIB)
     (a,) = await stored(service, "a")
-    async with nearby(service, tmp_path / "socket", hand_over=False) as near:
+    async with nearby(service, tmp_path / "socket", send_file=False) as near:
         asked = time.monotonic()
         found = await near.find("a")
         assert found.hits[0].entry.extent is not None
@@ -109,7 +109,7 @@ async def test_what_rises_later_takes_no_place_of_other_lookups(start: Any, tmp_
     monkeypatch.setattr(store, "_LATER_SECONDS", 3600)
     service = await start(memory=2 * MIB, disk=32 * MIB)
     (a,) = await stored(service, "a")
-    async with nearby(service, tmp_path / "socket", hand_over=False) as near:
+    async with nearby(service, tmp_path / "socket", send_file=False) as near:
         for _ in range(store._MAX_LOOKUPS):
             await near.find("a")
         await service.find("a")

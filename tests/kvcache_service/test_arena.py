@@ -17,9 +17,9 @@ from fusionkv.kvcache_service import local
 from fusionkv.kvcache_service.local import (
     FileServer,
     LocalTiers,
-    path_of,
-    receive,
-    segments_of,
+    arena_path,
+    map_arena,
+    segments_path,
     share_memory,
     share_segments,
 )
@@ -50,18 +50,18 @@ async def test_a_leased_entry_in_memory_is_copied(start: Any, tmp_path: Path, si
         entry = found.hits[0].entry
         assert await near.fetched(entry) == (data, 0)
         assert await near.fetched(entry) == (data, 0)
-        assert near.client.seen(entry) == data
-        assert near.client.held(entry)
+        assert near.client.view(entry) == data
+        assert near.client.is_leased(entry)
         await near.client.release(found.lease)
-        assert near.client.seen(entry) is None
-        assert not near.client.held(entry)
+        assert near.client.view(entry) is None
+        assert not near.client.is_leased(entry)
         assert await near.fetched(entry) == (data, size), "without a lease the service sends what is there"
 
 
 async def test_who_is_handed_the_memory_can_not_change_it(service: Any, tmp_path: Path) -> None:
     await service.put("S", payload("x", MIB))
     async with nearby(service, tmp_path / "s"):
-        name, view = await asyncio.to_thread(receive, tmp_path / "s.arena")
+        name, view = await asyncio.to_thread(map_arena, tmp_path / "s.arena")
         assert name == service.store.residents.tiers[0].arena
         assert view.readonly
         with socket.socket(socket.AF_UNIX) as caller:
@@ -99,11 +99,11 @@ async def test_what_is_copied_after_its_lease_is_not_used(start: Any, tmp_path: 
 
 async def test_a_lease_released_during_a_copy_makes_it_void() -> None:
     window = LocalTiers("unix:/nowhere")
-    window.leased(7, float("inf"))
+    window.add_lease(7, float("inf"))
     data = memoryview(bytes(9 * MIB))
-    copying = asyncio.create_task(window.copied(data, 7, memoryview(bytearray(9 * MIB))))
+    copying = asyncio.create_task(window.copy_leased(data, 7, memoryview(bytearray(9 * MIB))))
     await asyncio.sleep(0)
-    window.released(7)
+    window.drop_lease(7)
     assert not await copying
 
 
@@ -142,7 +142,7 @@ async def test_a_fetch_takes_no_longer_than_it_may(crowded: Service, tmp_path: P
 async def test_without_a_doorway_bytes_are_streamed(service: Any, tmp_path: Path, caplog: Any) -> None:
     data = payload("x", 1000)
     await service.put("S", data)
-    async with nearby(service, tmp_path / "s", hand_over=False) as near:
+    async with nearby(service, tmp_path / "s", send_file=False) as near:
         for _ in range(3):
             assert await near.fetched(await near.entry("S")) == (data, 1000)
     assert caplog.text.count("are streamed") == 1
@@ -196,14 +196,14 @@ async def test_a_segment_file_that_comes_too_late_is_closed(service: Any, tmp_pa
 
     window, before, asked, answer = LocalTiers(f"unix:{path}"), times_open(), threading.Event(), threading.Event()
 
-    async def hand_over(caller: socket.socket) -> None:
+    async def send_file(caller: socket.socket) -> None:
         asked.set()
         await asyncio.to_thread(answer.wait, 20)
         opened = disk.open_segment(0)
         socket.send_fds(caller, [bytes(16)], [opened])
         os.close(opened)
 
-    door = FileServer(segments_of(path_of(f"unix:{path}")), hand_over)
+    door = FileServer(segments_path(arena_path(f"unix:{path}")), send_file)
     reading = asyncio.create_task(window.read((0, 0), lambda file, offset: b""))
     await until(asked.is_set)
     reading.cancel()

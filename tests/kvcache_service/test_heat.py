@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fusionkv.kvcache_service.index import heat
 from fusionkv.kvcache_service.index.heat import ColdQueue
-from fusionkv.kvcache_service.index.rows import Table
+from fusionkv.kvcache_service.index.rows import DigestTable
 from fusionkv.kvcache_service.store.entries import Leases
 from fusionkv.kvcache_service.tiers.extents import Extents, NoSpace, Place
 from tests.examples import examples
@@ -26,7 +26,7 @@ times = st.lists(st.floats(1.7e9, 1.7e9 + 3600), min_size=1, max_size=8).map(sor
 def heat_of(accesses: list[float]) -> float:
     value = accesses[0] / HALF_LIFE
     for time in accesses[1:]:
-        value = heat.again(value, time, HALF_LIFE)
+        value = heat.after_access(value, time, HALF_LIFE)
     return value
 
 
@@ -81,8 +81,8 @@ NO_HEATS = (None, b"", b"1234567", *(struct.pack("<d", number) for number in (-1
 
 @pytest.mark.parametrize(("kept", "expected"), [*((kept, 0.0) for kept in NO_HEATS), (struct.pack("<d", 2.5), 2.5)])
 def test_heat_is_kept_and_what_is_none_is_the_coldest(kept: bytes | None, expected: float) -> None:
-    assert heat.stored(kept) == expected
-    assert math.copysign(1, heat.stored(kept)) == 1
+    assert heat.decode(kept) == expected
+    assert math.copysign(1, heat.decode(kept)) == 1
 
 
 BLOCK = 4096
@@ -190,7 +190,7 @@ digests = st.tuples(st.sampled_from([0, 255]), st.sampled_from([0, 6, 7, 255, 2*
 
 @given(st.lists(st.tuples(st.booleans(), digests, st.integers(0, 40)), max_size=150))
 def test_table_agrees_with_a_dictionary(steps: list[tuple[bool, bytes, int]]) -> None:
-    table, model = Table(), dict[bytes, set[int]]()
+    table, model = DigestTable(), dict[bytes, set[int]]()
     for add, digest, row in steps:
         rows = model.setdefault(digest, set())
         if add and row not in rows:
@@ -211,7 +211,7 @@ def test_table_agrees_with_a_dictionary(steps: list[tuple[bool, bytes, int]]) ->
 
 def test_many_rows_are_found_and_no_others() -> None:
     digests = [hashlib.sha256(str(i).encode()).digest() for i in range(30_000)]
-    table = Table()
+    table = DigestTable()
     for row, digest in enumerate(digests[:20_000]):
         table.add(digest, row)
     table.check_integrity()

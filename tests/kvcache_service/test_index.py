@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.index.index import HitRanker, Index
-from fusionkv.kvcache_service.index.record import HitKind, Record
+from fusionkv.kvcache_service.index.record import EntryRecord, HitKind
 from fusionkv.protos.contract import limits
 from fusionkv.protos.runtime.errors import NotFound
 from tests.examples import examples
@@ -19,13 +19,13 @@ from tests.kvcache_service import tools
 from tests.kvcache_service.tools import NAMESPACE, common, index_of, path, record
 
 
-def entry(names: str, variant: str = "") -> Record:
+def entry(names: str, variant: str = "") -> EntryRecord:
     return record(names, variant=variant.encode() * 32)
 
 
 def find(index: Index, names: str, variants: dict[int, str] | None = None) -> list[tuple[str, Any]]:
     wanted = [[v.encode() * 32 for v in (variants or {}).get(i, "")] for i in range(len(names))]
-    found = index.find(NAMESPACE, path(names), wanted)
+    found = index.lookup(NAMESPACE, path(names), wanted)
     assert [key for _, _, key in found] == keys.path_keys(NAMESPACE, path(names))
     return [(kind.value, None if row is None else index.rows.record(row)) for kind, row, _ in found]
 
@@ -75,7 +75,7 @@ def test_suffix_search_agrees_with_trying_every_entry(stored: set[str], asked: s
         index.remove(key)
     index.check_integrity()
 
-    for i, (kind, row, _) in enumerate(index.find(NAMESPACE, path(asked), [(variant.variant,)] * len(asked))):
+    for i, (kind, row, _) in enumerate(index.lookup(NAMESPACE, path(asked), [(variant.variant,)] * len(asked))):
         found = None if row is None else index.rows.record(row)
         prefix = asked[: i + 1]
         replicas = [n for n in entries if len(n) > 1 and n[-1] == prefix[-1]] if i else []
@@ -98,7 +98,7 @@ def test_suffix_search_agrees_with_trying_every_entry(stored: set[str], asked: s
 THREE = keys.versions_variant(3)
 
 
-def version(names: str) -> Record:
+def version(names: str) -> EntryRecord:
     return record(names, variant=THREE)
 
 
@@ -120,11 +120,11 @@ def test_the_version_that_is_most_alike_is_found(stored: set[str], asked: str, p
     best = max((alike(names, asked) for names in stored), default=(0.0, 0))
     good = [entries[names].key for names in stored if alike(names, asked) == best and best[0] > 0]
     expected = good or ([fallback.key] if plain else [])
-    kind, row, _ = index.find(NAMESPACE, path(asked), [(), *[(THREE,)] * (len(asked) - 1)])[-1]
+    kind, row, _ = index.lookup(NAMESPACE, path(asked), [(), *[(THREE,)] * (len(asked) - 1)])[-1]
     assert kind is (HitKind.ALTERNATIVE if expected else HitKind.MISS)
     assert (index.rows.key(row) in expected) if row is not None else not expected
     # Without its name none is found; and what the remote tier holds is judged in the same way.
-    plainly = index.find(NAMESPACE, path(asked), [()] * len(asked))[-1][1]
+    plainly = index.lookup(NAMESPACE, path(asked), [()] * len(asked))[-1][1]
     assert plainly == (index.row(fallback.key) if plain else None)
     ranker = HitRanker(NAMESPACE, path(asked), [THREE])
     found = ranker.best(None, entries.values())

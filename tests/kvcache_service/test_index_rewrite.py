@@ -15,7 +15,7 @@ import lmdb
 import pytest
 
 from fusionkv.kvcache_service import keys
-from fusionkv.kvcache_service.index.record import CHECKSUM_BYTES, Record, make
+from fusionkv.kvcache_service.index.record import CHECKSUM_BYTES, EntryRecord, make
 from fusionkv.kvcache_service.tiers import disk_index, index_file
 from fusionkv.kvcache_service.tiers.disk_index import DiskIndex
 
@@ -24,7 +24,7 @@ MAP_BYTES = 64 << 20
 PAGE = 4096
 
 
-def entry(number: int, chunks: int = 1) -> Record:
+def entry(number: int, chunks: int = 1) -> EntryRecord:
     path = [SYSTEM, *(keys.chunk_digest([number, i]) for i in range(chunks))]
     return make(NAMESPACE, path, b"", 1000, 512, 0, number.to_bytes(CHECKSUM_BYTES))
 
@@ -33,9 +33,9 @@ def opened(folder: Path) -> "contextlib.closing[DiskIndex]":
     return contextlib.closing(DiskIndex(folder, MAP_BYTES, sync=False))
 
 
-def churn(ledger: DiskIndex, dice: random.Random, steps: int, first: int, longest: int = 1) -> dict[int, Record]:
+def churn(ledger: DiskIndex, dice: random.Random, steps: int, first: int, longest: int = 1) -> dict[int, EntryRecord]:
     """Puts, deletes and notes of heat; gives what is left of what it put."""
-    live: dict[int, Record] = {}
+    live: dict[int, EntryRecord] = {}
     for number in range(first, first + steps):
         for more in range(dice.choice((1, 1, 8))):
             live[number * 10 + more] = entry(number * 10 + more, dice.randint(1, longest))

@@ -13,10 +13,10 @@ import pytest
 
 from fusionkv.kvcache_service.index import record as records
 from fusionkv.kvcache_service.index.index import HitRanker
-from fusionkv.kvcache_service.index.record import Record
+from fusionkv.kvcache_service.index.record import EntryRecord
 from fusionkv.kvcache_service.keys import VERSIONS, path_keys
 from fusionkv.kvcache_service.remote.redis_engine import RedisEngine
-from fusionkv.kvcache_service.remote.tier import BLOCK_BYTES, SLOTS, Engine, RemoteTier, _blocks
+from fusionkv.kvcache_service.remote.tier import BLOCK_BYTES, SLOTS, RemoteEngine, RemoteTier, _blocks
 from fusionkv.kvcache_service.tiers.base import Unreachable
 from tests.chaos.network import Relay
 from tests.commands import run_python
@@ -34,7 +34,7 @@ OTHER = b"m" * 32
 TTL = 600
 
 
-def connect(remote: Remote, timeout: float = 20) -> Engine:
+def connect(remote: Remote, timeout: float = 20) -> RemoteEngine:
     if not isinstance(remote, MooncakeMaster):
         return RedisEngine(remote.url, ttl=TTL, timeout=timeout)
     from fusionkv.kvcache_service.remote.mooncake_engine import MooncakeEngine
@@ -50,7 +50,7 @@ def remote(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def engine(remote: Remote) -> Iterator[Engine]:
+def engine(remote: Remote) -> Iterator[RemoteEngine]:
     """One for all tests: a Mooncake Store's memory is that of its clients."""
     found = connect(remote)
     yield found
@@ -60,7 +60,7 @@ def engine(remote: Remote) -> Iterator[Engine]:
 class Counted:
     """An engine whose calls are counted, each of which is one round trip, and the names that are asked for kept."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: RemoteEngine) -> None:
         self._engine, self.calls, self.asked = engine, 0, list[str]()
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
@@ -73,7 +73,7 @@ class Counted:
 
 
 @pytest.fixture
-def counted(engine: Engine) -> Counted:
+def counted(engine: RemoteEngine) -> Counted:
     return Counted(engine)
 
 
@@ -85,26 +85,26 @@ def tier(counted: Counted) -> RemoteTier:
     return tier
 
 
-def store(tier: RemoteTier, names: str, data: bytes = b"data", **more: Any) -> Record:
+def store(tier: RemoteTier, names: str, data: bytes = b"data", **more: Any) -> EntryRecord:
     made = entry(names, data, **more)
     tier.write(made, 0, [data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)])
     tier.commit(made)
     return made
 
 
-def find(tier: RemoteTier, names: str, *variants: bytes, namespace: bytes = NAMESPACE) -> Record | None:
+def find(tier: RemoteTier, names: str, *variants: bytes, namespace: bytes = NAMESPACE) -> EntryRecord | None:
     """The best for the last element of a path."""
     elements, last = path(names), len(names) - 1
     wanted: list[Sequence[bytes]] = [(), *[variants] * last]
-    (found,) = tier.find(namespace, elements, wanted, [last])
+    (found,) = tier.lookup(namespace, elements, wanted, [last])
     return HitRanker(namespace, elements, variants).best(None, found)
 
 
-def content(tier: RemoteTier, found: Record) -> bytes:
+def content(tier: RemoteTier, found: EntryRecord) -> bytes:
     return read(tier, found, 0, found.size)
 
 
-def read(tier: RemoteTier, found: Record, first: int, size: int) -> bytes:
+def read(tier: RemoteTier, found: EntryRecord, first: int, size: int) -> bytes:
     into = bytearray(size)
     tier.read(found, first, memoryview(into))
     return bytes(into)
@@ -133,7 +133,7 @@ def test_a_prompt_is_looked_up_in_one_round_trip(tier: RemoteTier, counted: Coun
     names = "SABCDEFGHIJ"
     stored = {n: store(tier, names[: n + 1]) for n in (0, 2, 3)} | {7: store(tier, "SG"), 9: store(tier, "SXI")}
     before = counted.calls
-    found = tier.find(NAMESPACE, path(names), [()] * len(names), range(len(names)))
+    found = tier.lookup(NAMESPACE, path(names), [()] * len(names), range(len(names)))
     assert counted.calls == before + 1
     assert found == [[stored[n]] if n in stored else [] for n in range(len(names))]
 
@@ -162,7 +162,7 @@ def test_versions_are_found_by_likeness(tier: RemoteTier) -> None:
 
 def test_the_index_of_a_chunk_is_bounded(tier: RemoteTier) -> None:
     made = {name: store(tier, f"S{name}X", name.encode()) for name in "ABCDEFGHIJKLMNOPQ"}
-    (found,) = tier.find(NAMESPACE, path("SzX"), [()] * 3, [2])
+    (found,) = tier.lookup(NAMESPACE, path("SzX"), [()] * 3, [2])
     assert 1 <= len(found) <= SLOTS
     assert set(map(repr, found)) <= set(map(repr, made.values()))
     for name, one in made.items():
@@ -175,7 +175,7 @@ def test_two_that_computed_one_entry_with_different_bytes(tier: RemoteTier) -> N
     assert (content(tier, first), content(tier, second)) == (b"1" * 3000, b"2" * 3000)
 
 
-def test_what_is_deleted_or_lost_is_not_there(tier: RemoteTier, engine: Engine) -> None:
+def test_what_is_deleted_or_lost_is_not_there(tier: RemoteTier, engine: RemoteEngine) -> None:
     large = os.urandom(2 * BLOCK_BYTES)
     deleted, lost, kept = store(tier, "SA"), store(tier, "SB", large), store(tier, "SC")
     tier.delete([deleted, entry("SZ")])
@@ -188,7 +188,7 @@ def test_what_is_deleted_or_lost_is_not_there(tier: RemoteTier, engine: Engine) 
     assert read(tier, lost, 0, BLOCK_BYTES) == large[:BLOCK_BYTES]
 
 
-def test_values_fill_buffers_of_their_size(engine: Engine, remote: Remote) -> None:
+def test_values_fill_buffers_of_their_size(engine: RemoteEngine, remote: Remote) -> None:
     """A connection that met another response, or was closed by the server, harms no later call."""
     values = {
         f"fusionkv:buffer:{n}": os.urandom(size) for n, size in enumerate((BLOCK_BYTES, 5, BLOCK_BYTES, 1 << 19))
@@ -222,12 +222,12 @@ def test_a_namespace_is_deleted_as_a_whole(tier: RemoteTier) -> None:
     assert find(tier, "SA", namespace=OTHER) == other
 
 
-def test_what_a_stranger_wrote_is_nobody_elses(tier: RemoteTier, engine: Engine) -> None:
+def test_what_a_stranger_wrote_is_nobody_elses(tier: RemoteTier, engine: RemoteEngine) -> None:
     """Nonsense, another chunk's record, another tenant's, one whose key is not its path's."""
     store(tier, "SA")
     watched = Counted(engine)
-    RemoteTier(watched).find(NAMESPACE, path("SA"), [(), ()], [1])
-    forged = Record(path_keys(NAMESPACE, path("SA"))[-1], OTHER, b"".join(path("AS")), b"", 4, 5, 0, b"c" * 16)
+    RemoteTier(watched).lookup(NAMESPACE, path("SA"), [(), ()], [1])
+    forged = EntryRecord(path_keys(NAMESPACE, path("SA"))[-1], OTHER, b"".join(path("AS")), b"", 4, 5, 0, b"c" * 16)
     wrong = [entry("SB"), entry("SA", namespace=OTHER), forged]
     values = [b"", b"nonsense", os.urandom(200), *(one.key + records.encode(one, 0) for one in wrong)]
     for value in values:
@@ -235,7 +235,7 @@ def test_what_a_stranger_wrote_is_nobody_elses(tier: RemoteTier, engine: Engine)
         assert find(tier, "SA") is None
 
 
-def test_blocks_are_encrypted(tier: RemoteTier, engine: Engine, tmp_path: Path) -> None:
+def test_blocks_are_encrypted(tier: RemoteTier, engine: RemoteEngine, tmp_path: Path) -> None:
     one, other = os.urandom(32), os.urandom(32)
     data = b"secret" * 1000
     sealed, rotated, strange = (
@@ -308,7 +308,7 @@ def test_what_is_not_touched_expires(redis: RedisServer, expiring: RedisEngine) 
         client.pexpire(name, 1000)
     assert tier.touch([entry("SB")]) == [False]
     assert all(client.pttl(name) <= 1000 for name in names)
-    (made,) = tier.find(NAMESPACE, path("SA"), [(), ()], [1])[0]
+    (made,) = tier.lookup(NAMESPACE, path("SA"), [(), ()], [1])[0]
     assert tier.touch([made]) == [True]
     assert all(client.pttl(name) > 400_000 for name in names)
 

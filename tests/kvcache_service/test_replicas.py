@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fusionkv.bench.cache.workload import SYSTEM, Workload
 from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.index.heat import FrequencySketch
-from fusionkv.kvcache_service.index.record import HitKind, Record
+from fusionkv.kvcache_service.index.record import EntryRecord, HitKind
 from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.store.writing import reserve
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
@@ -45,7 +45,7 @@ class Replicas:
 
         return self.loop.run_until_complete(send())
 
-    def find(self, digests: list[bytes]) -> list[tuple[HitKind, Record | None]]:
+    def find(self, digests: list[bytes]) -> list[tuple[HitKind, EntryRecord | None]]:
         found, lease = self.store.lookup(NAMESPACE, digests, [()] * len(digests), 30.0)
         self.store.leases.release(lease)
         return [(kind, entry and entry.record) for kind, entry in found]
@@ -163,14 +163,14 @@ def test_between_the_watermarks_the_coldest_make_room_ahead_of_need() -> None:
     for i in range(90):
         replicas.clock.now += 600
         replicas.put([SYSTEM, bytes([i]) * 32])
-    replicas.loop.run_until_complete(replicas.store.make_room())
+    replicas.loop.run_until_complete(replicas.store.evict_to_watermark())
     home = replicas.store.residents.home
     assert home.used_bytes == 90 * BLOCK, "not over the high watermark"
     replicas.put([SYSTEM, bytes([90]) * 32])
     found, lease = replicas.store.lookup(NAMESPACE, [SYSTEM, bytes([0]) * 32], [(), ()], 30.0)
     held = found[1][1]
     replicas.find([SYSTEM, bytes([1]) * 32])
-    replicas.loop.run_until_complete(replicas.store.make_room())
+    replicas.loop.run_until_complete(replicas.store.evict_to_watermark())
     left = {entry.record.chunk[0] for entry in replicas.store.residents}
     assert left == {0, 1, *range(43, 91)}, "the held one, the one asked for, and the last"
     assert held.visible

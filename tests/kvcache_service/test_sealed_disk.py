@@ -52,7 +52,7 @@ async def test_an_entry_that_a_thread_fills_comes_back(tmp_path: Path, memory: i
     data, made = payload(size, size), tools.record("S", payload(size, size))
     with opened(tmp_path, FIRST) as tier, ThreadPoolExecutor(1) as threads:
         store = Store(Config(), [MemoryTier(memory), tier])
-        writer = reserve(store, made, copied=True)
+        writer = reserve(store, made, from_remote=True)
         assert writer is not None
 
         def read(at: int, into: memoryview) -> None:

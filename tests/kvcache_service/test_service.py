@@ -107,7 +107,7 @@ async def test_the_coldest_goes_first(start: Any) -> None:
     assert [hit.kind.value for hit in (await service.find("S", a, lease_ms=1)).hits[1:]] == ["exact"]
     assert service.chunks("disk") == {a, c, d}
     residents = service.store.residents
-    hottest = [[residents.get(key).record.chunk for key in residents.warmest(count)] for count in (0, 2, 9)]
+    hottest = [[residents.get(key).record.chunk for key in residents.hottest(count)] for count in (0, 2, 9)]
     assert hottest == [[], [a, c], [a, c, d]]
     service.clock.now += 1
     await service.put(["S", e], payload(e, MIB))

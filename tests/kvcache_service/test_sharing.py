@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fusionkv.kvcache_service.client import HitKind
-from fusionkv.kvcache_service.remote.tier import Engine
+from fusionkv.kvcache_service.remote.tier import RemoteEngine
 from fusionkv.kvcache_service.store.writing import reserve
 from fusionkv.kvcache_service.tiers.base import Unreachable
 from fusionkv.protos.runtime.errors import NotFound, ResourceExhausted, Unavailable
@@ -22,7 +22,7 @@ from tests.waiting import until
 
 
 @dataclass
-class Dictionary(Engine):
+class Dictionary(RemoteEngine):
     values: dict[str, bytes] = field(default_factory=dict)
     away: bool = False
     full: bool = False
@@ -99,7 +99,7 @@ async def serve(engine: Dictionary, tmp_path: Path) -> AsyncIterator[Any]:
 
 
 async def shared(service: Any) -> None:
-    await until(lambda: not service.sharing.waiting)
+    await until(lambda: not service.sharing.write_backs)
 
 
 async def share(service: Any, path: Sequence[str], data: bytes, **more: Any) -> bytes:
@@ -168,7 +168,7 @@ async def test_a_place_stays_taken_while_a_thread_fills_it(serve: Any, memory: i
         threading.Event(),
     )
     new = record("S", payload("x", MIB))
-    writer = reserve(service.store, new, copied=True)
+    writer = reserve(service.store, new, from_remote=True)
     assert writer is not None
 
     def read(at: int, into: memoryview) -> None:
@@ -261,7 +261,7 @@ async def test_while_it_is_away_nobody_asks_and_nothing_is_lost(serve: Any, engi
     await until(lambda: not a.sharing.reachable)
     await a.find("U")
     assert (await a.client.stats()).remote.waiting == 1
-    assert not a.sharing._used, "it is renewed when it is written"
+    assert not a.sharing.write_backs._to_renew, "it is renewed when it is written"
     with pytest.raises(Unavailable, match="remote tier"):
         await a.client.delete(namespace=bytes(32))
     engine.away = False
@@ -300,7 +300,7 @@ async def test_copies_keep_no_lookup_waiting(serve: Any, engine: Dictionary, mon
 
     monkeypatch.setattr(engine, "get", lambda names: get(names) if "{" in names[0] else slow(get, names))
     monkeypatch.setattr(engine, "put", lambda values: slow(put, values))
-    engine.away, b.sharing.reachable = True, False  # so that four are written back at the same time
+    engine.away, b.sharing._access.reachable = True, False  # so that four are written back at the same time
     for name in "1234":
         await b.put(name, b"data")
     engine.away = False
@@ -475,9 +475,9 @@ async def test_at_its_end_a_service_writes_back_all(serve: Any, engine: Dictiona
     service = await serve()
     for n in range(20):
         await service.put([f"{n}"], payload(n, 300_000))
-    await service.sharing.flush(30)
+    await service.sharing.write_backs.flush(30)
     assert len(engine.blocks) == 20
     engine.away = True
     await service.put(["more"], b"data")
-    await service.sharing.flush(0.05)
+    await service.sharing.write_backs.flush(0.05)
     engine.away = False

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusionkv.kvcache_service.index import record
-from fusionkv.kvcache_service.index.record import Record
+from fusionkv.kvcache_service.index.record import EntryRecord
 from fusionkv.kvcache_service.index.rows import Rows
 from fusionkv.protos.runtime.errors import InvalidArgument
 from tests.kvcache_service.tools import Caller, payload, serving
@@ -22,7 +22,7 @@ OLD_HEAD = "0102000{}64000000000000000700000003000000787878787878787878787878787
 OLD = {b"": ("2", "633b52763628adb8"), b"v" * 32: ("3", "654f192982e33bc8")}
 
 
-def made(signature: bytes = b"", variant: bytes = b"", last: bytes = b"c" * 32) -> Record:
+def made(signature: bytes = b"", variant: bytes = b"", last: bytes = b"c" * 32) -> EntryRecord:
     path = [PATH[0], last]
     return record.make(NAMESPACE, path, variant, 100, 7, 3, b"x" * 16, offered=True, signature=signature)
 
@@ -34,7 +34,7 @@ def test_records_without_a_signature_are_as_ever(variant: bytes) -> None:
     old = bytes.fromhex(OLD_HEAD.format(flags)) + b"".join((NAMESPACE, variant, *reversed(PATH))) + bytes.fromhex(end)
     expected = made(variant=variant)
     assert record.decode(expected.key, old) == (expected, 8192)
-    assert record.place(expected.key, old) == (8192, 100)
+    assert record.decode_place(expected.key, old) == (8192, 100)
     assert record.encode(expected, 8192) == old
 
 
@@ -44,16 +44,16 @@ def test_a_record_comes_back_with_its_signature(signature: bytes, variant: bytes
     one = made(signature, variant)
     value = record.encode(one, 8192)
     assert record.decode(one.key, value) == (one, 8192)
-    assert record.place(one.key, value) == (8192, 100)
+    assert record.decode_place(one.key, value) == (8192, 100)
     longer = record.encode(made(bytes(64), variant), 8192)
-    assert record.place(one.key, longer) is None
+    assert record.decode_place(one.key, longer) is None
     with pytest.raises(ValueError, match="of version 2 that is invalid in versions 1 to 2"):
         record.decode(one.key, longer)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(SIGNATURES)), max_size=30))
 def test_rows_know_whose_signature_is_whose(changes: list[tuple[int, bytes]]) -> None:
-    rows, known = Rows(0), dict[int, tuple[int, Record]]()
+    rows, known = Rows(0), dict[int, tuple[int, EntryRecord]]()
     for number, signature in changes:
         if number in known:
             rows.remove(known.pop(number)[0])

@@ -271,7 +271,7 @@ async def test_what_is_leased_while_room_is_made_stays(start: Any) -> None:
     for chunk in "0123":
         await service.put(["S", chunk], payload(chunk, MIB))
     # The lookup runs after entries were chosen, before any was deleted.
-    making = asyncio.create_task(service.store.make_room())
+    making = asyncio.create_task(service.store.evict_to_watermark())
     await asyncio.sleep(0)
     hits, lease = service.store.lookup(NAMESPACE, [digest("S"), digest("0")], [[], []], 30.0)
     await making
@@ -392,7 +392,7 @@ async def test_what_is_damaged_is_deleted_although_its_reader_left(start: Any, m
 
     reading = asyncio.create_task(read())
     await until(asked.is_set)
-    loading = store.loading[damaged]
+    loading = store.reads[damaged]
     reading.cancel()
     await asyncio.wait([reading])
     service.clock.now += 1000

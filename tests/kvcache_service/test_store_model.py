@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from fusionkv.kvcache_service.config import Config
-from fusionkv.kvcache_service.index.record import HitKind, Record
+from fusionkv.kvcache_service.index.record import EntryRecord, HitKind
 from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.store.writing import reserve
 from fusionkv.protos.runtime.errors import NotFound, ResourceExhausted
@@ -38,7 +38,7 @@ def make_machine(memory: int, disk: int) -> type[RuleBasedStateMachine]:
             self.loop = asyncio.new_event_loop()
             self.directory = Path(tempfile.mkdtemp(prefix="fusionkv-model", dir=SCRATCH))
             self.clock = tools.Clock()
-            self.content: dict[bytes, tuple[Record, str, bytes]] = {}
+            self.content: dict[bytes, tuple[EntryRecord, str, bytes]] = {}
             self.leases: dict[int, tuple[set[bytes], float]] = {}
             self.count = 0
             self.open()
@@ -52,7 +52,7 @@ def make_machine(memory: int, disk: int) -> type[RuleBasedStateMachine]:
             self.leases = {i: (k, t) for i, (k, t) in self.leases.items() if t > self.clock.now}
             return {key for keys, _ in self.leases.values() for key in keys}
 
-        def record(self, text: str, variant: str, size: int, namespace: bytes) -> tuple[Record, bytes]:
+        def record(self, text: str, variant: str, size: int, namespace: bytes) -> tuple[EntryRecord, bytes]:
             self.count += 1
             data = tools.payload(self.count, size)
             return tools.record(text, data, variant.encode() * 32 * (len(text) > 1), namespace), data
@@ -191,7 +191,7 @@ def make_machine(memory: int, disk: int) -> type[RuleBasedStateMachine]:
 
         @invariant()
         def integrity(self) -> None:
-            while self.store.loading or self.store.tasks:
+            while self.store.reads or self.store.tasks:
                 self.loop.run_until_complete(asyncio.sleep(0))
             # An aborted put gives its place back when its thread is done.
             self.loop.run_until_complete(until(lambda: not self.store.residents._reserved))

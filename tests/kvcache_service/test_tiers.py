@@ -11,7 +11,7 @@ from typing import Any
 import lmdb
 import pytest
 
-from fusionkv.kvcache_service.index.record import Record, encode
+from fusionkv.kvcache_service.index.record import EntryRecord, encode
 from fusionkv.kvcache_service.tiers import disk
 from fusionkv.kvcache_service.tiers.base import Place, Tier
 from fusionkv.kvcache_service.tiers.disk import DiskTier
@@ -126,7 +126,7 @@ class Filled:
 
     def __init__(self, directory: Path, count: int = 6) -> None:
         self.directory = directory
-        self.entries: dict[bytes, tuple[Record, Place, bytes]] = {}
+        self.entries: dict[bytes, tuple[EntryRecord, Place, bytes]] = {}
         tier = DiskTier(directory, LARGE)
         assert list(tier.recover()) == []
         for i in range(count):

@@ -14,10 +14,10 @@ from grpc.aio import insecure_channel
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.index.index import Index
-from fusionkv.kvcache_service.index.record import Record, make
-from fusionkv.kvcache_service.local import path_of, share_memory
+from fusionkv.kvcache_service.index.record import EntryRecord, make
+from fusionkv.kvcache_service.local import arena_path, share_memory
 from fusionkv.kvcache_service.remote.sharing import Sharing
-from fusionkv.kvcache_service.remote.tier import Engine, RemoteTier
+from fusionkv.kvcache_service.remote.tier import RemoteEngine, RemoteTier
 from fusionkv.kvcache_service.servicer import KVCacheServicer, handler
 from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.tiers.base import Place, Tier
@@ -111,8 +111,8 @@ class Service(Caller):
         """Waits until nothing is under way, then asserts that everything agrees."""
         residents = self.store.residents
         store = self.store
-        await until(lambda: not (store.tasks or store.loading or store.prefetching or residents._reserved))
-        await until(lambda: all(entry.pins == 0 for entry in residents.with_leaving()))
+        await until(lambda: not (store.tasks or store.reads or store.prefetching or residents._reserved))
+        await until(lambda: all(entry.pins == 0 for entry in residents.with_withdrawn()))
         self.store.check_integrity(idle=True)
 
 
@@ -125,7 +125,7 @@ async def serving(
     directory: Path,
     memory: int = 4 * MIB,
     disk: int = 16 * MIB,
-    engine: Engine | None = None,
+    engine: RemoteEngine | None = None,
     opened: bool = True,
     **more: Any,
 ) -> AsyncIterator[Service]:
@@ -173,19 +173,19 @@ def disk_keys(file: Path, *raw: bytes) -> DiskKeys:
 
 def record(
     of: str | list[bytes], data: bytes = b"data", variant: bytes = b"", namespace: bytes = NAMESPACE, **more: Any
-) -> Record:
+) -> EntryRecord:
     """Of an entry with these bytes; `of`: its path, or the path's names of one letter."""
     elements = path(of) if isinstance(of, str) else of
     return make(namespace, elements, variant, len(data), 7, 3, checksum(data), **more)
 
 
 @asynccontextmanager
-async def nearby(service: Service, socket: Path, *, hand_over: bool = True) -> AsyncIterator[Caller]:
+async def nearby(service: Service, socket: Path, *, send_file: bool = True) -> AsyncIterator[Caller]:
     """Serves an open service on a unix socket too, with its memory handed over beside it; a caller there."""
     address, memory = f"unix:{socket}", service.store.residents.tiers[0]
     async with listening(handler(KVCacheServicer(service.store, service.sharing)), address):
-        place = path_of(address)
-        doorway = share_memory(place, memory.arena, memory.capacity_bytes, memory.file) if hand_over else None
+        place = arena_path(address)
+        doorway = share_memory(place, memory.arena, memory.capacity_bytes, memory.file) if send_file else None
         client = CacheClient(address)
         try:
             yield Caller(client)
@@ -195,7 +195,7 @@ async def nearby(service: Service, socket: Path, *, hand_over: bool = True) -> A
                 doorway.close()
 
 
-def index_of(*entries: Record) -> Index:
+def index_of(*entries: EntryRecord) -> Index:
     index = Index()
     for one in entries:
         index.add(one)

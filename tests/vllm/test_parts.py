@@ -19,7 +19,7 @@ from fusionkv.kvcache_service.keys import chunk_digest
 from fusionkv.vllm_connector.background import Background
 from fusionkv.vllm_connector.pages import Pages
 from fusionkv.vllm_connector.prompts import FusedPrompt, KVLayout, Prefix, alterations, digest
-from fusionkv.vllm_connector.scheduling import Scheduling
+from fusionkv.vllm_connector.scheduler import ConnectorScheduler
 from tests.kvcache_service.tools import serving
 from tests.waiting import until
 
@@ -70,16 +70,16 @@ def test_what_is_no_prompt(wrong: Any) -> None:
 
 
 @contextmanager
-def scheduling_over(cache: str, folder: Path) -> Iterator[Scheduling]:
+def scheduling_over(cache: str, folder: Path) -> Iterator[ConnectorScheduler]:
     background = Background(cache, None)
     try:
-        yield Scheduling(background, str(folder), {}, LAYOUT, ranks=1, chunk_tokens=4)
+        yield ConnectorScheduler(background, str(folder), {}, LAYOUT, ranks=1, chunk_tokens=4)
     finally:
         background.close()
 
 
 @pytest.fixture
-def scheduling(tmp_path: Path) -> Iterator[Scheduling]:
+def scheduler(tmp_path: Path) -> Iterator[ConnectorScheduler]:
     """Without a cache service or a worker that answers."""
     (tmp_path / "config.json").write_text("{}")
     with scheduling_over("127.0.0.1:1", tmp_path) as made:
@@ -87,9 +87,9 @@ def scheduling(tmp_path: Path) -> Iterator[Scheduling]:
         yield made
 
 
-def available(scheduling: Scheduling) -> Any:
+def available(scheduler: ConnectorScheduler) -> Any:
     """How many tokens a request has elsewhere, once that is known."""
-    found = scheduling._requests["0"].available
+    found = scheduler._requests["0"].available
     assert found is not None
     return found
 
@@ -107,22 +107,22 @@ def asked(**more: Any) -> Any:
     ids=["adapter", "image", "embeddings"],
 )
 def test_kv_of_more_than_tokens_is_not_shared(
-    more: dict[str, Any], scheduling: Scheduling, caplog: pytest.LogCaptureFixture
+    more: dict[str, Any], scheduler: ConnectorScheduler, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Neither the keys of the cache service nor a fused prompt's digest tell it apart."""
     request = asked(**more)
-    assert scheduling.matched(request, 0) == (0, False)
-    assert not scheduling.finished(request, (0, 1, 2, 3, 4), completed=True), "saved"
-    assert scheduling.transfers() == []
+    assert scheduler.matched(request, 0) == (0, False)
+    assert not scheduler.finished(request, (0, 1, 2, 3, 4), completed=True), "saved"
+    assert scheduler.transfers() == []
 
-    fitting = {**GOOD, "model_fingerprint": scheduling._fingerprint.result().hex(), "worker": "127.0.0.1:1"}
+    fitting = {**GOOD, "model_fingerprint": scheduler._fingerprint.result().hex(), "worker": "127.0.0.1:1"}
     request = asked(kv_transfer_params={"fusionkv": fitting}, **more)
-    scheduling.matched(request, 0)
-    assert available(scheduling).result(5) == 0
+    scheduler.matched(request, 0)
+    assert available(scheduler).result(5) == 0
     assert "the request has an adapter, images or embeddings" in caplog.text
 
 
-def test_kv_of_a_model_that_flags_change_is_kept_apart(scheduling: Scheduling, tmp_path: Path) -> None:
+def test_kv_of_a_model_that_flags_change_is_kept_apart(scheduler: ConnectorScheduler, tmp_path: Path) -> None:
     """The fingerprint covers the model's files alone."""
 
     def config(**more: Any) -> Any:
@@ -149,14 +149,14 @@ def test_kv_of_a_model_that_flags_change_is_kept_apart(scheduling: Scheduling, t
         {"revision": "v1"},
     )
     namespaces, prefix = set(), Prefix.of(PROMPT, "", 4)
-    fitting = {**GOOD, "model_fingerprint": scheduling._fingerprint.result().hex(), "worker": "127.0.0.1:1"}
+    fitting = {**GOOD, "model_fingerprint": scheduler._fingerprint.result().hex(), "worker": "127.0.0.1:1"}
     source = FusedPrompt.of({"fusionkv": fitting})
     assert source is not None
     for flags in different:
         found = alterations(config(**flags))
-        made = Scheduling(scheduling._background, str(tmp_path), found, LAYOUT, ranks=1, chunk_tokens=4)
+        made = ConnectorScheduler(scheduler._background, str(tmp_path), found, LAYOUT, ranks=1, chunk_tokens=4)
         namespaces.add(made._namespace(b"f" * 32, prefix, 0))
-        assert made._unfit(source, made._fingerprint.result(5), PROMPT) == (
+        assert made._mismatch(source, made._fingerprint.result(5), PROMPT) == (
             "" if found.keys() <= {"quantization"} else f"vLLM's {next(iter(found))} makes another model of its files"
         )
     assert len(namespaces) == len(different)
@@ -167,14 +167,14 @@ def test_kv_of_a_model_that_flags_change_is_kept_apart(scheduling: Scheduling, t
     [{"kv_transfer_params": {"fusionkv": {**GOOD, "worker": "\ud800"}}}, {"cache_salt": "\ud800"}],
     ids=["worker", "salt"],
 )
-def test_what_nobody_expects_ends_no_engine(more: dict[str, Any], scheduling: Scheduling) -> None:
+def test_what_nobody_expects_ends_no_engine(more: dict[str, Any], scheduler: ConnectorScheduler) -> None:
     if (params := more.get("kv_transfer_params")) is not None:
-        params["fusionkv"]["model_fingerprint"] = scheduling._fingerprint.result().hex()
+        params["fusionkv"]["model_fingerprint"] = scheduler._fingerprint.result().hex()
     request = asked(**more)
-    scheduling.matched(request, 0)
-    wait([available(scheduling)], 5)
-    assert scheduling.matched(request, 0) == (0, False)
-    scheduling.finished(request, (0, 1, 2, 3, 4), completed=True)
+    scheduler.matched(request, 0)
+    wait([available(scheduler)], 5)
+    assert scheduler.matched(request, 0) == (0, False)
+    scheduler.finished(request, (0, 1, 2, 3, 4), completed=True)
 
 
 async def test_workers_that_are_gone_are_forgotten(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ async def test_a_request_that_ends_during_its_lookup_leaves_no_lease(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = threading.Event()
-    monkeypatch.setattr("fusionkv.vllm_connector.scheduling.fingerprint", lambda _: known.wait(30) and b"f" * 32)
+    monkeypatch.setattr("fusionkv.vllm_connector.scheduler.fingerprint", lambda _: known.wait(30) and b"f" * 32)
     async with serving(tmp_path / "data") as service:
         with scheduling_over(service.client.address, tmp_path) as found:
             prefix = Prefix.of(PROMPT, "", 4)
@@ -235,9 +235,9 @@ async def test_of_a_longer_prompt_than_the_cache_service_takes_the_beginning_is_
             assert await asyncio.wrap_future(available(found)) == 4
 
 
-def test_chunks_of_no_tokens_are_refused(scheduling: Scheduling, tmp_path: Path) -> None:
+def test_chunks_of_no_tokens_are_refused(scheduler: ConnectorScheduler, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="chunk_tokens is 0"):
-        Scheduling(scheduling._background, str(tmp_path), {}, LAYOUT, ranks=1, chunk_tokens=0)
+        ConnectorScheduler(scheduler._background, str(tmp_path), {}, LAYOUT, ranks=1, chunk_tokens=0)
 
 
 def test_prefixes() -> None:
@@ -258,7 +258,7 @@ def test_prefixes() -> None:
         ((none, stale, exact, exact), 0),
         ((none, exact, hit(HitKind.EXACT, 128), exact), 1),
     ):
-        assert prefix.found(Lookup(hits, 1)) == count
+        assert prefix.exact_chunks(Lookup(hits, 1)) == count
 
 
 Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]

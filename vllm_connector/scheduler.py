@@ -13,7 +13,7 @@ from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.kvcache_service import keys
 from fusionkv.protos.runtime.errors import ServiceError
 from fusionkv.vllm_connector.background import Background
-from fusionkv.vllm_connector.prompts import FusedPrompt, KVLayout, Load, Prefix, Save
+from fusionkv.vllm_connector.prompts import FusedPrompt, KVLayout, KVLoad, KVSave, Prefix
 
 log = logging.getLogger("vllm.fusionkv")
 _LOOKUP_SECONDS = 2.0
@@ -22,7 +22,7 @@ _LEASE_MS = 60_000
 
 
 @dataclass(slots=True)
-class _Request:
+class _RequestState:
     """A waiting or running request.
 
     Attributes: available: number of tokens, from the first, whose KV is available. tried: whether its load was
@@ -36,7 +36,7 @@ class _Request:
     tried: bool = False
 
 
-class Scheduling:
+class ConnectorScheduler:
     """Promises only KV that was confirmed recently, and never repeats a failed load."""
 
     def __init__(
@@ -64,8 +64,8 @@ class Scheduling:
         self._layout, self._ranks, self._chunk_tokens = layout, ranks, chunk_tokens
         self._altered = dict(altered)
         self._fingerprint = background.run(asyncio.to_thread(lambda: fingerprint(resolve(model))))
-        self._requests: dict[str, _Request] = {}
-        self._transfers: list[Load | Save] = []
+        self._requests: dict[str, _RequestState] = {}
+        self._transfers: list[KVLoad | KVSave] = []
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Number of tokens after the first `computed` whose KV can be loaded, and whether to load beside steps.
@@ -92,10 +92,10 @@ class Scheduling:
             return
         state.tried = True
         stop = state.available.result()
-        load = Load(request.request_id, pages, stop - tokens, stop, state.source, state.namespaces)
+        load = KVLoad(request.request_id, pages, stop - tokens, stop, state.source, state.namespaces)
         self._transfers.append(load)
 
-    def transfers(self) -> list[Load | Save]:
+    def transfers(self) -> list[KVLoad | KVSave]:
         transfers, self._transfers = self._transfers, []
         return transfers
 
@@ -118,10 +118,10 @@ class Scheduling:
         first = loaded // prefix.tokens
         if first == len(prefix.digests):
             return False
-        self._transfers.append(Save(request.request_id, pages, first, prefix, state.namespaces))
+        self._transfers.append(KVSave(request.request_id, pages, first, prefix, state.namespaces))
         return True
 
-    def _new(self, request: Any) -> _Request:
+    def _new(self, request: Any) -> _RequestState:
         source: FusedPrompt | Prefix | None = None
         # Keys of the cache service and the digest of a fused prompt cover the model and the tokens, and nothing else.
         plain = not (request.lora_request or request.mm_features) and request.prompt_embeds is None
@@ -132,7 +132,7 @@ class Scheduling:
         else:
             if source is None and self._background.cache is not None and plain:
                 source = Prefix.of(request.prompt_token_ids, request.cache_salt or "", self._chunk_tokens)
-        state = self._requests[request.request_id] = _Request(source)
+        state = self._requests[request.request_id] = _RequestState(source)
         if isinstance(source, FusedPrompt):
             prompt = list(request.prompt_token_ids) if plain else None
             state.available = self._background.run(self._available_prompt(source, prompt))
@@ -146,7 +146,7 @@ class Scheduling:
         prompt: None for a request whose KV depends on more than its tokens.
         """
         try:
-            why = self._unfit(source, await asyncio.wrap_future(self._fingerprint), prompt)
+            why = self._mismatch(source, await asyncio.wrap_future(self._fingerprint), prompt)
             if not why:
                 async with self._background.worker(source.worker) as worker:
                     await worker.hold_prefill(bytes.fromhex(source.handle), _LOOKUP_SECONDS)
@@ -157,7 +157,7 @@ class Scheduling:
         self._background.run(self._background.release(source, why))
         return 0
 
-    def _unfit(self, source: FusedPrompt, model: bytes, prompt: list[int] | None) -> str:
+    def _mismatch(self, source: FusedPrompt, model: bytes, prompt: list[int] | None) -> str:
         """Why a fused prompt does not fit a request; empty if it does. prompt: as for `_available_prompt`."""
         for name in self._altered:
             if name != "quantization":  # KV of the weights as they are is what quantised ones come close to
@@ -166,7 +166,7 @@ class Scheduling:
             return "the request has an adapter, images or embeddings, and the KV has none"
         return source.mismatch(self._layout, model.hex(), prompt)
 
-    async def _available_prefix(self, state: _Request, prefix: Prefix) -> int:
+    async def _available_prefix(self, state: _RequestState, prefix: Prefix) -> int:
         """Number of tokens of a prefix that the cache service has for all ranks, leased."""
         try:
             model = await asyncio.wrap_future(self._fingerprint)
@@ -180,13 +180,13 @@ class Scheduling:
                 )
                 if lookup.lease:
                     state.leases.append(lookup.lease)
-                chunks = min(chunks, prefix.found(lookup))
+                chunks = min(chunks, prefix.exact_chunks(lookup))
         except Exception as error:  # as above
             log.warning("vLLM computes a prefix itself: %s", error)
             return 0
         return chunks * prefix.tokens
 
-    async def _release_leases(self, state: _Request) -> None:
+    async def _release_leases(self, state: _RequestState) -> None:
         """Releases the leases of a prefix, also those of lookups that are still to be answered."""
         assert self._background.cache is not None
         assert state.available is not None

@@ -17,7 +17,7 @@ from fusionkv.protos.runtime.checksum import checksum
 from fusionkv.protos.runtime.errors import DataLoss, NotFound
 from fusionkv.vllm_connector.background import Background
 from fusionkv.vllm_connector.pages import Pages
-from fusionkv.vllm_connector.prompts import FusedPrompt, Load, Prefix, Save
+from fusionkv.vllm_connector.prompts import FusedPrompt, KVLoad, KVSave, Prefix
 
 log = logging.getLogger("vllm.fusionkv")
 # Limits host memory: requests whose pages are copied but not yet put. Further saves are dropped.
@@ -25,8 +25,8 @@ _MAX_SAVES = 8
 _PUT_SECONDS = 30.0
 
 
-class Moving:
-    """Loads and saves of one rank. `start`, `ended` and `damaged` are called in vLLM's thread."""
+class ConnectorWorker:
+    """Loads and saves of one rank. `start`, `finished` and `failed_pages` are called in vLLM's thread."""
 
     def __init__(
         self, background: Background, pages: Pages, rank: int, ranks: int, readers: int, seconds: float
@@ -42,27 +42,27 @@ class Moving:
         self._lock = threading.Lock()
         self._saved: set[str] = set()
         self._loaded: set[str] = set()
-        self._damaged: set[int] = set()
+        self._failed_pages: set[int] = set()
         self._saves = 0
 
-    def start(self, transfers: Sequence[Load | Save]) -> None:
+    def start(self, transfers: Sequence[KVLoad | KVSave]) -> None:
         for transfer in transfers:
-            self._background.run(self._load(transfer) if isinstance(transfer, Load) else self._save(transfer))
+            self._background.run(self._load(transfer) if isinstance(transfer, KVLoad) else self._save(transfer))
 
-    def ended(self) -> tuple[set[str] | None, set[str] | None]:
+    def finished(self) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose pages have been read, and requests whose loads have ended or failed, since the last call."""
         with self._lock:
             saved, self._saved = self._saved, set()
             loaded, self._loaded = self._loaded, set()
         return saved or None, loaded or None
 
-    def damaged(self) -> set[int]:
+    def failed_pages(self) -> set[int]:
         """Pages that a load failed to fill, since the last call."""
         with self._lock:
-            damaged, self._damaged = self._damaged, set()
-        return damaged
+            failed, self._failed_pages = self._failed_pages, set()
+        return failed
 
-    async def _load(self, load: Load) -> None:
+    async def _load(self, load: KVLoad) -> None:
         try:
             if isinstance(load.source, FusedPrompt):
                 await self._load_prompt(load, load.source)
@@ -71,12 +71,12 @@ class Moving:
         except Exception as error:  # on any error: the request must not wait forever
             log.warning("vLLM prefills a prompt itself: %s", error)
             with self._lock:
-                self._damaged.update(load.pages[load.start // self._pages.page_tokens :])
+                self._failed_pages.update(load.pages[load.start // self._pages.page_tokens :])
         finally:
             with self._lock:
                 self._loaded.add(load.request)
 
-    async def _load_prompt(self, load: Load, source: FusedPrompt) -> None:
+    async def _load_prompt(self, load: KVLoad, source: FusedPrompt) -> None:
         shape = (source.layers, 2, source.tokens, source.kv_heads, source.head_dim)
         dtype = getattr(torch, source.dtype)
         size = int(np.prod(shape)) * dtype.itemsize
@@ -86,13 +86,13 @@ class Moving:
                 if data is not None:
                     kv = torch.from_numpy(data).view(dtype).view(shape).chunk(self._ranks, dim=3)[self._rank]
                 else:
-                    part = np.empty(size // self._ranks, np.uint8)
+                    own_heads = np.empty(size // self._ranks, np.uint8)
                     handle = bytes.fromhex(source.handle)
                     async with self._background.worker(source.worker) as worker:
-                        await worker.fetch_prefill(handle, self._rank, self._ranks, part.data, self._seconds)
-                    if self._ranks == 1 and not await asyncio.to_thread(_verified, source, part):
+                        await worker.fetch_prefill(handle, self._rank, self._ranks, own_heads.data, self._seconds)
+                    if self._ranks == 1 and not await asyncio.to_thread(_verified, source, own_heads):
                         raise DataLoss("the KV of a prompt failed its checksum")
-                    kv = torch.from_numpy(part).view(dtype).view(*shape[:3], -1, source.head_dim)
+                    kv = torch.from_numpy(own_heads).view(dtype).view(*shape[:3], -1, source.head_dim)
                 await self._write(kv[:, :, load.start : load.stop], load.pages, load.start)
         except BaseException as error:
             late = f"loading took longer than {self._seconds:g} s"
@@ -101,7 +101,7 @@ class Moving:
             raise RuntimeError(why) from error
         self._background.run(self._background.release(source, "", self._readers))
 
-    async def _load_prefix(self, load: Load, prefix: Prefix) -> None:
+    async def _load_prefix(self, load: KVLoad, prefix: Prefix) -> None:
         cache, namespace = self._background.cache, load.namespaces[self._rank]
         assert cache is not None
         size, tokens = prefix.tokens * self._pages.token_bytes(), prefix.tokens
@@ -136,7 +136,7 @@ class Moving:
         # Completed even if the time for the load is over: vLLM writes to these pages afterwards.
         await to_the_end(asyncio.to_thread(write))
 
-    async def _save(self, save: Save) -> None:
+    async def _save(self, save: KVSave) -> None:
         cache, prefix = self._background.cache, save.prefix
         assert cache is not None
         self._saves += 1
