@@ -23,7 +23,7 @@ from fusionkv.fusion_worker.evaluate.command import run as run_command
 from fusionkv.gateway.config import NONE, GatewayConfig
 from fusionkv.gateway.embed.base import Embedder
 from fusionkv.gateway.embed.choose import open_embedder
-from fusionkv.gateway.retrieval.base import Chunk, HybridSearch
+from fusionkv.gateway.retrieval.base import HybridSearch, TextChunk
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 from fusionkv.gateway.tokens import ModelIdentity
 from fusionkv.protos.runtime import settings
@@ -95,7 +95,7 @@ async def measure(file: Path, embedder: Embedder | None) -> list[Row]:
             by_both = HybridSearch(plain, embedder)
             model = by_both.identity(MODEL)
             vectors = await by_both.vectors(passages, {})
-            chunks = [Chunk(_CORPUS, number, text, (0,)) for number, text in enumerate(passages)]
+            chunks = [TextChunk(_CORPUS, number, text, (0,)) for number, text in enumerate(passages)]
             await engine.replace(_CORPUS, _CORPUS, chunks, vectors, model)
             for mode, weight in weights.items():
                 search = HybridSearch(GatewayConfig(embedder=NONE, dense_weight=weight), embedder)

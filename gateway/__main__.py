@@ -56,7 +56,7 @@ async def _serve(config: GatewayConfig) -> None:
     from fusionkv.gateway.auth.tenants import Quotas, Tenants, read_key
     from fusionkv.gateway.embed.base import Embedder
     from fusionkv.gateway.embed.choose import open_embedder, open_reranker
-    from fusionkv.gateway.pipeline import Engine
+    from fusionkv.gateway.pipeline import AnswerEngine
     from fusionkv.gateway.retrieval.base import HybridSearch
     from fusionkv.gateway.servicer import SERVICE, handlers
     from fusionkv.gateway.workers.workers import WorkerPool
@@ -89,7 +89,7 @@ async def _serve(config: GatewayConfig) -> None:
         raise
     search = HybridSearch(config, await embedder, await open_reranker(config))
     workers = WorkerPool(config.workers, config.client_tls())
-    engine: Engine = workers
+    engine: AnswerEngine = workers
     if config.decode == "vllm":
         with extra("http", "decode = vllm"):
             from fusionkv.gateway.workers.vllm import VLLMEngine

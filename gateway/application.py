@@ -12,12 +12,12 @@ import numpy as np
 from opentelemetry import metrics
 
 from fusionkv.gateway.auth import access
-from fusionkv.gateway.auth.admission import Admission, AdmittedCall
+from fusionkv.gateway.auth.admission import AdmittedCall, CallAdmission
 from fusionkv.gateway.auth.tenants import Tenants
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest.ingest import Ingest
 from fusionkv.gateway.ingest.precompute import Precompute
-from fusionkv.gateway.pipeline import Engine, Pipeline
+from fusionkv.gateway.pipeline import AnswerEngine, Pipeline
 from fusionkv.gateway.plan import corpus_name, order
 from fusionkv.gateway.retrieval import page_tokens
 from fusionkv.gateway.retrieval.base import HybridSearch, check_corpus, check_document
@@ -60,10 +60,10 @@ class Application:
         tenants: Tenants,
         workers: WorkerPool,
         search: HybridSearch,
-        engine: Engine,
+        engine: AnswerEngine,
     ) -> None:
         """`engine` answers prompts."""
-        self.admission = Admission(config, tenants)
+        self.admission = CallAdmission(config, tenants)
         self.ingest = Ingest(config, workers, search)
         self.precompute = Precompute(config, workers, search)
         self._config = config

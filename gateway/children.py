@@ -27,18 +27,18 @@ def take_pipes(output: int) -> tuple[BinaryIO, BinaryIO]:
 
     Only messages may use the two pipes: the output of libraries goes to the file descriptor `output`.
     """
-    given, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    incoming, outgoing = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull) as devnull:
         os.dup2(devnull.fileno(), 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    return given, answers
+    return incoming, outgoing
 
 
-def messages(given: BinaryIO) -> Iterator[Message]:
-    while head := given.read(_HEAD.size):
+def messages(incoming: BinaryIO) -> Iterator[Message]:
+    while head := incoming.read(_HEAD.size):
         first, second = _HEAD.unpack(head)
-        yield json.loads(given.read(first)), given.read(second)
+        yield json.loads(incoming.read(first)), incoming.read(second)
 
 
 class ChildProcess:

@@ -62,7 +62,7 @@ Attributes = Mapping[str, str | bool | int | float | list[str]]
 _UNSERVED = (ResourceExhausted, Unavailable, InvalidArgument, FailedPrecondition)
 
 
-class Engine(Protocol):
+class AnswerEngine(Protocol):
     """What answers prompts: the fusion workers, or vLLM behind them."""
 
     async def model(self, deadline: Deadline, check: Check = ...) -> Vocabulary:
@@ -86,7 +86,7 @@ class Engine(Protocol):
 class Pipeline:
     """Answers questions over given passages or over the corpora in the retrieval engine."""
 
-    def __init__(self, config: GatewayConfig, engine: Engine, search: HybridSearch) -> None:
+    def __init__(self, config: GatewayConfig, engine: AnswerEngine, search: HybridSearch) -> None:
         self._config = config
         self._engine = engine
         self._search = search
@@ -127,14 +127,14 @@ class Pipeline:
             # Embedders and rerankers do not know the caller's deadline.
             try:
                 async with asyncio.timeout(deadline.remaining()):
-                    found = await self._search.search(
+                    results = await self._search.search(
                         tenant.retrieval, corpus, nfc(question), count, vocabulary.identity, where, tenant.salt
                     )
             except TimeoutError as error:
                 raise DeadlineExceeded(f"retrieval took longer than the remaining {seconds:.1f} s") from error
-            return [plan.retrieved(*best) for best in found]
+            return [plan.retrieved(*best) for best in results]
 
-    def _asked(self, request: pb.GenerateRequest, model: fusion_pb2.GetModelResponse) -> RequestedRecipe:
+    def _recipe(self, request: pb.GenerateRequest, model: fusion_pb2.GetModelResponse) -> RequestedRecipe:
         """The recipe of a request, which a worker can follow. Raises InvalidArgument and FailedPrecondition."""
         recipe = RequestedRecipe.of(full_name(request.recipe or DEFAULT, self._config.recipe), model)
         recipe.check(request.ratio if request.HasField("ratio") else None, len(request.passages), model)
@@ -149,9 +149,9 @@ class Pipeline:
         began, seconds_given = time.perf_counter(), deadline.remaining()
         conversation = Conversation.of(request)
         plan.check(request, self._config.max_top_k)
-        asked = partial(self._asked, request)
-        vocabulary = await self._engine.model(deadline, asked)
-        recipe = asked(vocabulary.model)
+        resolve = partial(self._recipe, request)
+        vocabulary = await self._engine.model(deadline, resolve)
+        recipe = resolve(vocabulary.model)
         if values := dict(request.chat_template_kwargs):
             check_variables(values, vocabulary.model.template_variables)
             vocabulary = await self._engine.rendered(vocabulary, values, deadline)
@@ -251,7 +251,7 @@ async def _within(
 def _request_attributes(worker_request: fusion_pb2.GenerateRequest, model: str) -> Attributes:
     """Attributes of the span `chat <model>` at its start."""
     sampling = worker_request.sampling
-    known = {
+    sampled = {
         "gen_ai.request.max_tokens": sampling.max_tokens,
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
@@ -264,7 +264,7 @@ def _request_attributes(worker_request: fusion_pb2.GenerateRequest, model: str) 
         "gen_ai.request.model": model,
         "gen_ai.output.type": "text",
         # 0 means that the request did not set the field.
-        **{name: value for name, value in known.items() if value},
+        **{name: value for name, value in sampled.items() if value},
         "fusionkv.recipe": worker_request.recipe,
         "fusionkv.chunks": len(worker_request.chunks),
     }

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fusionkv.gateway.ingest.text import nfc
-from fusionkv.gateway.retrieval.base import Chunk
+from fusionkv.gateway.retrieval.base import TextChunk
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.contract.length import TooLong
 from fusionkv.protos.contract.recipes import MODIFIERS
@@ -18,7 +18,7 @@ from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import InvalidArgument
 
 # A chunk, and the passage that the reply shows for it.
-Passage = tuple[Chunk, pb.Passage]
+Passage = tuple[TextChunk, pb.Passage]
 # Characters of given passages with their titles: of one, and of all. The second is a context of 128 Ki tokens.
 _MAX_PASSAGE, _MAX_PASSAGES = 1 << 15, 1 << 19
 # Characters of a passage's document, id and metadata, which are not part of the prompt.
@@ -103,19 +103,19 @@ def _turns(request: pb.GenerateRequest) -> tuple[str, ...]:
     return tuple(turns)
 
 
-def as_encoded(asked: RequestedRecipe, passages: Sequence[Passage], vocabulary: Vocabulary) -> RequestedRecipe:
+def as_encoded(requested: RequestedRecipe, passages: Sequence[Passage], vocabulary: Vocabulary) -> RequestedRecipe:
     """Adapts a recipe to the way in which most of the passages were encoded ahead of time, if any were.
 
     The recipe's selector stays the same. A recipe that sets the number of neighbours itself, or takes no modifiers,
     is returned unchanged.
     """
-    modifiers = (MODIFIERS[term.partition("(")[0]] for term in asked.name.split("+")[1:])
-    explicit = asked.recipe.neighbours or any(modifier.neighbours is not None for modifier in modifiers)
+    modifiers = (MODIFIERS[term.partition("(")[0]] for term in requested.name.split("+")[1:])
+    explicit = requested.recipe.neighbours or any(modifier.neighbours is not None for modifier in modifiers)
     counts = Counter(chunk.neighbours for chunk, _ in passages if chunk.variant and chunk.neighbours)
-    if explicit or asked.recipe.lossless or not counts:
-        return asked
+    if explicit or requested.recipe.lossless or not counts:
+        return requested
     ((count, _),) = counts.most_common(1)
-    return RequestedRecipe.of(f"{asked.name}+similarity_guided({count})", vocabulary.model)
+    return RequestedRecipe.of(f"{requested.name}+similarity_guided({count})", vocabulary.model)
 
 
 def check(request: pb.GenerateRequest, max_passages: int) -> None:
@@ -173,7 +173,7 @@ def given(passages: Sequence[pb.Passage], vocabulary: Vocabulary) -> list[Passag
     chunks, tokens, limit = [], 0, vocabulary.model.max_tokens
     for number, passage in enumerate(passages):
         text = nfc("\n".join(filter(None, (passage.title.strip(), passage.text.strip()))))
-        chunk = Chunk("", number, text, tuple(vocabulary.chunk(text)))
+        chunk = TextChunk("", number, text, tuple(vocabulary.chunk(text)))
         tokens += len(chunk.ids)
         if tokens > limit:
             raise TooLong(
@@ -190,7 +190,7 @@ def given(passages: Sequence[pb.Passage], vocabulary: Vocabulary) -> list[Passag
     return chunks
 
 
-def retrieved(chunk: Chunk, score: float) -> Passage:
+def retrieved(chunk: TextChunk, score: float) -> Passage:
     """A chunk of a corpus, with its passage."""
     return chunk, pb.Passage(
         document=chunk.document,
@@ -219,7 +219,7 @@ def order(passages: Sequence[Passage], order: pb.Order) -> list[Passage]:
 def build(
     request: pb.GenerateRequest,
     conversation: Conversation,
-    asked: RequestedRecipe,
+    requested: RequestedRecipe,
     passages: Sequence[Passage],
     vocabulary: Vocabulary,
     tenant: str,
@@ -232,13 +232,15 @@ def build(
     """
     layout = nfc(request.prompt_template)
     worker_request = fusion_pb2.GenerateRequest(
-        recipe=asked.name,
+        recipe=requested.name,
         system=fusion_pb2.Tokens(ids=vocabulary.system(conversation.system, layout)),
         chunks=[
             # KV encoded with neighbours is only for recipes with the same number; others would reuse worse KV.
             fusion_pb2.Chunk(
                 ids=chunk.ids,
-                variants=[chunk.variant] if chunk.variant and chunk.neighbours == asked.recipe.neighbours > 0 else [],
+                variants=[chunk.variant]
+                if chunk.variant and chunk.neighbours == requested.recipe.neighbours > 0
+                else [],
             )
             for chunk, _ in passages
         ],

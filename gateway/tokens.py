@@ -74,11 +74,11 @@ class Vocabulary:
         """A decoder that turns the ids of an answer into text as they arrive."""
         return TextStream(self._tokenizer, stop)
 
-    def system(self, own: str = "", layout: str = "") -> list[int]:
+    def system(self, system: str = "", layout: str = "") -> list[int]:
         """Ids of the system prompt, which begins a prompt.
 
         Args:
-            own: the request's system prompt; empty uses the template's.
+            system: the request's system prompt; empty uses the template's.
             layout: the request's user message with {passages} and {question}, whose beginning counts to the system
                 prompt; empty uses the template's.
         """
@@ -87,8 +87,8 @@ class Vocabulary:
         before, _, after = around.partition("{system}")
         if layout:
             beginning, _, _ = layout.partition("{passages}")
-            return self._encode(*((before, own, after) if own else (template.head,)), beginning, begins=True)
-        return self._encode(*((before, own, after) if own else (template.system,)), begins=True)
+            return self._encode(*((before, system, after) if system else (template.head,)), beginning, begins=True)
+        return self._encode(*((before, system, after) if system else (template.system,)), begins=True)
 
     def question(self, *turns: str, layout: str = "") -> list[int]:
         """Ids of a question within the template.

@@ -105,7 +105,7 @@ class Bearer:
     def __init__(self, verifiers: Sequence[Verifier]) -> None:
         self._verifiers = verifiers
 
-    async def admit(self, given: Sequence[str], method: str) -> Caller:
+    async def admit(self, authorization: Sequence[str], method: str) -> Caller:
         """The caller that sent these `authorization` values with a call of the method, "/package.Service/Name".
 
         Raises:
@@ -114,7 +114,7 @@ class Bearer:
             Unavailable: the token can't be verified at the moment.
         """
         try:
-            caller = await self._caller(given)
+            caller = await self._caller(authorization)
             allowed = ROLES.get(method, frozenset())
             if caller.role not in allowed:
                 name = method.rpartition("/")[2]
@@ -125,12 +125,12 @@ class Bearer:
             raise
         return caller
 
-    async def _caller(self, given: Sequence[str]) -> Caller:
-        if not given:
+    async def _caller(self, authorization: Sequence[str]) -> Caller:
+        if not authorization:
             raise Unauthenticated("a bearer token is required: send the metadata `authorization: Bearer <token>`")
-        scheme, _, token = given[0].partition(" ")
+        scheme, _, token = authorization[0].partition(" ")
         well_formed = token.isascii() and 0 < len(token) <= _MAX_TOKEN
-        if len(given) > 1 or scheme.lower() != "bearer" or not well_formed:
+        if len(authorization) > 1 or scheme.lower() != "bearer" or not well_formed:
             raise Unauthenticated("invalid authorization metadata: send `authorization: Bearer <token>` exactly once")
         for verifier in self._verifiers:
             if (caller := await verifier.caller(token)) is not None:
@@ -153,9 +153,9 @@ class BearerInterceptor(grpc.aio.ServerInterceptor):
         if method in OPEN:
             return await continuation(handler_call_details)
         metadata: Any = handler_call_details.invocation_metadata
-        given = [value for key, value in metadata or () if key == "authorization"]
+        authorization = [value for key, value in metadata or () if key == "authorization"]
         try:
-            caller = await self._bearer.admit(given, method)
+            caller = await self._bearer.admit(authorization, method)
         except ServiceError as error:
             return _refusal(error)
         # The method runs in this same task, so the context variable reaches it.

@@ -56,7 +56,7 @@ class AdmittedCall:
     log_fields: dict[str, Any] = field(default_factory=dict)
 
 
-class Admission:
+class CallAdmission:
     """Limits the calls in flight, and counts calls by tenant."""
 
     def __init__(self, config: GatewayConfig, tenants: Tenants) -> None:

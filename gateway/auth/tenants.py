@@ -69,7 +69,7 @@ class Quotas:
         return by_tenant.get(tenant, default)
 
 
-class Bucket:
+class TokenBucket:
     """A token bucket that holds at most one minute's amount, and starts full. Its level may become negative."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -94,7 +94,7 @@ class Meter:
 
     def __init__(self, quota: Callable[[], Quota], clock: Callable[[], float] = time.monotonic) -> None:
         self._quota = quota
-        self._requests, self._tokens = Bucket(clock), Bucket(clock)
+        self._requests, self._tokens = TokenBucket(clock), TokenBucket(clock)
         self._reserved_bytes = 0
         self._reserving = asyncio.Lock()
 
@@ -150,7 +150,7 @@ class Meter:
         finally:
             self._reserved_bytes -= size
 
-    def _check(self, bucket: Bucket, per_minute: int, what: str) -> None:
+    def _check(self, bucket: TokenBucket, per_minute: int, what: str) -> None:
         seconds = bucket.wait(per_minute, 1)
         if seconds:
             raise ResourceExhausted(
@@ -221,14 +221,14 @@ class Tenant:
 class Tenants:
     """The tenants used so far. A call's tenant follows from its token alone, never from its request."""
 
-    def __init__(self, own: str, key: bytes, quotas: Quotas, open: Open) -> None:
+    def __init__(self, default: str, key: bytes, quotas: Quotas, open: Open) -> None:
         """Creates a registry without tenants.
 
         Args:
-            own: the tenant of calls without a token.
+            default: the tenant of calls without a token.
             key: HMAC key that hashes tenants' names into salts; if empty, the name itself is the salt.
         """
-        self._own = own
+        self._default = default
         self._key = key
         self._quotas = quotas
         self._open = open
@@ -238,7 +238,7 @@ class Tenants:
     def name(self) -> str:
         """The name of the current call's tenant."""
         caller = access.CALLER.get()
-        return caller.tenant if caller else self._own
+        return caller.tenant if caller else self._default
 
     async def current(self) -> Tenant:
         """The tenant of the current call. Raises Unavailable if the tenant's corpora can't be opened."""
@@ -268,7 +268,7 @@ class Tenants:
             await tenant.retrieval.close()
 
     async def _add(self, name: str) -> None:
-        retrieval = await self._open("" if name == self._own else name)
+        retrieval = await self._open("" if name == self._default else name)
         meter = Meter(lambda: self._quotas.of(name))
         salt = hmac.new(self._key, name.encode(), hashlib.sha256).hexdigest() if self._key else name
         self._known[name] = Tenant(salt, retrieval, meter)

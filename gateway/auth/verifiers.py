@@ -234,5 +234,5 @@ def _with_algorithm(key: Any) -> list[Any]:
 
 
 def _find(keys: Sequence[jwt.PyJWK], id: str | None, algorithm: str) -> jwt.PyJWK | None:
-    found = [key for key in keys if key.algorithm_name == algorithm and id in (None, key.key_id)]
-    return found[-1] if found and (id is not None or len(found) == 1) else None
+    matching = [key for key in keys if key.algorithm_name == algorithm and id in (None, key.key_id)]
+    return matching[-1] if matching and (id is not None or len(matching) == 1) else None

@@ -334,11 +334,11 @@ async def _cache_stats(address: str, tls: ClientTLS | None) -> dict[str, Any]:
 
     client = CacheClient(address, tls)
     try:
-        found = as_dict(await client.stats())
+        stats = as_dict(await client.stats())
     finally:
         await client.close()
-    tiers = [{**tier, "tier": Tier.Name(tier["tier"]).removeprefix("TIER_").lower()} for tier in found["tiers"]]
-    return {**found, "tiers": tiers}
+    tiers = [{**tier, "tier": Tier.Name(tier["tier"]).removeprefix("TIER_").lower()} for tier in stats["tiers"]]
+    return {**stats, "tiers": tiers}
 
 
 def _cache_address(worker: str) -> str:

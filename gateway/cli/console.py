@@ -46,12 +46,12 @@ def progress(quiet: bool) -> Iterator[Steps]:
 
 
 def _lines() -> Steps:
-    told = time.monotonic()
+    shown_at = time.monotonic()
 
     def show(what: str, done: int, total: int | None) -> None:
-        nonlocal told
-        if time.monotonic() - told >= _LINE_SECONDS:
-            told = time.monotonic()
+        nonlocal shown_at
+        if time.monotonic() - shown_at >= _LINE_SECONDS:
+            shown_at = time.monotonic()
             shown.tell(f"{what}: {done}" if total is None else f"{what}: {done} of {total}")
 
     return show

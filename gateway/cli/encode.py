@@ -22,25 +22,25 @@ async def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--index is {args.index}, but there are {len(args.corpora)} corpora, numbered from 0")
     if not (args.encoders or args.ray) and (args.config or args.model or args.cache):
         raise UsageError("--config, --model and --cache apply to encoders only: add --encoders or --ray")
-    async with connect.client(args) as client, _encoders(args) as own:
+    async with connect.client(args) as client, _encoders(args) as own_encoders:
         for name in args.corpora if args.index is None else [args.corpora[args.index]]:
             # Per corpus: encoding the corpora before it may have taken hours.
             end = time.monotonic() + args.wait
             stored = 0
-            if own:
-                encoding = functools.partial(_encode_with, client, args, name, own, end)
+            if own_encoders:
+                encoding = functools.partial(_encode_with, client, args, name, own_encoders, end)
                 stored = await retry_until_available(encoding, end)
             # After encoders, this call finds the KV that they stored.
             precompute = functools.partial(corpus, client, args.json, name, args.recipe, end)
             done = await retry_until_available(precompute, end)
             again = done.done - done.skipped
-            if own and again:
+            if own_encoders and again:
                 shown.tell(
                     f"the gateway's workers did not find {again} of the {done.total} chunks that the encoders "
                     "stored, and encoded them again: do their cache services share a tier (docs/encoding.md)?"
                 )
             if not args.json:
-                encoded = stored if own else again
+                encoded = stored if own_encoders else again
                 print(f"{name}: {encoded} chunks encoded, {done.done - encoded} already stored")
     return 0
 
@@ -71,7 +71,7 @@ def _encoders(args: argparse.Namespace) -> contextlib.AbstractAsyncContextManage
 
 
 async def _encode_with(
-    client: AsyncClient, args: argparse.Namespace, name: str, own: Sequence[encoders.Encoder], end: float
+    client: AsyncClient, args: argparse.Namespace, name: str, own_encoders: Sequence[encoders.Encoder], end: float
 ) -> int:
     """Encodes a corpus with encoders, and shows the progress; returns the number of chunks that are newly stored.
 
@@ -96,7 +96,7 @@ async def _encode_with(
             if args.json:
                 print_json({"event": "encode", **asdict(now)})
 
-        await encoders.encode_all(batches(), own, show)
+        await encoders.encode_all(batches(), own_encoders, show)
     return now.done - now.skipped
 
 

@@ -65,7 +65,7 @@ def find(paths: Sequence[str], media_type: str, name: str = "") -> dict[str, Fil
     Raises:
         UsageError: a path or glob matches nothing, two files have the same document name, or STDIN has no name.
     """
-    found: dict[str, File] = {}
+    files: dict[str, File] = {}
     for pattern in paths:
         count = 0
         for default, path in _expand(pattern, bool(media_type)):
@@ -73,7 +73,7 @@ def find(paths: Sequence[str], media_type: str, name: str = "") -> dict[str, Fil
                 raise UsageError("standard input (-) needs --name")
             document = name or shown.name(default)
             # A file that two of the paths name comes from the first.
-            file = found.setdefault(document, File(path, _source(pattern, default, path)))
+            file = files.setdefault(document, File(path, _source(pattern, default, path)))
             if file.path != path:
                 raise UsageError(
                     f"{file.path} and {path} would both be document {document!r}: ingest them separately, with "
@@ -84,7 +84,7 @@ def find(paths: Sequence[str], media_type: str, name: str = "") -> dict[str, Fil
             endings = "" if media_type else f" (known endings: {' '.join(ENDINGS)})"
             reason = f"contains no documents{endings}" if os.path.isdir(pattern) else "does not exist"
             raise UsageError(f"{pattern} {reason}")
-    return found
+    return files
 
 
 def skipped(paths: Sequence[str], media_type: str) -> list[Path]:
@@ -157,10 +157,10 @@ def parts(name: str, path: Path, media_type: str) -> Iterator[Part]:
     yield part if sent or part.content else replace(part, content=b"".join(lines))
 
 
-def _source(given: str, inside: str, path: Path) -> str:
-    if given == STDIN:
+def _source(pattern: str, inside: str, path: Path) -> str:
+    if pattern == STDIN:
         return ""
-    return source_of(given, inside) if os.path.isdir(given) else source_of(path)
+    return source_of(pattern, inside) if os.path.isdir(pattern) else source_of(path)
 
 
 def _opened(path: Path) -> AbstractContextManager[BinaryIO]:
@@ -177,13 +177,13 @@ def _checked(name: str, lines: Sequence[bytes], start: int, ids: dict[str, int])
                 f"lines {ids[document.name]} and {document.line} have the same id {document.name!r}"
             )
     named = [(document.name or f"{name}#{document.line}", bool(document.text.strip())) for document in documents]
-    full, empty = (tuple(name for name, has_text in named if has_text is wanted) for wanted in (True, False))
+    full, empty = (tuple(name for name, has_text in named if has_text is expected) for expected in (True, False))
     return Part(start, content if full else b"", full, empty)
 
 
-def _expand(given: str, everything: bool) -> Iterable[tuple[str, Path]]:
-    path = Path(given)
-    if given == STDIN:
+def _expand(pattern: str, everything: bool) -> Iterable[tuple[str, Path]]:
+    path = Path(pattern)
+    if pattern == STDIN:
         yield "", path
     elif path.is_dir():
         for file in sorted(path.rglob("*")):
@@ -194,6 +194,6 @@ def _expand(given: str, everything: bool) -> Iterable[tuple[str, Path]]:
     elif path.exists():
         yield path.name, path
     else:
-        for match in sorted(glob.glob(given, recursive=True)):
+        for match in sorted(glob.glob(pattern, recursive=True)):
             if os.path.isfile(match):
                 yield Path(match).name, Path(match)

@@ -214,20 +214,24 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="wait for gateway, workers and corpora that do not exist yet (default: do not wait)",
     )
-    own = encode.add_argument_group(
+    encoder_flags = encode.add_argument_group(
         "encoders", "processes that load the model instead of the gateway's workers (needs the role operator)"
     )
-    own.add_argument(
+    encoder_flags.add_argument(
         "--encoders", type=positive, default=0, metavar="N", help="number of processes, or of actors on Ray"
     )
-    own.add_argument(
+    encoder_flags.add_argument(
         "--ray",
         metavar="ADDRESS",
         help="run encoders on a Ray cluster: auto or ray://HOST:PORT; by default one per GPU, or per node",
     )
-    own.add_argument("--config", type=Path, metavar="FILE", help="TOML file with a table [worker], on every machine")
-    own.add_argument("--model", help="model, as for `fusionkv serve worker`")
-    own.add_argument("--cache", metavar="ADDRESS", help="cache service that stores the KV (default: this machine's)")
+    encoder_flags.add_argument(
+        "--config", type=Path, metavar="FILE", help="TOML file with a table [worker], on every machine"
+    )
+    encoder_flags.add_argument("--model", help="model, as for `fusionkv serve worker`")
+    encoder_flags.add_argument(
+        "--cache", metavar="ADDRESS", help="cache service that stores the KV (default: this machine's)"
+    )
 
     ask = commands.add_parser("ask", parents=[client], help="answer a question over a corpus")
     ask.add_argument("corpus", metavar="CORPUS")

@@ -32,7 +32,7 @@ BearerToken = str | os.PathLike[str] | None
 TLS = ClientTLS | None
 
 
-class _Connection:
+class _BaseClient:
     """What both clients share: the channel, the bearer token, and the default timeout of calls."""
 
     _dial: Callable[..., Any]
@@ -85,7 +85,7 @@ class _Connection:
         return getattr(self._stub, method)(request, timeout=timeout, metadata=metadata)
 
 
-class AsyncClient(_Connection):
+class AsyncClient(_BaseClient):
     """An asynchronous client of a gateway. Create it in a running event loop; `async with` closes it.
 
     Calls raise a subclass of `errors.ServiceError` for each gRPC status. A call that fails as UNAVAILABLE before the
@@ -232,7 +232,7 @@ class AsyncClient(_Connection):
             call.cancel()
 
 
-class Client(_Connection):
+class Client(_BaseClient):
     """The blocking counterpart of `AsyncClient`, without `page` and `plan_precompute`.
 
     Thread-safe; `with` closes it.

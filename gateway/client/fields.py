@@ -16,7 +16,7 @@ from fusionkv.protos.runtime.errors import InvalidArgument
 from fusionkv.protos.runtime.tls import ClientTLS
 
 
-class Connection(BaseModel):
+class ConnectionFields(BaseModel):
     """How to reach a gateway. Each call opens its own connection, so there is nothing to close.
 
     Attributes:
@@ -52,22 +52,22 @@ class Connection(BaseModel):
     def caller(self) -> str:
         """A digest of the token and of the client certificate's path, which decide whose corpora are meant."""
         cert = self.tls.cert if self.tls else None
-        known = json.dumps(["fusionkv caller", self.token, cert and os.fspath(cert)])
-        return hashlib.sha256(known.encode()).hexdigest()[:32]
+        identity = json.dumps(["fusionkv caller", self.token, cert and os.fspath(cert)])
+        return hashlib.sha256(identity.encode()).hexdigest()[:32]
 
     def options(self) -> dict[str, Any]:
         """The options of this object's fields that are set."""
         return {name: value for name in type(self)._options() if (value := getattr(self, name)) is not None}
 
-    def call_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def call_options(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The options of a call with these arguments, which take precedence over the fields.
 
         Raises:
             InvalidArgument: an unknown argument, or both names of one.
         """
         known = {*type(self)._options(), *self._more}
-        named = {"top_k" if name == "k" else name: value for name, value in given.items()}
-        if len(named) < len(given):
+        named = {"top_k" if name == "k" else name: value for name, value in arguments.items()}
+        if len(named) < len(arguments):
             raise InvalidArgument("k and top_k are the same option: give one of them")
         if unknown := sorted(named.keys() - known):
             raise InvalidArgument(f"unknown argument {unknown[0]!r}; known: {', '.join(sorted({*known, 'k'}))}")
@@ -79,7 +79,7 @@ class Connection(BaseModel):
         return cls.model_fields.keys() & requests.Options.__annotations__.keys()
 
 
-class Search(Connection):
+class RetrievalFields(ConnectionFields):
     """Which passages are retrieved. Texts are not in `repr`, which frameworks pass on to tracers.
 
     Attributes:
@@ -93,7 +93,7 @@ class Search(Connection):
     filter: dict[str, str] | None = Field(default=None, repr=False)
 
 
-class Asking(Search):
+class QuestionFields(RetrievalFields):
     """A question's options, as in `requests.Options`; None uses the default of the gateway or the worker.
 
     Attributes:
@@ -117,8 +117,8 @@ class Asking(Search):
     stop: str | list[str] | None = None
 
 
-def with_metadata(sources: Sequence[Passage], given: Sequence[Mapping[str, Any]]) -> Iterable[tuple[Passage, Any]]:
+def with_metadata(sources: Sequence[Passage], metadata: Sequence[Mapping[str, Any]]) -> Iterable[tuple[Passage, Any]]:
     """Each source with its metadata: of the passage at its position in the request, if the request had any."""
     for source in sources:
-        own = given[source.position] if source.position < len(given) and not source.document else {}
-        yield source, {**source.metadata, **own}
+        kept = metadata[source.position] if source.position < len(metadata) and not source.document else {}
+        yield source, {**source.metadata, **kept}

@@ -103,21 +103,21 @@ def generate(corpus: str = "", question: str = "", **options: Unpack[Options]) -
     Raises:
         InvalidArgument: an unknown option, or an invalid value.
     """
-    given = _known(Options, options)
-    sampling = {name: given.pop(name) for name in _SAMPLING if name in given}
+    fields = _known(Options, options)
+    sampling = {name: fields.pop(name) for name in _SAMPLING if name in fields}
     if isinstance(stop := sampling.get("stop"), str):
         sampling["stop"] = [stop]
-    passages, messages = (listed(name, given.pop(name, ())) for name in ("passages", "messages"))
+    passages, messages = (listed(name, fields.pop(name, ())) for name in ("passages", "messages"))
     return of(
         pb.GenerateRequest,
         corpus=corpus,
         question=question,
         passages=[_passage(number, passage) for number, passage in enumerate(passages)],
         messages=[_message(number, message) for number, message in enumerate(messages)],
-        order=order_of(given.pop("order", None)),
-        sampling=of(Sampling, **sampling, top_k=given.pop("sample_top_k", 0)),
-        chat_template_kwargs=_as_json("chat_template_kwargs", given.pop("chat_template_kwargs", {})),
-        **given,
+        order=order_of(fields.pop("order", None)),
+        sampling=of(Sampling, **sampling, top_k=fields.pop("sample_top_k", 0)),
+        chat_template_kwargs=_as_json("chat_template_kwargs", fields.pop("chat_template_kwargs", {})),
+        **fields,
     )
 
 
@@ -202,14 +202,14 @@ def ingest(
         InvalidArgument: an unknown option, an invalid value, or a document larger than any gateway accepts.
         OSError: the file can't be read.
     """
-    given = _known(IngestOptions, options)
+    fields = _known(IngestOptions, options)
     if isinstance(content, os.PathLike):
-        given["source"] = given.get("source") or source_of(content)
+        fields["source"] = fields.get("source") or source_of(content)
         content = Path(content).read_bytes()
     raw = content.encode() if isinstance(content, str) else content
     if isinstance(raw, bytes) and len(raw) > _MAX_CONTENT:
         raise errors.InvalidArgument(f"the document has {len(raw)} bytes; gateways accept at most {_MAX_CONTENT}")
-    return of(pb.IngestRequest, corpus=corpus, name=name, content=raw, **given)
+    return of(pb.IngestRequest, corpus=corpus, name=name, content=raw, **fields)
 
 
 def source_of(path: str | os.PathLike[str], inside: str = "") -> str:
@@ -251,10 +251,10 @@ def of(kind: type[T], where: str = "", /, **values: Any) -> T:
     """A message with these fields. Raises InvalidArgument that names the field whose value protobuf refuses."""
     for name, value in values.items():
         # protobuf takes anything empty for an empty map, which is a filter that lets everything through.
-        if (value is not None and _wanted(kind, name) == _MAPPING and not isinstance(value, Mapping)) or (
-            isinstance(value, bool) and _wanted(kind, name) == "a number"
+        if (value is not None and _expected(kind, name) == _MAPPING and not isinstance(value, Mapping)) or (
+            isinstance(value, bool) and _expected(kind, name) == "a number"
         ):
-            raise errors.InvalidArgument(f"invalid option: {name}{where} must be {_wanted(kind, name)}")
+            raise errors.InvalidArgument(f"invalid option: {name}{where} must be {_expected(kind, name)}")
     try:
         return kind(**values)
     except _REFUSED:
@@ -262,14 +262,14 @@ def of(kind: type[T], where: str = "", /, **values: Any) -> T:
             try:
                 kind(**{name: value})
             except _REFUSED as error:
-                wanted = _wanted(kind, name)
-                wrong = isinstance(error, TypeError) or wanted == _MAPPING
-                reason = f" must be {wanted}" if wrong else f": {error}"
+                expected = _expected(kind, name)
+                wrong = isinstance(error, TypeError) or expected == _MAPPING
+                reason = f" must be {expected}" if wrong else f": {error}"
                 raise errors.InvalidArgument(f"invalid option: {name}{where}{reason}") from error
         raise
 
 
-def _wanted(kind: type[ProtoMessage], name: str) -> str:
+def _expected(kind: type[ProtoMessage], name: str) -> str:
     field = kind.DESCRIPTOR.fields_by_name[name]
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         return _MAPPING

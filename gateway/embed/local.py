@@ -192,25 +192,25 @@ def _fail(reply: "asyncio.Future[Message]", error: Exception) -> None:
 def main() -> None:
     """Runs a model in this process."""
     task, directory, threads = sys.argv[1:]
-    given, answers = take_pipes(output=2)
+    incoming, outgoing = take_pipes(output=2)
     folders.settle()
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):  # the gateway has ended
         try:
             with lean.uncompiled():
                 answer, description = _load(task, Path(directory), int(threads))
         except Exception as error:  # transformers may raise anything for a directory that is not a model
-            answers.write(frame({"refused": first_line(error)}))
-            answers.flush()
+            outgoing.write(frame({"refused": first_line(error)}))
+            outgoing.flush()
             return
-        answers.write(frame(description))
-        answers.flush()
-        for message, _ in messages(given):
+        outgoing.write(frame(description))
+        outgoing.flush()
+        for message, _ in messages(incoming):
             try:
                 reply = frame(*answer(message))
             except Exception as error:
                 reply = frame({"failed": f"{type(error).__name__}: {error}"})
-            answers.write(reply)
-            answers.flush()
+            outgoing.write(reply)
+            outgoing.flush()
 
 
 def _load(task: str, directory: Path, threads: int) -> tuple[Answer, dict[str, Any]]:

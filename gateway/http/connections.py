@@ -58,7 +58,7 @@ class Connections:
             del self._open[address]
 
 
-class Connection(web.RequestHandler):
+class HTTPConnection(web.RequestHandler):
     """One connection. Malformed input is counted, but never logged."""
 
     def __init__(self, server: web.Server, connections: Connections, config: GatewayConfig) -> None:

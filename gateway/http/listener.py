@@ -12,7 +12,7 @@ from opentelemetry.trace import SpanKind
 
 from fusionkv.gateway.auth.access import CALLER, Bearer
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.gateway.http.connections import MALFORMED, Connection, Connections
+from fusionkv.gateway.http.connections import MALFORMED, Connections, HTTPConnection
 from fusionkv.gateway.http.origins import Origins
 from fusionkv.protos.observe import rejected
 from fusionkv.protos.runtime import process
@@ -83,8 +83,8 @@ class Listener:
         connections = Connections(self._config)
         loop = asyncio.get_running_loop()
 
-        def connection() -> Connection:
-            return Connection(web_server, connections, self._config)
+        def connection() -> HTTPConnection:
+            return HTTPConnection(web_server, connections, self._config)
 
         tls = self._config.server_tls.context() if self._config.server_tls else None
         # http_head_seconds limits the TLS handshake too.
@@ -162,7 +162,7 @@ class Listener:
         """Closes a connection that has been open for _CONNECTION_SECONDS."""
         response = await handler(request)
         connection = request.protocol
-        assert isinstance(connection, Connection)  # `start` has made it
+        assert isinstance(connection, HTTPConnection)  # `start` has made it
         if time.monotonic() - connection.opened > _CONNECTION_SECONDS:
             response.force_close()
         return response

@@ -15,7 +15,7 @@ import numpy as np
 
 from fusionkv.gateway.client import results
 from fusionkv.gateway.client.results import Event, Passage, Sources, Summary, Token, as_dict, cached_tokens
-from fusionkv.gateway.http.requests import BadRequest, Chat, EmbeddingRequest
+from fusionkv.gateway.http.requests import BadRequest, CompletionRequest, EmbeddingRequest
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.observe import telemetry
 from fusionkv.protos.runtime import errors
@@ -39,27 +39,27 @@ _STATUSES: dict[grpc.StatusCode, tuple[int, str, str | None]] = {
 _UNEXPECTED = (500, "server_error", None)
 
 
-async def whole(chat: Chat, events: AsyncIterator[Event]) -> dict[str, Any]:
+async def whole(completion: CompletionRequest, events: AsyncIterator[Event]) -> dict[str, Any]:
     """A chat.completion; its field `fusionkv` holds the sources and the summary."""
     answer = results.answer([event async for event in events])
     message = {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
-    choice = {"index": 0, **({"text": answer.text} if chat.text else message), "logprobs": None}
+    choice = {"index": 0, **({"text": answer.text} if completion.text else message), "logprobs": None}
     return {
-        **_frame(chat, "chat.completion"),
+        **_frame(completion, "chat.completion"),
         "choices": [{**choice, "finish_reason": _finish(answer.summary)}],
         "usage": _usage(answer.summary),
         _OWNER: {**_listed(answer.sources), "summary": as_dict(answer.summary)},
     }
 
 
-async def chunks(chat: Chat, events: AsyncIterator[Event]) -> AsyncIterator[dict[str, Any]]:
+async def chunks(completion: CompletionRequest, events: AsyncIterator[Event]) -> AsyncIterator[dict[str, Any]]:
     """Streams an answer as chat.completion.chunks.
 
     The first chunk is sent with the first token, so that errors before it still fail the whole request. The first
     chunk holds the sources, and the last one of the choice holds the summary.
     """
-    frame = _frame(chat, "chat.completion.chunk")
-    if chat.usage:
+    frame = _frame(completion, "chat.completion.chunk")
+    if completion.usage:
         frame["usage"] = None  # until the last chunk
     sources: Sources | None = Sources(())
     summary: Summary | None = None
@@ -69,18 +69,18 @@ async def chunks(chat: Chat, events: AsyncIterator[Event]) -> AsyncIterator[dict
             sources = event
             continue
         if sources is not None:
-            choice = _delta(chat, role="assistant", content="")
+            choice = _delta(completion, role="assistant", content="")
             yield {**frame, "choices": [choice], _OWNER: _listed(sources.passages)}
             sources = None
         if isinstance(event, Token):
             # The text is empty while a character or a stop string is incomplete.
             if event.text:
-                yield {**frame, "choices": [_delta(chat, content=event.text)]}
+                yield {**frame, "choices": [_delta(completion, content=event.text)]}
         elif isinstance(event, Summary):
             summary = event
-            choice = {**_delta(chat), "finish_reason": _finish(event)}
+            choice = {**_delta(completion), "finish_reason": _finish(event)}
             yield {**frame, "choices": [choice], _OWNER: {"summary": as_dict(event)}}
-            if chat.usage:
+            if completion.usage:
                 yield {**frame, "choices": [], "usage": _usage(event)}
     if summary is None:
         raise ServiceError("the answer ended without a summary")
@@ -88,8 +88,8 @@ async def chunks(chat: Chat, events: AsyncIterator[Event]) -> AsyncIterator[dict
 
 def model(item: pb.Item) -> dict[str, Any]:
     """A corpus as a model. The time of its creation is unknown."""
-    own = {"documents": item.documents, "chunks": item.chunks, "tokens": item.tokens}
-    return {"id": item.name, "object": "model", "created": 0, "owned_by": _OWNER, _OWNER: own}
+    figures = {"documents": item.documents, "chunks": item.chunks, "tokens": item.tokens}
+    return {"id": item.name, "object": "model", "created": 0, "owned_by": _OWNER, _OWNER: figures}
 
 
 def models(items: Iterable[pb.Item]) -> dict[str, Any]:
@@ -159,13 +159,18 @@ def _listed(sources: Iterable[Passage]) -> dict[str, Any]:
     return {"sources": [asdict(passage) for passage in sources]}
 
 
-def _frame(chat: Chat, kind: str) -> dict[str, Any]:
-    name, kind = ("cmpl", "text_completion") if chat.text else ("chatcmpl", kind)
-    return {"id": f"{name}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": chat.model}
+def _frame(request: CompletionRequest, kind: str) -> dict[str, Any]:
+    name, kind = ("cmpl", "text_completion") if request.text else ("chatcmpl", kind)
+    return {
+        "id": f"{name}-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": request.model,
+    }
 
 
-def _delta(chat: Chat, **delta: str) -> dict[str, Any]:
-    new = {"text": delta.get("content", "")} if chat.text else {"delta": delta}
+def _delta(request: CompletionRequest, **delta: str) -> dict[str, Any]:
+    new = {"text": delta.get("content", "")} if request.text else {"delta": delta}
     return {"index": 0, **new, "logprobs": None, "finish_reason": None}
 
 

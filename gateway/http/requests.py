@@ -15,7 +15,7 @@ from fusionkv.protos.runtime.errors import InvalidArgument
 
 # Fields of `fusionkv` in the body, passed to `fusionkv.gateway.client.requests.generate`.
 _RETRIEVAL = ("corpus", "query", "top_k", "order", "filter")
-OWN = frozenset([*_RETRIEVAL, "recipe", "ratio", "sample_top_k", "system", "prompt_template"])
+EXTENSION = frozenset([*_RETRIEVAL, "recipe", "ratio", "sample_top_k", "system", "prompt_template"])
 # Model name of requests that bring their own passages; `passages` and `documents` are synonyms.
 NO_CORPUS = "fusionkv"
 _PASSAGES = ("passages", "documents")
@@ -117,7 +117,7 @@ class BadRequest(InvalidArgument):
 
 
 @dataclass(frozen=True, slots=True)
-class Chat:
+class CompletionRequest:
     """A request to the gateway, and the form of its reply.
 
     Attributes:
@@ -143,7 +143,7 @@ class EmbeddingRequest:
     dimensions: int
 
 
-def completion(body: Any, text: bool = False, max_passages: int = sys.maxsize) -> Chat:
+def completion(body: Any, text: bool = False, max_passages: int = sys.maxsize) -> CompletionRequest:
     """Reads the JSON body of a chat completion, or of a text completion.
 
     Checks lengths of lists first: it blocks, and a body has room for 500,000 passages.
@@ -152,36 +152,36 @@ def completion(body: Any, text: bool = False, max_passages: int = sys.maxsize) -
         InvalidArgument: the body is invalid, or requests something unsupported.
     """
     field = "prompt" if text else "messages"
-    given = _given(body, _IGNORED)
-    for name in given.keys() - _SUPPORTED - {field}:
-        _check_effect(given, name, _ONLY)
-    model = _typed(given, "model", str, "")
-    own = {name: value for name, value in _typed(given, "fusionkv", dict, {}).items() if value is not None}
-    if unknown := own.keys() - OWN:
-        raise BadRequest(f"unknown field {min(unknown)[:80]!r}; known: {', '.join(sorted(OWN))}", "fusionkv")
-    stream = _typed(given, "stream", bool, False)
-    usage = _usage(given, stream)
-    conversation = {"question": _prompt(given)} if text else {"messages": _messages(given)}
-    _typed(own, "order", str, "")
-    values = {name: value for name, value in _typed(given, _TEMPLATE, dict, {}).items() if value is not None}
-    options = {**_of_model(model), "passages": _passages(given, max_passages), **conversation, **own}
+    fields = _fields(body, _IGNORED)
+    for name in fields.keys() - _SUPPORTED - {field}:
+        _check_effect(fields, name, _ONLY)
+    model = _typed(fields, "model", str, "")
+    extension = {name: value for name, value in _typed(fields, "fusionkv", dict, {}).items() if value is not None}
+    if unknown := extension.keys() - EXTENSION:
+        raise BadRequest(f"unknown field {min(unknown)[:80]!r}; known: {', '.join(sorted(EXTENSION))}", "fusionkv")
+    stream = _typed(fields, "stream", bool, False)
+    usage = _usage(fields, stream)
+    conversation = {"question": _prompt(fields)} if text else {"messages": _messages(fields)}
+    _typed(extension, "order", str, "")
+    values = {name: value for name, value in _typed(fields, _TEMPLATE, dict, {}).items() if value is not None}
+    options = {**_of_model(model), "passages": _passages(fields, max_passages), **conversation, **extension}
     if not options["corpus"] and not options["passages"]:
         raise BadRequest("model names no corpus and there are no passages: name a corpus, or send passages", "model")
-    request = requests.generate(**options, chat_template_kwargs=values, **_sampling(given))
+    request = requests.generate(**options, chat_template_kwargs=values, **_sampling(fields))
     for checked, check in ((field, Conversation.of), (_TEMPLATE, lambda r: template_values(r.chat_template_kwargs))):
         try:
             check(request)
         except InvalidArgument as error:
             raise BadRequest(str(error), checked) from error
-    return Chat(request, model, stream, usage, text)
+    return CompletionRequest(request, model, stream, usage, text)
 
 
 def embeddings(body: Any) -> EmbeddingRequest:
     """Reads the JSON body of a request. Raises InvalidArgument if it is invalid, or requests what is unsupported."""
-    given = _given(body, frozenset(["user"]))
-    if unknown := given.keys() - _OF_EMBEDDINGS:
+    fields = _fields(body, frozenset(["user"]))
+    if unknown := fields.keys() - _OF_EMBEDDINGS:
         raise BadRequest(f"unknown field {min(unknown)[:80]!r}", min(unknown)[:80])
-    texts = given.get("input")
+    texts = fields.get("input")
     texts = [texts] if isinstance(texts, str) else texts
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text.strip() for text in texts):
         raise BadRequest(
@@ -193,10 +193,10 @@ def embeddings(body: Any) -> EmbeddingRequest:
         "".join(texts).encode()
     except UnicodeEncodeError:
         raise BadRequest("input contains half of a surrogate pair", "input") from None
-    model, dimensions = _typed(given, "model", str, ""), _typed(given, "dimensions", int, 0)
-    if "dimensions" in given and dimensions < 1:
+    model, dimensions = _typed(fields, "model", str, ""), _typed(fields, "dimensions", int, 0)
+    if "dimensions" in fields and dimensions < 1:
         raise BadRequest(f"dimensions is {dimensions}: it must be at least 1", "dimensions")
-    if (form := given.get("encoding_format", "float")) not in _FORMATS:
+    if (form := fields.get("encoding_format", "float")) not in _FORMATS:
         raise BadRequest(f"encoding_format must be one of {', '.join(_FORMATS)}", "encoding_format")
     return EmbeddingRequest(tuple(texts), model, form == "base64", dimensions)
 
@@ -206,7 +206,7 @@ def _has_ids(texts: Any) -> bool:
     return isinstance(texts, list) and any(type(text) in (int, list) for text in texts)
 
 
-def _given(body: Any, ignored: frozenset[str]) -> dict[str, Any]:
+def _fields(body: Any, ignored: frozenset[str]) -> dict[str, Any]:
     """The fields of a body that are neither null nor ignored."""
     if not isinstance(body, dict):
         raise InvalidArgument("the body is not a JSON object")
@@ -214,26 +214,26 @@ def _given(body: Any, ignored: frozenset[str]) -> dict[str, Any]:
 
 
 def _check_fields(
-    given: Mapping[str, Any], read: frozenset[str], only: Mapping[str, tuple[Any, ...]], where: str
+    fields: Mapping[str, Any], read: frozenset[str], only: Mapping[str, tuple[Any, ...]], where: str
 ) -> None:
     """Raises BadRequest unless each field is null, read, or has a value of `only`."""
-    for name in sorted(name for name, value in given.items() if value is not None and name not in read):
-        _check_effect(given, name, only, f"{where}.")
+    for name in sorted(name for name, value in fields.items() if value is not None and name not in read):
+        _check_effect(fields, name, only, f"{where}.")
 
 
-def _check_effect(given: Mapping[str, Any], name: str, only: Mapping[str, tuple[Any, ...]], where: str = "") -> None:
+def _check_effect(fields: Mapping[str, Any], name: str, only: Mapping[str, tuple[Any, ...]], where: str = "") -> None:
     """Raises BadRequest unless `only` has the field with its value, which has no effect."""
     if name not in only:
         raise BadRequest(f"unknown field {where + name[:80]!r}", where + name[:80])
     # In Python False equals 0, but `logprobs: 0` of a text completion requests log probabilities.
-    if not any(given[name] == value and _is_bool(given[name]) == _is_bool(value) for value in only[name]):
+    if not any(fields[name] == value and _is_bool(fields[name]) == _is_bool(value) for value in only[name]):
         raise BadRequest(f"{where}{name} is not supported: omit it", where + name)
 
 
-def _usage(given: Mapping[str, Any], stream: bool) -> bool:
+def _usage(fields: Mapping[str, Any], stream: bool) -> bool:
     """Whether a stream ends with a usage chunk."""
     field = "stream_options"
-    options = {name: value for name, value in _typed(given, field, dict, {}).items() if value is not None}
+    options = {name: value for name, value in _typed(fields, field, dict, {}).items() if value is not None}
     if options and not stream:
         raise BadRequest(f"{field} needs stream: set stream to true, or omit {field}", field)
     _check_fields(options, frozenset(["include_usage"]), _STREAM_ONLY, field)
@@ -258,67 +258,67 @@ def _of_model(model: str) -> dict[str, Any]:
     return options
 
 
-def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
+def _sampling(fields: Mapping[str, Any]) -> dict[str, Any]:
     options: dict[str, Any] = {}
-    stop = given.get("stop", [])
-    options["stop"] = [stop] if isinstance(stop, str) else _typed(given, "stop", list, [])
+    stop = fields.get("stop", [])
+    options["stop"] = [stop] if isinstance(stop, str) else _typed(fields, "stop", list, [])
     for name in ("max_completion_tokens", "max_tokens"):
-        if (limit := _typed(given, name, int, 1)) < 1:
+        if (limit := _typed(fields, name, int, 1)) < 1:
             raise BadRequest(f"{name} is {limit}: it must be at least 1", name)
-        if name in given:
+        if name in fields:
             options.setdefault("max_tokens", limit)
     for name in ("temperature", "top_p"):
-        if name in given:
-            options[name] = _typed(given, name, (int, float), 0.0)
+        if name in fields:
+            options[name] = _typed(fields, name, (int, float), 0.0)
     if options.get("top_p") == 0:
         # In gateway.proto, 0 disables top_p; in OpenAI's API it keeps only the most likely token.
         raise BadRequest("top_p is 0: it must be greater than 0; for greedy decoding use temperature 0", "top_p")
-    if given.get("seed", -1) != -1:  # Many clients send -1 for "no seed".
-        options["seed"] = _typed(given, "seed", int, 0)
+    if fields.get("seed", -1) != -1:  # Many clients send -1 for "no seed".
+        options["seed"] = _typed(fields, "seed", int, 0)
     return options
 
 
-def _passages(given: Mapping[str, Any], limit: int) -> list[Passage]:
-    name, *more = [name for name in _PASSAGES if name in given] or ["passages"]
+def _passages(fields: Mapping[str, Any], limit: int) -> list[Passage]:
+    name, *more = [name for name in _PASSAGES if name in fields] or ["passages"]
     if more:
         raise BadRequest("passages and documents are the same field: use only one of them", "documents")
-    return [_passage(passage, f"{name}[{i}]") for i, passage in enumerate(_list(given, name, limit))]
+    return [_passage(passage, f"{name}[{i}]") for i, passage in enumerate(_list(fields, name, limit))]
 
 
-def _passage(given: Any, where: str) -> Passage:
+def _passage(passage: Any, where: str) -> Passage:
     """A passage from a text or an object with Passage's fields. `content` means `text`; other keys are metadata."""
-    if isinstance(given, str):
-        return Passage(text=given)
-    if not isinstance(given, dict):
+    if isinstance(passage, str):
+        return Passage(text=passage)
+    if not isinstance(passage, dict):
         raise BadRequest(f"{where} must be a string or an object", where)
-    nested, own = _typed(given, "metadata", dict, {}), Passage.__dataclass_fields__.keys()
+    nested, known_names = _typed(passage, "metadata", dict, {}), Passage.__dataclass_fields__.keys()
     # Before anything is copied: a body has room for 500,000 fields.
-    if (count := len(given) + len(nested) - sum(name in given for name in (*own, "content"))) > MAX_NOTES:
+    if (count := len(passage) + len(nested) - sum(name in passage for name in (*known_names, "content"))) > MAX_NOTES:
         raise BadRequest(
             f"{where} has {count} fields of metadata, of which {MAX_NOTES} characters are allowed in all", where
         )
-    values = {name: value for name, value in given.items() if value is not None}
+    values = {name: value for name, value in passage.items() if value is not None}
     values.setdefault("text", values.pop("content", ""))
     if not isinstance(values["text"], str):
         raise BadRequest(f"{where} has a text that is not a string", where)
     if type(values.get("id")) is int:
         values["id"] = str(values["id"])
-    fields = {name: values.pop(name) for name in own & values}
+    known = {name: values.pop(name) for name in known_names & values}
     metadata = nested | values
     strings = {name: value if isinstance(value, str) else json.dumps(value) for name, value in metadata.items()}
-    return Passage(**{**fields, "metadata": strings})
+    return Passage(**{**known, "metadata": strings})
 
 
-def _prompt(given: Mapping[str, Any]) -> str:
-    prompt = given.get("prompt", "")
+def _prompt(fields: Mapping[str, Any]) -> str:
+    prompt = fields.get("prompt", "")
     prompt = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
     if not isinstance(prompt, str):
         raise BadRequest("prompt must be one string: token ids and several prompts are not supported", "prompt")
     return prompt
 
 
-def _messages(given: Mapping[str, Any]) -> list[dict[str, str]]:
-    messages = [_message(m, f"messages[{i}]") for i, m in enumerate(_list(given, "messages", MAX_MESSAGES))]
+def _messages(fields: Mapping[str, Any]) -> list[dict[str, str]]:
+    messages = [_message(m, f"messages[{i}]") for i, m in enumerate(_list(fields, "messages", MAX_MESSAGES))]
     if not messages:
         raise BadRequest("messages is empty", "messages")
     return messages
@@ -350,16 +350,16 @@ def _is_bool(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-def _list(given: Mapping[str, Any], name: str, limit: int) -> list[Any]:
-    items: list[Any] = _typed(given, name, list, [])
+def _list(fields: Mapping[str, Any], name: str, limit: int) -> list[Any]:
+    items: list[Any] = _typed(fields, name, list, [])
     if len(items) > limit:
         raise BadRequest(f"{name} has {len(items)} items; the maximum is {limit}", name)
     return items
 
 
-def _typed(given: Mapping[str, Any], name: str, kind: Any, default: Any) -> Any:
+def _typed(fields: Mapping[str, Any], name: str, kind: Any, default: Any) -> Any:
     """A field of a body. Raises BadRequest if it has another type."""
-    value = given.get(name, default)
+    value = fields.get(name, default)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise BadRequest(f"{name} has the wrong type: it must be {_KINDS[kind]}", name)
     return value

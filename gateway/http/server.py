@@ -86,7 +86,7 @@ class HTTPServer(Listener):
             return web.json_response(await replies.whole(completion, events))
 
     async def _stream(
-        self, request: web.Request, completion: requests.Chat, events: AsyncIterator[Event]
+        self, request: web.Request, completion: requests.CompletionRequest, events: AsyncIterator[Event]
     ) -> web.StreamResponse:
         """Streams server-sent events. An error after the first event is sent as the last one."""
         response = web.StreamResponse(headers=_STREAM)

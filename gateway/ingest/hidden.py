@@ -108,15 +108,15 @@ def _parts(tokens: Iterable[Node]) -> Iterator[list[Node]]:
 
 def _on_screen(media: Sequence[Node]) -> bool | None:
     """Whether a list of media queries is true of every screen; None if of some."""
-    found: set[bool | None] = set()
+    matches: set[bool | None] = set()
     for query in _parts(media):
         words = [token.lower_value if token.type == "ident" else "" for token in _significant(query)]
         words = words[words[:1] == ["only"] :]
         if words in ([], ["all"], ["screen"]):
-            found.add(True)
+            matches.add(True)
         elif words[0] in ("", "all", "not", "screen"):
-            found.add(None)
-    return True in found or not media or (None if found else False)
+            matches.add(None)
+    return True in matches or not media or (None if matches else False)
 
 
 @dataclass(eq=False)
@@ -256,13 +256,13 @@ class _Sheets:
                 continue
             specificity = _sum(outer, selector.specificity)
             most = max(most, specificity)
-            kept = [
+            declarations = [
                 (name, (important, False, specificity, self._order), hides)
                 for (name, important), hides in declared.items()
                 if not hides or (is_certain and selector.is_certain)
             ]
-            if kept:
-                self._keep(selector, kept)
+            if declarations:
+                self._keep(selector, declarations)
         self._read(nodes, False, most)
 
     def _keep(self, selector: _Selector, declared: list[tuple[str, _Weight, bool]]) -> None:

@@ -13,7 +13,7 @@ from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest import parse
 from fusionkv.gateway.ingest.document import metadata_pairs
 from fusionkv.gateway.ingest.parsers import ParsedDocument, Parsers
-from fusionkv.gateway.retrieval.base import Chunk, HybridSearch, Retrieval, check_corpus, check_document
+from fusionkv.gateway.retrieval.base import HybridSearch, Retrieval, TextChunk, check_corpus, check_document
 from fusionkv.gateway.tokens import ModelIdentity
 from fusionkv.gateway.workers.workers import MODEL_SECONDS, WorkerPool
 from fusionkv.protos.deadline import Deadline
@@ -121,7 +121,7 @@ class Ingest:
         total = sum(document.chunks for document in await retrieval.documents(corpus))
         vocabulary = await self._workers.model(Deadline.after(MODEL_SECONDS))
 
-        async def rewrite(chunks: Sequence[Chunk], _: np.ndarray) -> tuple[Sequence[Chunk], np.ndarray]:
+        async def rewrite(chunks: Sequence[TextChunk], _: np.ndarray) -> tuple[Sequence[TextChunk], np.ndarray]:
             ids = await asyncio.to_thread(lambda: [tuple(vocabulary.chunk(chunk.text)) for chunk in chunks])
             rebuilt = [replace(c, ids=i, variant=b"", neighbours=0) for c, i in zip(chunks, ids, strict=True)]
             return rebuilt, await self._search.vectors([chunk.text for chunk in chunks], {})
@@ -172,44 +172,46 @@ class Ingest:
         self,
         tenant: Tenant,
         request: pb.IngestRequest,
-        documents: Mapping[str, Sequence[Chunk]],
-        paid: int,
+        documents: Mapping[str, Sequence[TextChunk]],
+        tokens_paid: int,
         model: ModelIdentity,
     ) -> pb.IngestResponse:
-        """Embeds and stores the chunks of documents by name; `paid`: tokens spent on parsing. Raises as `file`."""
+        """Embeds and stores the chunks of documents by name; `tokens_paid`: spent on parsing. Raises as `file`."""
         chunks = [chunk for pieces in documents.values() for chunk in pieces]
         stored = await self._stored(tenant, request, [*documents], model)
-        known, encoded = {c.text: vector for c, vector in stored}, {c.ids: c for c, _ in stored}
+        vectors_by_text, chunks_by_ids = {c.text: vector for c, vector in stored}, {c.ids: c for c, _ in stored}
         tokens = sum(len(c.ids) for c in chunks)
         async with tenant.meter.storing(sum(len(c.text.encode()) for c in chunks), tenant.stored_bytes):
-            rest = max(0, tokens - paid)
+            rest = max(0, tokens - tokens_paid)
             tenant.meter.spend(rest)
             try:
                 with tracer.start_as_current_span("gateway.embed"):
-                    vectors = await self._search.vectors([c.text for c in chunks], known, tenant.salt)
+                    vectors = await self._search.vectors([c.text for c in chunks], vectors_by_text, tenant.salt)
             except (ResourceExhausted, Unavailable):  # nothing was computed, and the caller will retry
                 tenant.meter.give_back(rest)
                 raise
             with tracer.start_as_current_span("gateway.store"):
                 writes, at = [], 0
                 for name, pieces in documents.items():
-                    kept = [_with_variant(chunk, encoded.get(chunk.ids)) for chunk in pieces]
+                    stored_chunks = [_with_variant(chunk, chunks_by_ids.get(chunk.ids)) for chunk in pieces]
                     writes.append(
-                        tenant.retrieval.replace(request.corpus, name, kept, vectors[at : at + len(kept)], model)
+                        tenant.retrieval.replace(
+                            request.corpus, name, stored_chunks, vectors[at : at + len(stored_chunks)], model
+                        )
                     )
-                    at += len(kept)
+                    at += len(stored_chunks)
                 replaced = sum(await asyncio.gather(*writes))
         return pb.IngestResponse(documents=len(documents), chunks=len(chunks), tokens=tokens, replaced=replaced)
 
     async def _stored(
         self, tenant: Tenant, request: pb.IngestRequest, names: Sequence[str], model: ModelIdentity
-    ) -> list[tuple[Chunk, np.ndarray]]:
+    ) -> list[tuple[TextChunk, np.ndarray]]:
         """The stored chunks of these documents, whose vectors and variants unchanged chunks keep.
 
         Raises:
             AlreadyExists: a document came from another source.
         """
-        stored: list[tuple[Chunk, np.ndarray]] = []
+        stored: list[tuple[TextChunk, np.ndarray]] = []
         for name in names:
             try:
                 chunks = await tenant.retrieval.chunks(request.corpus, name, model)
@@ -242,14 +244,14 @@ async def _received(first: pb.UploadRequest, requests: AsyncIterator[pb.UploadRe
     return bytes(content)
 
 
-def _with_variant(chunk: Chunk, stored: Chunk | None) -> Chunk:
+def _with_variant(chunk: TextChunk, stored: TextChunk | None) -> TextChunk:
     """The chunk with the variant of a stored chunk of the same tokens, if there is one."""
     return chunk if stored is None else replace(chunk, variant=stored.variant, neighbours=stored.neighbours)
 
 
 def _documents_of(
     request: pb.IngestRequest, parsed: Sequence[ParsedDocument], max_notes: int
-) -> dict[str, list[Chunk]]:
+) -> dict[str, list[TextChunk]]:
     """The chunks of each document by name; none if it has no text.
 
     A JSON line without an id is named by the file and the line's number.
@@ -258,7 +260,7 @@ def _documents_of(
         InvalidArgument: an invalid id, the same id in two lines, or more than `max_notes` characters of source and
             metadata, which are stored with each chunk.
     """
-    documents: dict[str, list[Chunk]] = {}
+    documents: dict[str, list[TextChunk]] = {}
     lines: dict[str, int] = {}
     shared, notes = metadata_pairs(request.metadata), 0
     for document in parsed:
@@ -267,8 +269,10 @@ def _documents_of(
         )
         try:
             check_document(name)
-            own = document.metadata
-            metadata = metadata_pairs(dict(request.metadata) | dict(own)) if own else shared
+            document_metadata = document.metadata
+            metadata = (
+                metadata_pairs(dict(request.metadata) | dict(document_metadata)) if document_metadata else shared
+            )
         except InvalidArgument as error:
             raise InvalidArgument(f"line {document.line}: {error}" if document.line else str(error)) from None
         if name in documents:
@@ -281,7 +285,9 @@ def _documents_of(
             )
         lines[name] = document.line
         documents[name] = [
-            Chunk(name, position, text, tuple(ids), title=document.title, source=request.source, metadata=metadata)
+            TextChunk(
+                name, position, text, tuple(ids), title=document.title, source=request.source, metadata=metadata
+            )
             for position, (text, ids) in enumerate(document.pieces)
         ]
     return documents

@@ -17,12 +17,12 @@ MAX_GROWTH, MIN_TEXT = 50, 1 << 20
 _WIDE = re.compile(r"utf[-_]?(16|32)", re.IGNORECASE)
 
 
-def media_type(name: str, given: str = "") -> str:
+def media_type(name: str, explicit: str = "") -> str:
     """The media type of a document: the given one, or its ending's. Raises InvalidArgument if there is none."""
-    if given:
-        kind = given.partition(";")[0].strip().lower()
+    if explicit:
+        kind = explicit.partition(";")[0].strip().lower()
         if kind not in MEDIA_TYPES:
-            raise InvalidArgument(f"unknown media type {given!r}; known: {', '.join(MEDIA_TYPES)}")
+            raise InvalidArgument(f"unknown media type {explicit!r}; known: {', '.join(MEDIA_TYPES)}")
         return kind
     ending = PurePosixPath(name).suffix.lower()
     if ending not in ENDINGS:

@@ -21,17 +21,17 @@ def visible(markdown: str) -> str:
     """Markdown without comments and hidden elements of HTML, except in its code."""
     if "<" not in markdown:
         return markdown
-    kept, at = [], 0
+    shown, at = [], 0
     for start, end in sorted(_hidden(markdown)):
         if start >= at:
-            kept.append(markdown[at:start])
+            shown.append(markdown[at:start])
         at = max(at, end)
-    return "".join([*kept, markdown[at:]])
+    return "".join([*shown, markdown[at:]])
 
 
 def _hidden(text: str) -> list[tuple[int, int]]:
     """Where hidden elements and comments are. Elements without an end tag are not among them."""
-    found: list[tuple[int, int]] = []
+    spans: list[tuple[int, int]] = []
     opened: defaultdict[str, list[tuple[int, bool]]] = defaultdict(list)
     at, last_comment = 0, text.rfind("-->")
     while token := _TOKEN.search(text, at):
@@ -39,11 +39,11 @@ def _hidden(text: str) -> list[tuple[int, int]]:
         if token["comment"]:
             if at <= last_comment:
                 at = text.index("-->", at) + 3
-                found.append((token.start(), at))
+                spans.append((token.start(), at))
         elif name := (token["name"] or "").lower():
             if token["end"]:
                 start, hidden = opened[name].pop() if opened[name] else (0, False)
-                found += [(start, at)] * hidden
+                spans += [(start, at)] * hidden
             elif name not in _VOID and not token["attributes"].endswith("/"):
                 opened[name].append((token.start(), is_hidden(name, attributes(token["attributes"]))))
-    return found
+    return spans

@@ -85,10 +85,10 @@ def _text(page: PageObject) -> str:
         return plain
     # pypdf turns each run of such letters, but leaves the runs where they are drawn. By its layout, a line is in the
     # order in which it is seen; but it lacks text of form objects.
-    seen = _by_layout(page)
-    if len(_LETTERS.findall(seen)) < 0.9 * letters:
+    visual = _by_layout(page)
+    if len(_LETTERS.findall(visual)) < 0.9 * letters:
         return plain
-    return in_logical_order(seen)
+    return in_logical_order(visual)
 
 
 def _by_layout(page: PageObject) -> str:
@@ -177,10 +177,10 @@ def _around(column: list[BTGroup], next_column: list[BTGroup]) -> tuple[list[BTG
     sides, next_sides = _sides([piece for piece in column if bottom <= _height(piece) <= top]), _sides(next_column)
     above, inside, below = [], [], []
     for piece in column:
-        own = _sides([piece])
+        piece_sides = _sides([piece])
         if _height(piece) > top:
             above.append(piece)
-        elif _height(piece) < bottom and (_are_apart(own, sides) or not _are_apart(own, next_sides)):
+        elif _height(piece) < bottom and (_are_apart(piece_sides, sides) or not _are_apart(piece_sides, next_sides)):
             below.append(piece)
         else:
             inside.append(piece)
@@ -213,12 +213,12 @@ def _are_apart(sides: tuple[float, float], others: tuple[float, float]) -> bool:
     return sides[1] <= others[0] or others[1] <= sides[0]
 
 
-def in_logical_order(seen: str) -> str:
+def in_logical_order(visual: str) -> str:
     """The text of lines that are in visual order, from left to right, unless their words show another order.
 
     Shapes of Arabic letters become the letters.
     """
-    lines = [_SPACES.sub(" ", line).strip() for line in seen.split("\n")]
+    lines = [_SPACES.sub(" ", line).strip() for line in visual.split("\n")]
     words = _letters("\n".join(lines))
     if len(_LOGICAL.findall(words)) > len(_VISUAL.findall(words)):
         return words
@@ -232,13 +232,13 @@ def _letters(text: str) -> str:
 
 def _line(line: str, turned: bool) -> str:
     """A line in logical order; `turned`: whether its page is written from right to left."""
-    own, others = len(_LETTERS.findall(line)), _OTHERS.findall(line)
-    if not own:
+    letter_count, others = len(_LETTERS.findall(line)), _OTHERS.findall(line)
+    if not letter_count:
         return line
     # On such a page, also a line with many foreign words, unless it begins and ends with them.
     letters = _STRONG.findall(line)
     outside = others and letters[0] == others[0] and letters[-1] == others[-1]
-    if own >= len(others) or (turned and not outside):
+    if letter_count >= len(others) or (turned and not outside):
         return _turned(line)
     return _RUN.sub(lambda run: _turned(run[0]), line)
 
@@ -247,12 +247,12 @@ def _turned(line: str) -> str:
     """Text from right to left: words of other scripts and numbers in it keep their order."""
     text, number = _AMONG_ARABIC if _ARABIC.search(line) else _AMONG_OTHERS
 
-    def kept(found: re.Match[str]) -> str:
-        if _OTHERS.search(found[0]):
-            return found[0][::-1]
-        return number.sub(lambda digits: digits[0][::-1], found[0])
+    def in_order(run: re.Match[str]) -> str:
+        if _OTHERS.search(run[0]):
+            return run[0][::-1]
+        return number.sub(lambda digits: digits[0][::-1], run[0])
 
-    line = text.sub(kept, line[::-1])
+    line = text.sub(in_order, line[::-1])
     mirrored = line.translate(_MIRRORED)
     return mirrored if _unopened(line) > _unopened(mirrored) else line
 

@@ -39,12 +39,12 @@ def main() -> None:
     from fusionkv.gateway.ingest import parse_html, parse_markdown, parse_pdf  # noqa: F401
 
     # Output of libraries is dropped: it may quote a document.
-    given, answers = take_pipes(output=os.open(os.devnull, os.O_WRONLY))
+    incoming, outgoing = take_pipes(output=os.open(os.devnull, os.O_WRONLY))
     # Garbage collection while a tree grows takes a third of the time; it runs after each document instead.
     gc.freeze()
     gc.disable()
     with contextlib.suppress(BrokenPipeError):  # the gateway has ended, or has cancelled the request
-        _serve(given, answers, memory)
+        _serve(incoming, outgoing, memory)
 
 
 def _confine(memory: int) -> None:
@@ -69,18 +69,18 @@ def run_last(pid: int) -> None:
         Path(f"/proc/{pid}/autogroup").write_text(str(_NICE))
 
 
-def _serve(given: BinaryIO, answers: BinaryIO, memory: int) -> None:
+def _serve(incoming: BinaryIO, outgoing: BinaryIO, memory: int) -> None:
     vocabulary: Vocabulary | None = None
-    for options, content in messages(given):
+    for options, content in messages(incoming):
         end: dict[str, Any] = {}
         if not options:
             vocabulary = Vocabulary(fusion_pb2.GetModelResponse.FromString(content))
-            answers.write(frame({}))
+            outgoing.write(frame({}))
         else:
             assert vocabulary is not None
-            end = _document(options, content, vocabulary, answers, memory)
-            answers.write(frame({"end": end}))
-        answers.flush()
+            end = _document(options, content, vocabulary, outgoing, memory)
+            outgoing.write(frame({"end": end}))
+        outgoing.flush()
         if end.get("ends"):
             return
         del content
@@ -88,7 +88,7 @@ def _serve(given: BinaryIO, answers: BinaryIO, memory: int) -> None:
 
 
 def _document(
-    options: dict[str, Any], content: bytes, vocabulary: Vocabulary, answers: BinaryIO, memory: int
+    options: dict[str, Any], content: bytes, vocabulary: Vocabulary, outgoing: BinaryIO, memory: int
 ) -> dict[str, Any]:
     """Writes the documents and their chunks; returns the result: CPU seconds, and the reason of a refusal."""
     began = time.process_time()
@@ -105,9 +105,9 @@ def _document(
             if count > options["max_chunks"]:
                 raise InvalidArgument(f"the document has {count} chunks; the maximum is {options['max_chunks']}")
             fields = [document.name, document.title, document.metadata, document.line]
-            answers.write(frame({"document": fields}))
+            outgoing.write(frame({"document": fields}))
             for text, ids in pieces:
-                answers.write(frame({"piece": text}, array("I", ids).tobytes()))
+                outgoing.write(frame({"piece": text}, array("I", ids).tobytes()))
     except InvalidArgument as error:
         refused = details(error)
     except MemoryError:

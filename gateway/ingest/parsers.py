@@ -43,7 +43,7 @@ class ParsedDocument:
 
 
 @dataclass(frozen=True)
-class Parsed:
+class ParsedFile:
     """The documents of a file; `cost` is the number of tokens already spent on parsing."""
 
     documents: list[ParsedDocument]
@@ -65,7 +65,7 @@ class Parsers:
 
     async def parse(
         self, tenant: Tenant, content: bytes, kind: str, vocabulary: Vocabulary, first_line: int = 1
-    ) -> Parsed:
+    ) -> ParsedFile:
         """Parses a file into documents with their chunks. The cost of parsing is spent even on failure.
 
         Raises:
@@ -90,7 +90,7 @@ class Parsers:
             try:
                 await process.use(vocabulary)
                 documents = await process.parse(content, kind, first_line)
-                return Parsed(documents, _cost(process))
+                return ParsedFile(documents, _cost(process))
             finally:
                 tenant.meter.spend(_cost(process))
                 if process.usable:

@@ -12,7 +12,7 @@ import numpy as np
 from fusionkv.gateway import plan
 from fusionkv.gateway.auth.tenants import Tenant
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.gateway.retrieval.base import Chunk, HybridSearch, check_corpus, check_document, no_document
+from fusionkv.gateway.retrieval.base import HybridSearch, TextChunk, check_corpus, check_document, no_document
 from fusionkv.gateway.tokens import ModelIdentity, Vocabulary
 from fusionkv.gateway.workers.workers import MODEL_SECONDS, WorkerPool
 from fusionkv.protos.contract.names import DEFAULT, full_name
@@ -48,25 +48,25 @@ class _Pass:
 
     tenant: Tenant
     corpus: str
-    asked: RequestedRecipe
+    requested: RequestedRecipe
     vocabulary: Vocabulary
     model: ModelIdentity
     neighbours: int
     sizes: dict[str, int]
-    sample: Sequence[Chunk] = ()
+    sample: Sequence[TextChunk] = ()
 
     @property
     def name(self) -> str:
         """The workers' name for the corpus."""
         return plan.corpus_name(self.tenant.salt, self.corpus)
 
-    async def batches(self) -> AsyncGenerator[tuple[list[tuple[Chunk, np.ndarray]], int]]:
+    async def batches(self) -> AsyncGenerator[tuple[list[tuple[TextChunk, np.ndarray]], int]]:
         """Yields batches of chunks with their embeddings, and the known number of all chunks.
 
         A batch holds chunks of several documents: a worker computes several short ones in one step.
         """
         total = sum(self.sizes.values())
-        waiting: list[tuple[Chunk, np.ndarray]] = []
+        waiting: list[tuple[TextChunk, np.ndarray]] = []
         for name, counted in self.sizes.items():
             stored = await self.tenant.retrieval.chunks(self.corpus, name, self.model)
             # The document may have been replaced since `sizes` was counted.
@@ -77,12 +77,12 @@ class _Pass:
                 waiting = waiting[_BATCH:]
         yield waiting, total
 
-    async def request(self, chunk: Chunk, vector: np.ndarray) -> fusion_pb2.EncodeRequest:
+    async def request(self, chunk: TextChunk, vector: np.ndarray) -> fusion_pb2.EncodeRequest:
         """The request that encodes a chunk: with its neighbours, after the corpus's primer, or alone."""
         if self.neighbours:
             request = self.encode_request([*await self._nearest(chunk, vector), chunk])
             request.mode = request.MODE_NEIGHBOURS
-        elif self.asked.recipe.primed:
+        elif self.requested.recipe.primed:
             request = self.encode_request([*self._fitting(self.sample, chunk), chunk])
             request.mode, request.corpus = request.MODE_PRIMED, self.name
         else:
@@ -90,14 +90,14 @@ class _Pass:
             request.mode = request.MODE_EXACT
         return request
 
-    async def _nearest(self, chunk: Chunk, vector: np.ndarray) -> list[Chunk]:
+    async def _nearest(self, chunk: TextChunk, vector: np.ndarray) -> list[TextChunk]:
         """The most similar other chunks, best first, as many as fit into the model's length."""
         query = vector if vector.size else None
         limit = self.neighbours + 1
-        found = await self.tenant.retrieval.nearest(self.corpus, chunk.text, query, limit, self.model)
-        return self._fitting([c for c in found if c.key != chunk.key][: self.neighbours], chunk)
+        nearest = await self.tenant.retrieval.nearest(self.corpus, chunk.text, query, limit, self.model)
+        return self._fitting([c for c in nearest if c.key != chunk.key][: self.neighbours], chunk)
 
-    def _fitting(self, others: Sequence[Chunk], chunk: Chunk) -> list[Chunk]:
+    def _fitting(self, others: Sequence[TextChunk], chunk: TextChunk) -> list[TextChunk]:
         """The first of some chunks, as many as fit into the model's length with another one."""
         room = self.vocabulary.model.max_tokens - len(self.vocabulary.system()) - len(chunk.ids)
         fitting = []
@@ -108,7 +108,7 @@ class _Pass:
             fitting.append(other)
         return fitting
 
-    def encode_request(self, chunks: Sequence[Chunk]) -> fusion_pb2.EncodeRequest:
+    def encode_request(self, chunks: Sequence[TextChunk]) -> fusion_pb2.EncodeRequest:
         """A request to encode the last chunk after the others, without a mode."""
         *before, chunk = (fusion_pb2.Tokens(ids=chunk.ids) for chunk in chunks)
         return fusion_pb2.EncodeRequest(
@@ -173,8 +173,8 @@ class Precompute:
         # Before the worker is called: an unknown corpus is reported as such even if no worker runs.
         await tenant.retrieval.check(corpus)
         vocabulary = await self._workers.model(Deadline.after(MODEL_SECONDS))
-        asked = _asked(recipe, self._config.recipe, vocabulary)
-        count = neighbours or asked.recipe.neighbours
+        requested = _requested(recipe, self._config.recipe, vocabulary)
+        count = neighbours or requested.recipe.neighbours
         if count > _MAX_NEIGHBOURS:
             raise InvalidArgument(f"{count} neighbours for each chunk; the maximum is {_MAX_NEIGHBOURS}")
         model = self._search.identity(vocabulary.identity)
@@ -185,18 +185,18 @@ class Precompute:
             sizes = {document: len(stored)}
         else:
             sizes = {d.name: d.chunks for d in await tenant.retrieval.documents(corpus)}
-        sample: list[Chunk] = []
-        if asked.recipe.primed and not count:
+        sample: list[TextChunk] = []
+        if requested.recipe.primed and not count:
             names = sorted(d.name for d in await tenant.retrieval.documents(corpus, limit=_SAMPLE))
             for name in names:
                 sample += [chunk for chunk, _ in (await tenant.retrieval.chunks(corpus, name, model))[:1]]
-        return _Pass(tenant, corpus, asked, vocabulary, model, count, sizes, sample)
+        return _Pass(tenant, corpus, requested, vocabulary, model, count, sizes, sample)
 
-    async def _encode(self, work: _Pass, batch: list[tuple[Chunk, np.ndarray]], existed: list[bool]) -> None:
+    async def _encode(self, work: _Pass, batch: list[tuple[TextChunk, np.ndarray]], existed: list[bool]) -> None:
         """Encodes and stores a batch; adds to `existed`, for each chunk, whether it was in the cache."""
         slots = asyncio.Semaphore(self._config.precompute_concurrency)
 
-        async def one(chunk: Chunk, vector: np.ndarray) -> Chunk:
+        async def one(chunk: TextChunk, vector: np.ndarray) -> TextChunk:
             async with slots:
                 request = await work.request(chunk, vector)
                 encoded = await self._encoded(request)
@@ -228,19 +228,19 @@ async def _now_and_then(work: Coroutine[Any, Any, None], progress: Sized) -> Asy
     """Runs `work`; yields when `progress` has grown, at most once in a while. Ends, or raises, with `work`."""
     task = asyncio.create_task(work)
     try:
-        seen = len(progress)
+        reported = len(progress)
         while not (await asyncio.wait([task], timeout=_REPORT_SECONDS))[0]:
-            if len(progress) > seen:
-                seen = len(progress)
+            if len(progress) > reported:
+                reported = len(progress)
                 yield
         task.result()
     finally:
         task.cancel()
 
 
-def _asked(name: str, default: str, vocabulary: Vocabulary) -> RequestedRecipe:
+def _requested(name: str, default: str, vocabulary: Vocabulary) -> RequestedRecipe:
     """The recipe to encode for; an empty name means the gateway's."""
-    asked = RequestedRecipe.of(full_name(name or DEFAULT, default), vocabulary.model)
-    if asked.recipe.lossless:
-        raise InvalidArgument(f"recipe {asked.name!r} reuses no chunks: there is nothing to encode ahead of time")
-    return asked
+    requested = RequestedRecipe.of(full_name(name or DEFAULT, default), vocabulary.model)
+    if requested.recipe.lossless:
+        raise InvalidArgument(f"recipe {requested.name!r} reuses no chunks: there is nothing to encode ahead of time")
+    return requested

@@ -41,7 +41,7 @@ def nfc(text: str) -> str:
     """The text in NFC: what looks the same is then the same, to the search and to the model."""
     if text.isascii():
         return text
-    return _COMPOSED.sub(lambda found: unicodedata.normalize("NFC", found[0]), text)
+    return _COMPOSED.sub(lambda match: unicodedata.normalize("NFC", match[0]), text)
 
 
 def without_images(text: str) -> str:
@@ -52,8 +52,8 @@ def without_images(text: str) -> str:
     without = _LINKED.sub(r"\1", without)
     if labels := {_label(label) for label in _DEFINITION.findall(without)}:
 
-        def described(found: re.Match[str]) -> str:
-            return found[1] if _label(found[2] or found[1]) in labels else found[0]
+        def described(match: re.Match[str]) -> str:
+            return match[1] if _label(match[2] or match[1]) in labels else match[0]
 
         without = _DEFINITION.sub("", without)
         for reference in _REFERENCES:

@@ -107,7 +107,7 @@ def check_document(name: str) -> None:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class TextChunk:
     """One stored chunk of a document."""
 
     document: str
@@ -130,7 +130,7 @@ class Chunk:
         return keys.chunk_digest(self.ids)
 
 
-def by_shared_words(text: str, chunks: Sequence[Chunk]) -> list[Chunk]:
+def by_shared_words(text: str, chunks: Sequence[TextChunk]) -> list[TextChunk]:
     """Sorts chunks by the words shared with a text, weighted by rarity, then by document and position.
 
     Unlike BM25 scores of an engine, which change with every commit, this order is stable, and so are the variants of
@@ -138,15 +138,15 @@ def by_shared_words(text: str, chunks: Sequence[Chunk]) -> list[Chunk]:
     """
     words = {chunk.key: set(_WORD.findall(chunk.text.lower())) for chunk in chunks}
     counts = Counter(word for chunk_words in words.values() for word in chunk_words)
-    own = set(_WORD.findall(text.lower()))
+    text_words = set(_WORD.findall(text.lower()))
 
-    def shared(chunk: Chunk) -> float:
-        return math.fsum(math.log1p(len(chunks) / counts[word]) for word in words[chunk.key] & own)
+    def shared(chunk: TextChunk) -> float:
+        return math.fsum(math.log1p(len(chunks) / counts[word]) for word in words[chunk.key] & text_words)
 
     return sorted(chunks, key=lambda chunk: (-shared(chunk), chunk.key))
 
 
-def best(scored: Iterable[tuple[Chunk, float]], count: int) -> list[tuple[Chunk, float]]:
+def best(scored: Iterable[tuple[TextChunk, float]], count: int) -> list[tuple[TextChunk, float]]:
     """The `count` chunks of highest score, best first, then by document and position."""
     return sorted(scored, key=lambda pair: (-pair[1], pair[0].key))[:count]
 
@@ -155,13 +155,13 @@ def best(scored: Iterable[tuple[Chunk, float]], count: int) -> list[tuple[Chunk,
 class Candidate:
     """A candidate for a question. `words` is its BM25 score (0: no common word); `cosine` is in -1..1."""
 
-    chunk: Chunk
+    chunk: TextChunk
     words: float
     cosine: float
 
 
 # Converts a document's chunks and vectors to those of another model.
-Rewrite = Callable[[Sequence[Chunk], np.ndarray], Awaitable[tuple[Sequence[Chunk], np.ndarray]]]
+Rewrite = Callable[[Sequence[TextChunk], np.ndarray], Awaitable[tuple[Sequence[TextChunk], np.ndarray]]]
 
 
 class Retrieval(ABC):
@@ -175,7 +175,7 @@ class Retrieval(ABC):
 
     @abstractmethod
     async def replace(
-        self, corpus: str, document: str, chunks: Sequence[Chunk], vectors: np.ndarray, model: ModelIdentity
+        self, corpus: str, document: str, chunks: Sequence[TextChunk], vectors: np.ndarray, model: ModelIdentity
     ) -> bool:
         """Stores all chunks of a document, replacing earlier ones; creates the corpus if necessary.
 
@@ -219,20 +219,20 @@ class Retrieval(ABC):
         """
 
     @abstractmethod
-    async def chunks(self, corpus: str, document: str, model: ModelIdentity) -> list[tuple[Chunk, np.ndarray]]:
+    async def chunks(self, corpus: str, document: str, model: ModelIdentity) -> list[tuple[TextChunk, np.ndarray]]:
         """The chunks of a document with their vectors, by position; empty if the document does not exist."""
 
     @abstractmethod
     async def nearest(
         self, corpus: str, text: str, vector: np.ndarray | None, count: int, model: ModelIdentity
-    ) -> list[Chunk]:
+    ) -> list[TextChunk]:
         """The `count` chunks of highest cosine, best first, then by document and position.
 
         Without a vector, the chunks that share the most words with the text.
         """
 
     @abstractmethod
-    async def set_variants(self, corpus: str, chunks: Sequence[Chunk]) -> None:
+    async def set_variants(self, corpus: str, chunks: Sequence[TextChunk]) -> None:
         """Stores `variant` and `neighbours` of chunks that still exist with the same ids; skips others."""
 
     @abstractmethod
@@ -288,7 +288,7 @@ class HybridSearch:
         model: ModelIdentity,
         where: Mapping[str, str] = NO_FILTER,
         tenant: str = "",
-    ) -> list[tuple[Chunk, float]]:
+    ) -> list[tuple[TextChunk, float]]:
         """The `count` best chunks with their scores, best first; the reranker's scores if there is one.
 
         Raises as `Retrieval.candidates`, `Embedder.embed` and `Reranker.score`.
@@ -315,24 +315,24 @@ class HybridSearch:
         count: int,
         model: ModelIdentity,
         where: Mapping[str, str],
-    ) -> list[tuple[Chunk, float]]:
+    ) -> list[tuple[TextChunk, float]]:
         """The `count` best chunks of different texts; searches deeper while copies displace other candidates."""
         weight = self._weight if vector is not None else 0.0
-        depth, seen = max(_DEPTH * count, _MIN_DEPTH), set[bytes]()
+        depth, known_digests = max(_DEPTH * count, _MIN_DEPTH), set[bytes]()
         candidates, dropped = list[Candidate](), 0
         for _ in range(_MAX_SEARCHES):
-            found = await retrieval.candidates(corpus, question, vector, depth, model, where, seen)
-            candidates += found
+            batch = await retrieval.candidates(corpus, question, vector, depth, model, where, known_digests)
+            candidates += batch
             ranked = rank(candidates, weight, len(candidates))
             places = await asyncio.to_thread(distinct, (chunk.text for chunk, _ in ranked), question, count)
-            new = {candidate.chunk.digest for candidate in found}
+            new = {candidate.chunk.digest for candidate in batch}
             passed = places[-1] + 1 if len(places) == count else len(ranked)
-            copies = max(len(found) - len(new), passed - len(places) - dropped)
+            copies = max(len(batch) - len(new), passed - len(places) - dropped)
             dropped = passed - len(places)
             # Fewer than the depth: there are no others.
-            if len(found) < depth or (len(places) == count and copies <= _MAX_COPIES * len(found)):
+            if len(batch) < depth or (len(places) == count and copies <= _MAX_COPIES * len(batch)):
                 break
-            seen |= new
+            known_digests |= new
             depth = min(2 * depth, _MAX_DEPTH)
         trace.get_current_span().set_attribute("fusionkv.candidates", len(candidates))
         return [ranked[place] for place in places]
@@ -343,7 +343,7 @@ class HybridSearch:
                 await model.close()
 
 
-def rank(candidates: Sequence[Candidate], dense_weight: float, count: int) -> list[tuple[Chunk, float]]:
+def rank(candidates: Sequence[Candidate], dense_weight: float, count: int) -> list[tuple[TextChunk, float]]:
     """The `count` best chunks with their scores, best first, then by document and position.
 
     The score is a convex combination (Bruch et al. 2022, "An Analysis of Fusion Functions for Hybrid Retrieval") of

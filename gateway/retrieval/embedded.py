@@ -20,9 +20,9 @@ from fusionkv.gateway.client.results import Item
 from fusionkv.gateway.retrieval.base import (
     NO_FILTER,
     Candidate,
-    Chunk,
     Retrieval,
     Rewrite,
+    TextChunk,
     best,
     by_shared_words,
     check_model,
@@ -102,7 +102,7 @@ class EmbeddedRetrieval(Retrieval):
         return retrieval
 
     async def replace(
-        self, corpus: str, document: str, chunks: Sequence[Chunk], vectors: np.ndarray, model: ModelIdentity
+        self, corpus: str, document: str, chunks: Sequence[TextChunk], vectors: np.ndarray, model: ModelIdentity
     ) -> bool:
         data = await asyncio.to_thread(rows_of, chunks, vectors)
         while True:
@@ -148,23 +148,25 @@ class EmbeddedRetrieval(Retrieval):
             by_words, by_meaning = await self._with(corpus, search, model)
         return await asyncio.to_thread(_merged, by_words, by_meaning, vector)
 
-    async def chunks(self, corpus: str, document: str, model: ModelIdentity) -> list[tuple[Chunk, np.ndarray]]:
-        found = await self._with(corpus, lambda table: table.of_document(document), model)
-        return await asyncio.to_thread(_in_order, found)
+    async def chunks(self, corpus: str, document: str, model: ModelIdentity) -> list[tuple[TextChunk, np.ndarray]]:
+        chunk_rows = await self._with(corpus, lambda table: table.of_document(document), model)
+        return await asyncio.to_thread(_in_order, chunk_rows)
 
     async def nearest(
         self, corpus: str, text: str, vector: np.ndarray | None, count: int, model: ModelIdentity
-    ) -> list[Chunk]:
+    ) -> list[TextChunk]:
         if vector is None:
-            found = await self._with(corpus, lambda table: table.by_words(text, _WORD_CANDIDATES), model)
-            return await asyncio.to_thread(lambda: by_shared_words(text, chunks_of(found))[:count])
+            chunk_rows = await self._with(corpus, lambda table: table.by_words(text, _WORD_CANDIDATES), model)
+            return await asyncio.to_thread(lambda: by_shared_words(text, chunks_of(chunk_rows))[:count])
         # Twice as many, so that ties at the cut are broken by name and not by the order of rows.
         limit = 2 * count
-        found = await self._with(corpus, lambda table: table.by_meaning(vector, limit), model)
-        scored = await asyncio.to_thread(lambda: zip(chunks_of(found), vectors_of(found) @ vector, strict=True))
+        chunk_rows = await self._with(corpus, lambda table: table.by_meaning(vector, limit), model)
+        scored = await asyncio.to_thread(
+            lambda: zip(chunks_of(chunk_rows), vectors_of(chunk_rows) @ vector, strict=True)
+        )
         return [chunk for chunk, _ in best(scored, count)]
 
-    async def set_variants(self, corpus: str, chunks: Sequence[Chunk]) -> None:
+    async def set_variants(self, corpus: str, chunks: Sequence[TextChunk]) -> None:
         await self._with(corpus, lambda table: table.set_variants(variants_of(chunks)))
 
     async def move(self, corpus: str, rewrite: Rewrite, model: ModelIdentity) -> AsyncGenerator[int]:
@@ -376,7 +378,7 @@ def _check_width(corpus: str, table: CorpusTable, dim: int) -> None:
         )
 
 
-def _in_order(table: pa.Table) -> list[tuple[Chunk, np.ndarray]]:
+def _in_order(table: pa.Table) -> list[tuple[TextChunk, np.ndarray]]:
     return sorted(zip(chunks_of(table), vectors_of(table), strict=True), key=lambda pair: pair[0].position)
 
 

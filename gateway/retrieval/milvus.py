@@ -29,16 +29,16 @@ from fusionkv.gateway.retrieval import milvus_rows as rows
 from fusionkv.gateway.retrieval.base import (
     NO_FILTER,
     Candidate,
-    Chunk,
     Retrieval,
     Rewrite,
+    TextChunk,
     best,
     by_shared_words,
     check_model,
     no_corpus,
     no_document,
 )
-from fusionkv.gateway.retrieval.milvus_connection import BATCH, MAX_ROWS, Connection, Hits, NoCollection, listed
+from fusionkv.gateway.retrieval.milvus_connection import BATCH, MAX_ROWS, Hits, MilvusConnection, NoCollection, listed
 from fusionkv.gateway.retrieval.milvus_rows import Row, Version
 from fusionkv.gateway.tokens import ModelIdentity
 from fusionkv.protos.runtime.cancellation import background
@@ -90,7 +90,7 @@ class Gate:
 class MilvusRetrieval(Retrieval):
     """Corpora in Milvus; `scope` separates the corpora of tenants."""
 
-    def __init__(self, connection: Connection, scope: str) -> None:
+    def __init__(self, connection: MilvusConnection, scope: str) -> None:
         self._milvus = connection
         self._prefix = f"fusionkv{rows.FORMAT}_{_digest(scope)}_"
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -113,10 +113,10 @@ class MilvusRetrieval(Retrieval):
         Raises:
             OSError: Milvus can't be reached, or rejects the token.
         """
-        return cls(await Connection.open(url, token, database, ca), scope)
+        return cls(await MilvusConnection.open(url, token, database, ca), scope)
 
     async def replace(
-        self, corpus: str, document: str, chunks: Sequence[Chunk], vectors: np.ndarray, model: ModelIdentity
+        self, corpus: str, document: str, chunks: Sequence[TextChunk], vectors: np.ndarray, model: ModelIdentity
     ) -> bool:
         return await self._change(corpus, document, lambda: self._replace(corpus, document, chunks, vectors, model))
 
@@ -154,14 +154,14 @@ class MilvusRetrieval(Retrieval):
             by_words, *rest = await self._search(corpus, model, queries, depth, rows.condition(where, without))
         return await asyncio.to_thread(_merged, by_words, rest[0] if rest else [], vector)
 
-    async def chunks(self, corpus: str, document: str, model: ModelIdentity) -> list[tuple[Chunk, np.ndarray]]:
+    async def chunks(self, corpus: str, document: str, model: ModelIdentity) -> list[tuple[TextChunk, np.ndarray]]:
         name = await self._checked_collection(corpus, model)
         with _corpus_errors(corpus):
             for _ in range(_TRIES):
                 version = await self._version(name, document)
-                found = await self._of_version(name, document, version) if version is not None else []
-                if version is None or len(found) == version.chunks:
-                    return await asyncio.to_thread(_in_order, found, bool(model.embedder))
+                chunk_rows = await self._of_version(name, document, version) if version is not None else []
+                if version is None or len(chunk_rows) == version.chunks:
+                    return await asyncio.to_thread(_in_order, chunk_rows, bool(model.embedder))
         raise Unavailable(
             f"document {document!r} keeps changing, or is incomplete: try again later, or delete it and ingest it "
             "again"
@@ -169,18 +169,18 @@ class MilvusRetrieval(Retrieval):
 
     async def nearest(
         self, corpus: str, text: str, vector: np.ndarray | None, count: int, model: ModelIdentity
-    ) -> list[Chunk]:
+    ) -> list[TextChunk]:
         if vector is None:
             by_words = await self.candidates(corpus, text, None, 2 * count, model)
             chunks = [candidate.chunk for candidate in by_words]
             return (await asyncio.to_thread(by_shared_words, text, chunks))[:count]
         # Twice as many, so that ties at the cut are broken by name and not by the order of rows.
         with _corpus_errors(corpus):
-            (found,) = await self._search(corpus, model, {"vector": vector.astype(np.float32)}, 2 * count)
-        scored = await asyncio.to_thread(_merged, [], found, vector)
+            (hits,) = await self._search(corpus, model, {"vector": vector.astype(np.float32)}, 2 * count)
+        scored = await asyncio.to_thread(_merged, [], hits, vector)
         return [chunk for chunk, _ in best(((c.chunk, c.cosine) for c in scored), count)]
 
-    async def set_variants(self, corpus: str, chunks: Sequence[Chunk]) -> None:
+    async def set_variants(self, corpus: str, chunks: Sequence[TextChunk]) -> None:
         name = self._collection(corpus)
         with _corpus_errors(corpus):
             versions = await self._versions(name, {rows.owner(chunk.document) for chunk in chunks})
@@ -209,7 +209,7 @@ class MilvusRetrieval(Retrieval):
         await self._milvus.close()
 
     async def _replace(
-        self, corpus: str, document: str, chunks: Sequence[Chunk], vectors: np.ndarray, model: ModelIdentity
+        self, corpus: str, document: str, chunks: Sequence[TextChunk], vectors: np.ndarray, model: ModelIdentity
     ) -> bool:
         name, dim, revision = self._collection(corpus), vectors.shape[1] or rows.FILLER, rows.new_revision()
         new_rows = await asyncio.to_thread(
@@ -269,10 +269,10 @@ class MilvusRetrieval(Retrieval):
 
     async def _corpus_row(self, corpus: str) -> Row:
         with _corpus_errors(corpus):
-            found = await self._milvus.query(self._collection(corpus), rows.IS_CORPUS, rows.OWN)
-            if not found:
+            corpus_rows = await self._milvus.query(self._collection(corpus), rows.IS_CORPUS, rows.OWN)
+            if not corpus_rows:
                 raise NoCollection("the corpus is incomplete")
-        return found[0]
+        return corpus_rows[0]
 
     async def _search(
         self,
@@ -296,18 +296,18 @@ class MilvusRetrieval(Retrieval):
             began = time.time()
             condition = f"{selected} and revision not in {listed(dead)}" if dead else selected
             searches = (self._milvus.search(name, field, x, limit, condition) for field, x in queries.items())
-            found = await asyncio.gather(*searches)
-            owners |= {row["owner"] for hits in found for row, _ in hits}
-            now = await self._versions(name, owners)
-            settled = all(v.since < began - _RECENT_SECONDS or previous.get(d) == v for d, v in now.items())
-            current = {version.revision for version in now.values()}
-            kept = [[hit for hit in hits if hit[0]["revision"] in current] for hits in found]
+            results = await asyncio.gather(*searches)
+            owners |= {row["owner"] for hits in results for row, _ in hits}
+            versions = await self._versions(name, owners)
+            settled = all(v.since < began - _RECENT_SECONDS or previous.get(d) == v for d, v in versions.items())
+            current = {version.revision for version in versions.values()}
+            kept = [[hit for hit in hits if hit[0]["revision"] in current] for hits in results]
             # Chunks of old revisions may displace current ones until the search excludes them.
-            short = any(len(k) < depth and len(hits) == limit for k, hits in zip(kept, found, strict=True))
+            short = any(len(k) < depth and len(hits) == limit for k, hits in zip(kept, results, strict=True))
             if settled and not short and not dead & current:
                 return [hits[:depth] for hits in kept]
-            previous = now
-            dead = (dead | {row["revision"] for hits in found for row, _ in hits}) - current
+            previous = versions
+            dead = (dead | {row["revision"] for hits in results for row, _ in hits}) - current
         raise Unavailable(f"documents of corpus {corpus!r} keep changing: try again later")
 
     async def _version(self, name: str, document: str) -> Version | None:
@@ -316,36 +316,40 @@ class MilvusRetrieval(Retrieval):
     async def _versions(self, name: str, owners: Iterable[str]) -> dict[str, Version]:
         """Current versions of the documents with these keys, by document; missing ones are left out."""
         fields = ["document", "revision", "since", "chunks"]
-        found = await self._milvus.query(name, f"key in {listed(owners)}", fields)
-        return {row["document"]: Version(row["revision"], row["since"], row["chunks"]) for row in found}
+        version_rows = await self._milvus.query(name, f"key in {listed(owners)}", fields)
+        return {row["document"]: Version(row["revision"], row["since"], row["chunks"]) for row in version_rows}
 
     async def _of_version(self, name: str, document: str, version: Version) -> list[Row]:
-        found = []
+        chunk_rows = []
         for start in range(0, version.chunks, BATCH):
             part = f"position >= {start} and position < {start + BATCH}"
-            found += await self._milvus.query(name, f"{_of(document, version.revision)} and {part}")
-        return found
+            chunk_rows += await self._milvus.query(name, f"{_of(document, version.revision)} and {part}")
+        return chunk_rows
 
     async def _documents(self, name: str) -> list[Item]:
         fields = ["document", "chunks", "tokens", "bytes", "source"]
-        found = await self._milvus.walk(name, rows.IS_DOCUMENT, fields)
+        document_rows = await self._milvus.walk(name, rows.IS_DOCUMENT, fields)
         return [
             Item(row["document"], 1, row["chunks"], row["tokens"], row["bytes"], source=row["source"])
-            for row in found
+            for row in document_rows
         ]
 
     async def _corpus(self, name: str) -> Item | None:
         """The corpus of a collection; None while it is being created or deleted."""
         try:
             described = await self._milvus.query(name, rows.IS_CORPUS, rows.OWN)
-            found = await self._documents(name)
+            documents = await self._documents(name)
         except NotFound:
             return None
-        chunks, tokens, size = (sum(getattr(item, what) for item in found) for what in ("chunks", "tokens", "bytes"))
+        chunks, tokens, size = (
+            sum(getattr(item, what) for item in documents) for what in ("chunks", "tokens", "bytes")
+        )
         if not described:
             return None
         made_with = rows.identity(described[0])
-        return Item(described[0]["document"], len(found), chunks, tokens, size, made_with.name, made_with.embedder)
+        return Item(
+            described[0]["document"], len(documents), chunks, tokens, size, made_with.name, made_with.embedder
+        )
 
     async def _change(self, corpus: str, document: str, change: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Runs one change of a document at a time, and none beside a change of the whole corpus.
@@ -373,8 +377,8 @@ def _corpus_errors(corpus: str) -> Iterator[None]:
         raise no_corpus(corpus) from error
 
 
-def _in_order(found: Sequence[Row], with_vectors: bool) -> list[tuple[Chunk, np.ndarray]]:
-    pairs = ((rows.chunk(row), rows.vector(row) if with_vectors else _NO_VECTOR) for row in found)
+def _in_order(chunk_rows: Sequence[Row], with_vectors: bool) -> list[tuple[TextChunk, np.ndarray]]:
+    pairs = ((rows.chunk(row), rows.vector(row) if with_vectors else _NO_VECTOR) for row in chunk_rows)
     return sorted(pairs, key=lambda pair: pair[0].position)
 
 

@@ -50,7 +50,7 @@ class _NotLoaded(Unavailable):
     """The collection must be loaded before it can be searched: Milvus Lite has restarted, or a user released it."""
 
 
-class Connection:
+class MilvusConnection:
     """A strongly consistent connection: reads see all earlier writes, including those of other clients.
 
     Calls raise NoCollection if the collection does not exist, and Unavailable for any other error.
@@ -63,7 +63,7 @@ class Connection:
         self._trial = 0.0  # time of the next trial call
 
     @classmethod
-    async def open(cls, url: str, token: str, database: str, ca: str) -> "Connection":
+    async def open(cls, url: str, token: str, database: str, ca: str) -> "MilvusConnection":
         """Raises OSError if Milvus can't be reached, or rejects the token."""
         # pymilvus logs every error with a traceback, including expected ones.
         logging.getLogger("pymilvus").setLevel(logging.CRITICAL)
@@ -115,12 +115,12 @@ class Connection:
         return list(await self._query(name, condition, fields, limit=MAX_ROWS))
 
     async def count(self, name: str, condition: str) -> int:
-        (found,) = await self._query(name, condition, ["count(*)"])
-        return int(found["count(*)"])
+        (row,) = await self._query(name, condition, ["count(*)"])
+        return int(row["count(*)"])
 
     async def walk(self, name: str, condition: str, fields: Sequence[str]) -> list[Row]:
         def read(name: str, timeout: float) -> list[Row]:
-            found: list[Row] = []
+            rows_read: list[Row] = []
             deadline = Deadline.after(timeout)
             pages = self._client.query_iterator(
                 name, 1000, filter=condition, output_fields=[*fields], timeout=timeout
@@ -128,20 +128,20 @@ class Connection:
             with contextlib.closing(pages):
                 # `timeout` applies to each page.
                 while page := pages.next():
-                    found += page
+                    rows_read += page
                     if deadline.passed:
                         raise Unavailable("Milvus: the deadline passed before all documents were read")
-            return found
+            return rows_read
 
         return await self._read(read, name)
 
     async def search(self, name: str, field: str, data: Any, limit: int, condition: str) -> Hits:
         """The best rows by a vector field, best first, with their scores."""
-        (found,) = await self._read(
+        (hits,) = await self._read(
             self._client.search, name, data=[data], anns_field=field, limit=limit, filter=condition,
             output_fields=rows.COLUMNS, consistency_level="Strong",
         )  # fmt: skip
-        return [(dict(hit["entity"]), float(hit["distance"])) for hit in found]
+        return [(dict(hit["entity"]), float(hit["distance"])) for hit in hits]
 
     async def close(self) -> None:
         # Waits for calls in progress.

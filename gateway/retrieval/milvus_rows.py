@@ -12,7 +12,7 @@ from pymilvus import DataType, Function, FunctionType, MilvusClient
 from pymilvus.milvus_client import IndexParams
 from pymilvus.orm.schema import CollectionSchema
 
-from fusionkv.gateway.retrieval.base import Chunk
+from fusionkv.gateway.retrieval.base import TextChunk
 from fusionkv.gateway.tokens import ModelIdentity
 from fusionkv.protos.runtime.errors import InvalidArgument
 
@@ -101,14 +101,14 @@ def of_corpus(corpus: str, model: ModelIdentity, dim: int) -> Row:
     return _row(dim, _CORPUS_KEY, _CORPUS) | {"document": corpus, "ids": made_with}
 
 
-def of_document(document: str, revision: str, chunks: Sequence[Chunk], dim: int) -> Row:
+def of_document(document: str, revision: str, chunks: Sequence[TextChunk], dim: int) -> Row:
     sizes = {"chunks": len(chunks), "tokens": sum(len(c.ids) for c in chunks), "since": int(time.time())}
     sizes["bytes"] = sum(len(c.text.encode()) for c in chunks)
     names = {"document": document, "revision": revision, "source": chunks[0].source if chunks else ""}
     return _row(dim, owner(document), _DOCUMENT) | names | sizes
 
 
-def of_chunk(chunk: Chunk, revision: str, vector: np.ndarray) -> Row:
+def of_chunk(chunk: TextChunk, revision: str, vector: np.ndarray) -> Row:
     """The row of a chunk. Raises InvalidArgument if it is too large for Milvus."""
     ids = base64.b64encode(np.array(chunk.ids, "<u4").tobytes()).decode()
     if max(len(ids), len(chunk.text.encode())) > _MAX_BYTES:
@@ -132,18 +132,18 @@ def of_chunk(chunk: Chunk, revision: str, vector: np.ndarray) -> Row:
     }
 
 
-def chunk_key(chunk: Chunk, revision: str) -> str:
+def chunk_key(chunk: TextChunk, revision: str) -> str:
     return hashlib.blake2b(
         f"{owner(chunk.document)} {revision} {chunk.position}".encode(), digest_size=24
     ).hexdigest()
 
 
-def chunk(row: Row) -> Chunk:
+def chunk(row: Row) -> TextChunk:
     ids = tuple(np.frombuffer(base64.b64decode(row["ids"]), "<u4").tolist())
     metadata = json.loads(row["metadata"]) if isinstance(row["metadata"], str) else row["metadata"]
     pairs = tuple(sorted((metadata or {}).items()))
     values = row["document"], row["position"], row["text"], ids, bytes.fromhex(row["variant"]), row["neighbours"]
-    return Chunk(*values, row["title"], row["source"], pairs)
+    return TextChunk(*values, row["title"], row["source"], pairs)
 
 
 def vector(row: Row) -> np.ndarray:

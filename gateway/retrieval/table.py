@@ -20,7 +20,7 @@ from lancedb.query import MatchQuery
 from lancedb.table import AsyncTable
 
 from fusionkv.gateway.client.results import Item
-from fusionkv.gateway.retrieval.base import Chunk, no_document
+from fusionkv.gateway.retrieval.base import TextChunk, no_document
 from fusionkv.gateway.tokens import ModelIdentity
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime.cancellation import background
@@ -386,7 +386,7 @@ def condition_of(where: Mapping[str, str], without: Collection[bytes]) -> str:
     return " AND ".join(conditions)
 
 
-def rows_of(chunks: Sequence[Chunk], vectors: np.ndarray) -> pa.Table:
+def rows_of(chunks: Sequence[TextChunk], vectors: np.ndarray) -> pa.Table:
     """Complete rows; `vectors` is float32 `[chunk, dim]`."""
     values = [
         vars(chunk)
@@ -401,19 +401,19 @@ def rows_of(chunks: Sequence[Chunk], vectors: np.ndarray) -> pa.Table:
     return table
 
 
-def variants_of(chunks: Sequence[Chunk]) -> pa.Table:
+def variants_of(chunks: Sequence[TextChunk]) -> pa.Table:
     """Rows with only a chunk's key columns and the columns that Precompute sets."""
     return rows_of(chunks, np.zeros((len(chunks), 0))).select(
         ["document", "position", "digest", "variant", "neighbours"]
     )
 
 
-def chunks_of(table: pa.Table) -> list[Chunk]:
+def chunks_of(table: pa.Table) -> list[TextChunk]:
     chunks = []
     for row in table.select(_COLUMNS).to_pylist():
         pairs = (pair.partition("=") for pair in row["metadata"])
         metadata = tuple((key, value) for key, _, value in pairs)
-        chunks.append(Chunk(**row | {"ids": tuple(row["ids"]), "metadata": metadata}))
+        chunks.append(TextChunk(**row | {"ids": tuple(row["ids"]), "metadata": metadata}))
     return chunks
 
 

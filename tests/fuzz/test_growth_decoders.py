@@ -19,7 +19,7 @@ from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.http import requests
 from fusionkv.gateway.http.server import parse
 from fusionkv.gateway.retrieval import base, milvus_rows, page_tokens
-from fusionkv.gateway.retrieval.base import Chunk
+from fusionkv.gateway.retrieval.base import TextChunk
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 from fusionkv.gateway.tokens import ModelIdentity
 from fusionkv.protos.runtime import settings
@@ -162,7 +162,7 @@ def test_searches(tmp_path: Path) -> None:
 
     async def start() -> EmbeddedRetrieval:
         made = await EmbeddedRetrieval.open(tmp_path)
-        chunks = [Chunk("d", i, f"a word w{i} 9 é <eos> {i}", (i + 1,)) for i in range(100)]
+        chunks = [TextChunk("d", i, f"a word w{i} 9 é <eos> {i}", (i + 1,)) for i in range(100)]
         await made.replace("c", "d", chunks, np.ones((100, 4), np.float32) / 2, model)
         return made
 

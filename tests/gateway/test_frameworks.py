@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from fusionkv import langchain, llama_index
 from fusionkv.gateway.client.client import Client
-from fusionkv.gateway.client.fields import Asking, Search
+from fusionkv.gateway.client.fields import QuestionFields, RetrievalFields
 from fusionkv.gateway.client.requests import IngestOptions, Options
 from fusionkv.gateway.client.results import Passage
 from fusionkv.langchain import ChatFusionKV
@@ -87,7 +87,7 @@ Gateway = tuple[str, Recorder]
 
 def test_every_option_of_the_client_is_a_field() -> None:
     """`explain` adds an event that neither framework has a place for."""
-    fields = Asking.model_fields.keys()
+    fields = QuestionFields.model_fields.keys()
     assert {*Options.__annotations__} - fields == {"passages", "messages", "explain"}
     assert fields >= OPTIONS.keys()
     assert {*OPTIONS} == {*Options.__annotations__} - {"passages", "messages", "explain"}
@@ -336,5 +336,5 @@ def test_arguments_that_no_method_has_are_errors() -> None:
     for wrong in ({"timeout": 0}, {"timeout": float("nan")}, {"retries": 5}, {"retries": -1}):
         with pytest.raises(ValueError, match="must be"):
             Client("unix:/nowhere", **wrong)  # type: ignore[arg-type]
-    assert {*Search.model_fields} >= {"top_k", "order", "filter"}
+    assert {*RetrievalFields.model_fields} >= {"top_k", "order", "filter"}
     assert {*IngestOptions.__annotations__} >= {"metadata", "source"}

@@ -13,7 +13,7 @@ import pytest
 
 from fusionkv.gateway.auth.tenants import Quotas, Tenants
 from fusionkv.gateway.retrieval import milvus_rows as rows
-from fusionkv.gateway.retrieval.base import Chunk, within
+from fusionkv.gateway.retrieval.base import TextChunk, within
 from fusionkv.gateway.retrieval.milvus import Gate, MilvusRetrieval
 from fusionkv.gateway.retrieval.milvus_connection import MIN_SECONDS, REST_SECONDS
 from fusionkv.protos.deadline import Deadline
@@ -86,7 +86,7 @@ async def test_what_a_gateway_left_that_ended_in_the_middle_is_not_seen(two: Two
     await put(engine, "c", "d", "a pear and a plum")
     name = engine._collection("c")
     torn = [
-        rows.of_chunk(Chunk(document, i, "pear", (1,)), rows.new_revision(), vector("pear"))
+        rows.of_chunk(TextChunk(document, i, "pear", (1,)), rows.new_revision(), vector("pear"))
         for document in ("d", "never whole")
         for i in range(40)
     ]
@@ -263,7 +263,7 @@ def test_a_gateway_that_cannot_connect_says_so() -> None:
 
 
 def test_rows_hold_what_they_are_made_from() -> None:
-    chunk = Chunk("d", 3, "text", tuple(range(0, 70_000, 1000)), b"v" * 32, 7)
+    chunk = TextChunk("d", 3, "text", tuple(range(0, 70_000, 1000)), b"v" * 32, 7)
     row = rows.of_chunk(chunk, rows.new_revision(), vector("text"))
     assert rows.chunk(row) == chunk
     assert len(rows.vector(row)) == DIM

@@ -103,7 +103,9 @@ def test_everything_that_can_be_asked() -> None:
         ratio=0.3, top_k=4, order=pb.ORDER_RANK, query="colour",
         sampling=Sampling(max_tokens=5, temperature=1, top_p=0.5, top_k=9, seed=3, stop=["end"]),
     )  # fmt: skip
-    assert requests.completion(body) == requests.Chat(wanted, "notes:prophetkv@0.3", stream=True, usage=True)
+    assert requests.completion(body) == requests.CompletionRequest(
+        wanted, "notes:prophetkv@0.3", stream=True, usage=True
+    )
 
 
 @pytest.mark.parametrize(

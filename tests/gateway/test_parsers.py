@@ -16,7 +16,7 @@ from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest import parse
 from fusionkv.gateway.ingest.document import Document
 from fusionkv.gateway.ingest.media_types import HTML, JSONL, MARKDOWN, PDF, PLAIN
-from fusionkv.gateway.ingest.parsers import TOKENS_A_SECOND, Parsed, Parsers, Piece
+from fusionkv.gateway.ingest.parsers import TOKENS_A_SECOND, ParsedFile, Parsers, Piece
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted, Unavailable
 from tests.gateway.test_parse import pdf
@@ -55,7 +55,7 @@ def told(pid: int, what: str) -> str:
     return Path(f"/proc/{pid}/{what}").read_text()
 
 
-def pieces(parsed: Parsed) -> list[Piece]:
+def pieces(parsed: ParsedFile) -> list[Piece]:
     (document,) = parsed.documents
     return document.pieces
 

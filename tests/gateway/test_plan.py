@@ -13,7 +13,7 @@ from fusionkv.gateway import plan
 from fusionkv.gateway.client import requests
 from fusionkv.gateway.client.results import Passage as Given
 from fusionkv.gateway.plan import Conversation
-from fusionkv.gateway.retrieval.base import Candidate, Chunk, rank
+from fusionkv.gateway.retrieval.base import Candidate, TextChunk, rank
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.contract.requests import RequestedRecipe
 from fusionkv.protos.fusion.v1 import fusion_pb2
@@ -47,8 +47,8 @@ def build(
     return plan.build(request, Conversation.of(request), recipe, passages, vocabulary(), tenant)
 
 
-def chunk(document: str, position: int, tokens: int = 10, variant: bytes = b"") -> Chunk:
-    return Chunk(document, position, "text", tuple(range(tokens)), variant, 3 if variant else 0)
+def chunk(document: str, position: int, tokens: int = 10, variant: bytes = b"") -> TextChunk:
+    return TextChunk(document, position, "text", tuple(range(tokens)), variant, 3 if variant else 0)
 
 
 PASSAGES = [(chunk("b", 1), 0.9), (chunk("a", 2), 0.8), (chunk("b", 0, variant=b"v" * 32), 0.7)]

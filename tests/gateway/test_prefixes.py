@@ -7,7 +7,7 @@ import pytest
 from fusionkv.gateway.client.client import Client
 from fusionkv.gateway.plan import Passage
 from fusionkv.gateway.prefixes import Prefixes
-from fusionkv.gateway.retrieval.base import Chunk
+from fusionkv.gateway.retrieval.base import TextChunk
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import InvalidArgument
 from tests.stopwatch import Stopwatch
@@ -15,7 +15,7 @@ from tests.waiting import wait_until
 
 
 def passages(*names: int, tokens: int = 3) -> list[Passage]:
-    return [(Chunk("d", at, str(n), (n,) * tokens), pb.Passage(text=str(n))) for at, n in enumerate(names)]
+    return [(TextChunk("d", at, str(n), (n,) * tokens), pb.Passage(text=str(n))) for at, n in enumerate(names)]
 
 
 def names(ordered: list[Passage]) -> list[int]:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionkv.gateway.auth.tenants import Bucket, Meter, Quota, Quotas, Shares
+from fusionkv.gateway.auth.tenants import Meter, Quota, Quotas, Shares, TokenBucket
 from fusionkv.gateway.client.client import Client
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.gateway.v1 import gateway_pb2_grpc
@@ -43,7 +43,7 @@ def refused(meter: Meter, match: str | None = None) -> float:
 @given(st.integers(1, 10_000), st.lists(st.tuples(st.floats(0, 100), st.integers(1, 100)), min_size=1, max_size=50))
 def test_no_more_than_a_minutes_worth_and_what_time_brings(per_minute: int, steps: list[tuple[float, int]]) -> None:
     clock = Clock()
-    bucket = Bucket(clock)
+    bucket = TokenBucket(clock)
     taken = last = 0
     for seconds, wanted in steps:
         clock.now += seconds
@@ -53,7 +53,7 @@ def test_no_more_than_a_minutes_worth_and_what_time_brings(per_minute: int, step
             taken, last = taken + wanted, wanted
         else:
             # Exactly then, and not earlier, one is there.
-            late, early = Bucket(clock), clock.now
+            late, early = TokenBucket(clock), clock.now
             late._level, late._filled = bucket._level, bucket._filled
             clock.now = early + wait * (1 + 1e-9) + 1e-6
             assert late.wait(per_minute, 1) == 0

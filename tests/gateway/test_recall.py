@@ -8,7 +8,7 @@ import pytest
 
 from fusionkv.bench import recall
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.gateway.retrieval.base import Chunk, HybridSearch
+from fusionkv.gateway.retrieval.base import HybridSearch, TextChunk
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 from fusionkv.gateway.tokens import ModelIdentity
 from tests.gateway.test_ingest import Topics
@@ -28,7 +28,7 @@ async def test_the_default_top_k_holds_all_pages_of_a_story(root: Path, tmp_path
     search = HybridSearch(config)
     engine = await EmbeddedRetrieval.open(tmp_path)
     for page in pages:
-        chunk = Chunk(page.name, 0, page.read_text().strip(), (1,))
+        chunk = TextChunk(page.name, 0, page.read_text().strip(), (1,))
         await engine.replace(page.parent.name, page.name, [chunk], np.zeros((1, 0)), MODEL)
     missed = []
     for question in questions[:: max(1, len(questions) // QUESTIONS)]:

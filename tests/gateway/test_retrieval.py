@@ -19,7 +19,7 @@ from fusionkv.gateway.auth.tenants import Quotas, Tenants
 from fusionkv.gateway.config import NONE, GatewayConfig
 from fusionkv.gateway.embed.base import Embedder, Reranker
 from fusionkv.gateway.retrieval import embedded, milvus, milvus_rows, table
-from fusionkv.gateway.retrieval.base import Chunk, HybridSearch, Retrieval, rank
+from fusionkv.gateway.retrieval.base import HybridSearch, Retrieval, TextChunk, rank
 from fusionkv.gateway.retrieval.duplicates import distinct
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 from fusionkv.gateway.retrieval.milvus import MilvusRetrieval
@@ -50,8 +50,8 @@ def vector(text: str) -> np.ndarray:
     return made / np.linalg.norm(made)
 
 
-def chunks(document: str, *texts: str) -> list[Chunk]:
-    return [Chunk(document, i, t, tuple(t.encode())) for i, t in enumerate(texts)]
+def chunks(document: str, *texts: str) -> list[TextChunk]:
+    return [TextChunk(document, i, t, tuple(t.encode())) for i, t in enumerate(texts)]
 
 
 async def put(engine: Retrieval, corpus: str, document: str, *texts: str, model: ModelIdentity = MODEL) -> bool:
@@ -147,7 +147,7 @@ async def test_dense_search_finds_what_shares_no_word(engine: Retrieval) -> None
 
 async def test_without_an_embedder_words_alone_are_searched(engine: Retrieval) -> None:
     for i in range(20):
-        chunk = Chunk("d", i, f"text number{i} of some length", (i,))
+        chunk = TextChunk("d", i, f"text number{i} of some length", (i,))
         await engine.replace("c", f"d{i:02}", [replace(chunk, document=f"d{i:02}")], np.zeros((1, 0)), WORDS_ALONE)
     found = await engine.candidates("c", "what is number7?", None, 50, WORDS_ALONE)
     assert [(c.chunk.document, c.cosine) for c in found] == [("d07", 0.0)]
@@ -168,7 +168,9 @@ async def test_only_documents_with_all_of_the_metadata_are_found(engine: Retriev
         "d": {"город": "Köln"},
     }
     for name, metadata in known.items():
-        chunk = Chunk(name, 0, f"text {name}", (1,), title="T", source="/x", metadata=tuple(sorted(metadata.items())))
+        chunk = TextChunk(
+            name, 0, f"text {name}", (1,), title="T", source="/x", metadata=tuple(sorted(metadata.items()))
+        )
         await engine.replace("c", name, [chunk], vector(name)[None], MODEL)
         assert [c for c, _ in await engine.chunks("c", name, MODEL)] == [chunk]
     assert [i.source for i in await engine.documents("c")] == ["/x"] * 4
@@ -275,14 +277,14 @@ async def test_stems_are_those_of_the_language(
 async def moved(engine: Retrieval, model: ModelIdentity, dim: int) -> list[int]:
     """Moves corpus c: chunks are in capitals then, with vectors of ones."""
 
-    async def rewrite(chunks: Sequence[Chunk], vectors: np.ndarray) -> tuple[Sequence[Chunk], np.ndarray]:
+    async def rewrite(chunks: Sequence[TextChunk], vectors: np.ndarray) -> tuple[Sequence[TextChunk], np.ndarray]:
         made = [replace(c, text=c.text.upper(), ids=(7,), variant=b"") for c in chunks]
         return made, np.ones((len(vectors), dim), np.float32)
 
     return [done async for done in engine.move("c", rewrite, model)]
 
 
-async def same(chunks: Sequence[Chunk], vectors: np.ndarray) -> tuple[Sequence[Chunk], np.ndarray]:
+async def same(chunks: Sequence[TextChunk], vectors: np.ndarray) -> tuple[Sequence[TextChunk], np.ndarray]:
     return chunks, vectors
 
 
@@ -305,7 +307,7 @@ async def test_a_corpus_is_moved_to_another_model_and_embedder(tmp_path: Path, r
         quoted = await engine.candidates("c", '"one"', np.ones(3, np.float32), 50, OTHER)
         assert sorted(c.chunk.text for c in quoted if c.words) == ["A ONE", "B ONE"]
         engine = await reopen(tmp_path)
-    await engine.replace("c", "e", [Chunk("e", 0, "x", (1,))], np.ones((1, 3), np.float32), OTHER)
+    await engine.replace("c", "e", [TextChunk("e", 0, "x", (1,))], np.ones((1, 3), np.float32), OTHER)
     await engine.delete("c", "e")
     with pytest.raises(FailedPrecondition, match="another model"):
         await put(engine, "c", "d", "text")
@@ -321,7 +323,7 @@ async def test_a_move_that_fails_or_is_left_changes_nothing(tmp_path: Path, reop
     await put(engine, "c", "a", "one")
     await put(engine, "c", "b", "two")
 
-    async def fail(chunks: Sequence[Chunk], vectors: np.ndarray) -> tuple[Sequence[Chunk], np.ndarray]:
+    async def fail(chunks: Sequence[TextChunk], vectors: np.ndarray) -> tuple[Sequence[TextChunk], np.ndarray]:
         if chunks[0].document == "b":
             raise Unavailable("no embedder")
         return chunks, vectors
@@ -342,7 +344,7 @@ async def test_what_changes_during_a_move_waits_for_it(tmp_path: Path, reopen: R
         await put(engine, "c", name, "text")
     go = asyncio.Event()
 
-    async def wait(chunks: Sequence[Chunk], vectors: np.ndarray) -> tuple[Sequence[Chunk], np.ndarray]:
+    async def wait(chunks: Sequence[TextChunk], vectors: np.ndarray) -> tuple[Sequence[TextChunk], np.ndarray]:
         await go.wait()
         return chunks, vectors
 
@@ -433,7 +435,7 @@ async def test_a_move_that_is_left_at_its_end_is_finished(tmp_path: Path, reopen
     await asyncio.gather(moving, return_exceptions=True)
     async with asyncio.timeout(10):
         assert [c.text for c, _ in await engine.chunks("c", "d", OTHER)] == ["TEXT"]
-        await engine.replace("c", "e", [Chunk("e", 0, "x", (1,))], np.ones((1, 3), np.float32), OTHER)
+        await engine.replace("c", "e", [TextChunk("e", 0, "x", (1,))], np.ones((1, 3), np.float32), OTHER)
         with pytest.raises(FailedPrecondition, match="another model"):
             await put(engine, "c", "d", "text")
 
@@ -536,9 +538,9 @@ async def test_documents_are_paged_by_name(engine: Retrieval) -> None:
 async def test_variants_are_kept_only_for_the_chunk_they_were_made_from(engine: Retrieval) -> None:
     await put(engine, "c", "d", "one", "two")
     old = [c for c, _ in await engine.chunks("c", "d", MODEL)]
-    done = [Chunk(c.document, c.position, c.text, c.ids, b"v" * 32, 7) for c in old]
+    done = [TextChunk(c.document, c.position, c.text, c.ids, b"v" * 32, 7) for c in old]
     await put(engine, "c", "d", "one", "changed")
-    await engine.set_variants("c", [*done, Chunk("gone", 0, "x", (1,), b"v", 7)])
+    await engine.set_variants("c", [*done, TextChunk("gone", 0, "x", (1,), b"v", 7)])
     now = [c for c, _ in await engine.chunks("c", "d", MODEL)]
     assert [(c.text, c.variant, c.neighbours) for c in now] == [("one", b"v" * 32, 7), ("changed", b"", 0)]
     assert await texts(engine, "c", "one changed") == ["one", "changed"]

@@ -22,7 +22,7 @@ from langchain_core.retrievers import BaseRetriever
 from pydantic import ConfigDict
 
 from fusionkv.gateway.client import requests
-from fusionkv.gateway.client.fields import Asking, Search, with_metadata
+from fusionkv.gateway.client.fields import QuestionFields, RetrievalFields, with_metadata
 from fusionkv.gateway.client.results import Event, Passage, Sources, Summary, Token, as_dict, cached_tokens
 from fusionkv.protos.runtime.errors import InvalidArgument
 
@@ -31,7 +31,7 @@ _ROLES = {"human": "user", "ai": "assistant"}
 _TEXTS = ("passages", "system", "prompt_template", "query", "filter")
 
 
-class FusionKVRetriever(Search, BaseRetriever):
+class FusionKVRetriever(RetrievalFields, BaseRetriever):
     """Retrieves passages of a corpus, best first; a call may override the options: `invoke(question, k=2)`.
 
     A document's metadata is that of its passage; keys that it lacks are added: `document`, `position`, `score` and
@@ -57,12 +57,12 @@ class FusionKVRetriever(Search, BaseRetriever):
         async with self.async_client() as client:
             return [_document(p) for p in await client.retrieve(self.corpus, query, **self._call(kwargs))]
 
-    def _call(self, given: dict[str, Any]) -> dict[str, Any]:
+    def _call(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The options of a call; `verbose` is LangChain's own."""
-        return self.call_options({name: value for name, value in given.items() if name != "verbose"})
+        return self.call_options({name: value for name, value in arguments.items() if name != "verbose"})
 
 
-class ChatFusionKV(Asking, BaseChatModel):
+class ChatFusionKV(QuestionFields, BaseChatModel):
     """A chat model that answers over a corpus; the gateway retrieves passages and reuses their KV.
 
     Without a corpus, each call takes its passages: `chat.invoke(messages, passages=[...])`, which are texts,
@@ -159,18 +159,18 @@ class ChatFusionKV(Asking, BaseChatModel):
         return await agenerate_from_stream(self._astream(messages, stop, run_manager, **kwargs))
 
     def _request(
-        self, messages: Sequence[BaseMessage], stop: list[str] | None, given: dict[str, Any]
+        self, messages: Sequence[BaseMessage], stop: list[str] | None, arguments: dict[str, Any]
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """The options of a call, with its messages and passages, and the metadata of each passage."""
         turns = [_turn(number, message) for number, message in enumerate(messages)]
-        options = self._call(given, stop)
+        options = self._call(arguments, stop)
         passages, metadata = _passages(options)
         return {**options, "passages": passages, "messages": turns}, metadata
 
-    def _call(self, given: dict[str, Any], stop: list[str] | None = None) -> dict[str, Any]:
+    def _call(self, arguments: dict[str, Any], stop: list[str] | None = None) -> dict[str, Any]:
         """The options of a call; `stream` is LangChain's own."""
-        own = {name: value for name, value in given.items() if name != "stream"}
-        return self.call_options({**own, "stop": stop} if stop else own)
+        options = {name: value for name, value in arguments.items() if name != "stream"}
+        return self.call_options({**options, "stop": stop} if stop else options)
 
 
 def _turn(number: int, message: BaseMessage) -> requests.Message:
@@ -183,23 +183,23 @@ def _turn(number: int, message: BaseMessage) -> requests.Message:
 
 
 def _document(passage: Passage) -> Document:
-    known = {"document": passage.document, "position": passage.position, "score": passage.score}
+    origin = {"document": passage.document, "position": passage.position, "score": passage.score}
     # The title stands above the text in the prompt: with it, the text is the same chunk in every request.
     title = {"title": passage.title} if passage.title else {}
-    return Document(passage.text, id=passage.name, metadata={**known, **passage.metadata, **title})
+    return Document(passage.text, id=passage.name, metadata={**origin, **passage.metadata, **title})
 
 
 def _passages(options: dict[str, Any]) -> tuple[list[str | Passage], list[dict[str, Any]]]:
     """Takes the passages out of the options of a call; and the metadata of each, which stays here."""
-    given = requests.listed("passages", options.pop("passages", ()))
-    metadata = [each.metadata if isinstance(each, Document) else {} for each in given]
-    return [_passage(each) for each in given], metadata
+    passages = requests.listed("passages", options.pop("passages", ()))
+    metadata = [passage.metadata if isinstance(passage, Document) else {} for passage in passages]
+    return [_passage(passage) for passage in passages], metadata
 
 
-def _passage(given: str | Passage | Document) -> str | Passage:
-    if not isinstance(given, Document):
-        return given
-    return Passage(text=given.page_content, title=str(given.metadata.get("title") or ""), id=given.id or "")
+def _passage(passage: str | Passage | Document) -> str | Passage:
+    if not isinstance(passage, Document):
+        return passage
+    return Passage(text=passage.page_content, title=str(passage.metadata.get("title") or ""), id=passage.id or "")
 
 
 def _chunk(event: Event, metadata: Sequence[dict[str, Any]]) -> ChatGenerationChunk | None:
@@ -207,7 +207,7 @@ def _chunk(event: Event, metadata: Sequence[dict[str, Any]]) -> ChatGenerationCh
     if isinstance(event, Token):
         return ChatGenerationChunk(message=AIMessageChunk(content=event.text)) if event.text else None
     if isinstance(event, Sources):
-        sources = [{**asdict(p), "metadata": own} for p, own in with_metadata(event.passages, metadata)]
+        sources = [{**asdict(p), "metadata": merged} for p, merged in with_metadata(event.passages, metadata)]
         return ChatGenerationChunk(message=AIMessageChunk(content="", response_metadata={"sources": sources}))
     if isinstance(event, Summary):
         usage = UsageMetadata(

@@ -24,7 +24,7 @@ from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore, Query
 from pydantic import ConfigDict, PrivateAttr
 
 from fusionkv.gateway.client import requests
-from fusionkv.gateway.client.fields import Asking, Search, with_metadata
+from fusionkv.gateway.client.fields import QuestionFields, RetrievalFields, with_metadata
 from fusionkv.gateway.client.results import Event, Model, Passage, Sources, Summary, Token, as_dict
 from fusionkv.protos.runtime.errors import InvalidArgument
 
@@ -39,7 +39,7 @@ class FusionKVRetriever(BaseRetriever):
     `fusionkv.protos.runtime.errors`.
 
     Args:
-        options: the fields of `fusionkv.gateway.client.fields.Search`, such as address, token, top_k and filter.
+        options: fields of `fusionkv.gateway.client.fields.RetrievalFields`, such as address, token, top_k and filter.
 
     Raises:
         ValueError: an unknown option, or one of another type.
@@ -47,7 +47,7 @@ class FusionKVRetriever(BaseRetriever):
 
     def __init__(self, corpus: str, **options: Any) -> None:
         self._corpus = corpus
-        self._search = Search(**options)
+        self._search = RetrievalFields(**options)
         super().__init__()
 
     def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
@@ -60,7 +60,7 @@ class FusionKVRetriever(BaseRetriever):
             return [_node(p) for p in await client.retrieve(self._corpus, query, **options)]
 
 
-class FusionKV(Asking, LLM):
+class FusionKV(QuestionFields, LLM):
     """Answers over a corpus, or over the `passages` of a call: `llm.complete(question, passages=[...])`.
 
     Passages are texts, `Passage`s or nodes; the source of a node has its id and metadata. A call may override the
@@ -90,8 +90,10 @@ class FusionKV(Asking, LLM):
 
     def to_payload(self) -> dict[str, Any]:
         """What LlamaIndex tells its handlers about the LLM: neither the token nor texts of the prompt."""
-        told = self.model_dump(include={"address", "corpus", "recipe", "ratio", "top_k", "max_tokens", "temperature"})
-        return {**told, "class_name": self.class_name()}
+        settings = self.model_dump(
+            include={"address", "corpus", "recipe", "ratio", "top_k", "max_tokens", "temperature"}
+        )
+        return {**settings, "class_name": self.class_name()}
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
@@ -132,34 +134,34 @@ class FusionKV(Asking, LLM):
         return (_completion(*part) async for part in self._aparts(kwargs, prompt))
 
     def _request(
-        self, given: dict[str, Any], question: str, messages: Sequence[ChatMessage]
+        self, arguments: dict[str, Any], question: str, messages: Sequence[ChatMessage]
     ) -> tuple[dict[str, Any], "_Reader"]:
         """The options of a call, and the reader of its answer."""
         turns = [_turn(number, message) for number, message in enumerate(messages)]
-        options = self.call_options(given)
+        options = self.call_options(arguments)
         passages = requests.listed("passages", options.pop("passages", ()))
         if not self.corpus and not passages:
             raise InvalidArgument(
                 "there is neither a corpus nor passages: set `corpus`, or give `passages`; in a query engine, use "
                 "FusionKVSynthesizer, which sends the nodes as passages"
             )
-        asked = {"messages": turns} if turns else {"question": question}
+        conversation = {"messages": turns} if turns else {"question": question}
         sent = [_passage(passage) for passage in passages]
-        return {**options, "passages": sent, **asked}, _Reader([_metadata(passage) for passage in passages])
+        return {**options, "passages": sent, **conversation}, _Reader([_metadata(passage) for passage in passages])
 
     def _parts(
-        self, given: dict[str, Any], question: str = "", messages: Sequence[ChatMessage] = ()
+        self, arguments: dict[str, Any], question: str = "", messages: Sequence[ChatMessage] = ()
     ) -> Generator[_Part]:
-        options, read = self._request(given, question, messages)
+        options, read = self._request(arguments, question, messages)
         with self.client() as client:
             for event in client.stream(self.corpus, **options):
                 if (part := read(event)) is not None:
                     yield part
 
     async def _aparts(
-        self, given: dict[str, Any], question: str = "", messages: Sequence[ChatMessage] = ()
+        self, arguments: dict[str, Any], question: str = "", messages: Sequence[ChatMessage] = ()
     ) -> AsyncGenerator[_Part]:
-        options, read = self._request(given, question, messages)
+        options, read = self._request(arguments, question, messages)
         async with self.async_client() as client:
             async for event in client.stream(self.corpus, **options):
                 if (part := read(event)) is not None:
@@ -189,16 +191,16 @@ class FusionKVSynthesizer(BaseSynthesizer):
             )
 
     def get_response(self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any) -> Any:
-        given = {**response_kwargs, "passages": list(text_chunks)}
+        arguments = {**response_kwargs, "passages": list(text_chunks)}
         if self._streaming:
-            return (part.delta or "" for part in self._llm.stream_complete(query_str, **given))
-        return self._llm.complete(query_str, **given).text
+            return (part.delta or "" for part in self._llm.stream_complete(query_str, **arguments))
+        return self._llm.complete(query_str, **arguments).text
 
     async def aget_response(self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any) -> Any:
-        given = {**response_kwargs, "passages": list(text_chunks)}
+        arguments = {**response_kwargs, "passages": list(text_chunks)}
         if self._streaming:
-            return (part.delta or "" async for part in await self._llm.astream_complete(query_str, **given))
-        return (await self._llm.acomplete(query_str, **given)).text
+            return (part.delta or "" async for part in await self._llm.astream_complete(query_str, **arguments))
+        return (await self._llm.acomplete(query_str, **arguments)).text
 
 
 def _node(passage: Passage) -> NodeWithScore:
@@ -226,16 +228,16 @@ def _turn(number: int, message: ChatMessage) -> requests.Message:
     return {"role": message.role.value, "content": message.content or ""}
 
 
-def _passage(given: str | Passage | BaseNode | NodeWithScore) -> str | Passage:
-    node = given.node if isinstance(given, NodeWithScore) else given
+def _passage(passage: str | Passage | BaseNode | NodeWithScore) -> str | Passage:
+    node = passage.node if isinstance(passage, NodeWithScore) else passage
     if isinstance(node, BaseNode):
         return Passage(text=node.get_content(metadata_mode=MetadataMode.LLM), id=node.node_id)
     return node
 
 
-def _metadata(given: str | Passage | BaseNode | NodeWithScore) -> dict[str, Any]:
+def _metadata(passage: str | Passage | BaseNode | NodeWithScore) -> dict[str, Any]:
     """The metadata of a node, which the gateway does not need to have."""
-    node = given.node if isinstance(given, NodeWithScore) else given
+    node = passage.node if isinstance(passage, NodeWithScore) else passage
     return node.metadata if isinstance(node, BaseNode) else {}
 
 
@@ -263,8 +265,8 @@ class _Reader:
             self._text += event.text
             return self._text, event.text, {}
         if isinstance(event, Sources):
-            known = with_metadata(event.passages, self._metadata)
-            self._sources = [replace(source, metadata=metadata) for source, metadata in known]
+            completed = with_metadata(event.passages, self._metadata)
+            self._sources = [replace(source, metadata=metadata) for source, metadata in completed]
         if isinstance(event, Summary):
             return self._text, "", {"sources": self._sources, "summary": as_dict(event)}
         return None
