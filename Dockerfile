@@ -27,7 +27,7 @@ RUN pip wheel --no-cache-dir --no-build-isolation --no-deps --wheel-dir /wheels 
 
 # --- packages: each image holds only what its service imports
 FROM wheel AS kvcache-packages
-RUN /opt/fusionkv/bin/pip install --no-cache-dir -c constraints.txt "$(echo /wheels/*.whl)[cache,prometheus]"
+RUN /opt/fusionkv/bin/pip install --no-cache-dir -c constraints.txt "$(echo /wheels/*.whl)[cache,object-store,prometheus]"
 
 FROM kvcache-packages AS kvcache-mooncake-packages
 RUN /opt/fusionkv/bin/pip install --no-cache-dir -c constraints.txt "$(echo /wheels/*.whl)[mooncake]"

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from fusionkv.kvcache_service.config import Config
+from fusionkv.kvcache_service.config import OBJECT_SCHEMES, Config
 from fusionkv.kvcache_service.local import FileServer, arena_path, segments_path, share_memory, share_segments
 from fusionkv.kvcache_service.metrics import observe_remote, observe_tiers
 from fusionkv.kvcache_service.remote.sharing import Sharing
@@ -88,30 +88,38 @@ def make_store(config: Config) -> Store:
 
 
 def make_sharing(config: Config, store: Store) -> Sharing:
-    """Creates the access to the configured remote tier, without connecting yet.
+    """Creates the access to the configured remote tier. Only an object store is connected to.
 
-    Raises OSError if the URL or a file cannot be used, or a package is not installed.
+    Raises OSError if the URL, a file or a bucket cannot be used, or a package is not installed.
     """
-    mooncake = config.remote_url.startswith("mooncake://")
+    scheme = config.remote_url.partition("://")[0]
+    extra = "mooncake" if scheme == "mooncake" else "object-store" if scheme in OBJECT_SCHEMES else "cache"
     try:
-        if mooncake:
-            from fusionkv.kvcache_service.remote.mooncake_engine import MooncakeEngine
-
-            engine: RemoteEngine = MooncakeEngine(config.remote_url, config.remote_segment_bytes)
-        else:
-            from fusionkv.kvcache_service.remote.redis_engine import RedisEngine
-
-            password = config.remote_password.read_text().strip() if config.remote_password else None
-            ttl, timeout = config.remote_ttl_seconds, config.remote_timeout
-            engine = RedisEngine(config.remote_url, ttl=ttl, timeout=timeout, password=password)
+        engine = _make_engine(config, extra)
     except ImportError as error:
-        extra = "mooncake" if mooncake else "cache"
         raise OSError(f"remote_url needs a package: pip install 'fusionkv[{extra}]' ({error})") from error
     except ValueError as error:
         raise OSError(f"remote_url can't be used: {error}") from error
     sharing = Sharing(store, RemoteTier(engine, DiskKeys(config.disk_keys) if config.disk_keys else None))
     observe_remote(lambda: (sharing.reachable, len(sharing.write_backs)))
     return sharing
+
+
+def _make_engine(config: Config, extra: str) -> RemoteEngine:
+    """Imports the package of an extra only if it is used."""
+    if extra == "mooncake":
+        from fusionkv.kvcache_service.remote.mooncake_engine import MooncakeEngine
+
+        return MooncakeEngine(config.remote_url, config.remote_segment_bytes)
+    if extra == "object-store":
+        from fusionkv.kvcache_service.remote.object_engine import ObjectEngine
+
+        return ObjectEngine(config.remote_url, timeout=config.remote_timeout)
+    from fusionkv.kvcache_service.remote.redis_engine import RedisEngine
+
+    password = config.remote_password.read_text().strip() if config.remote_password else None
+    ttl, timeout = config.remote_ttl_seconds, config.remote_timeout
+    return RedisEngine(config.remote_url, ttl=ttl, timeout=timeout, password=password)
 
 
 async def run(config: Config) -> None:

@@ -7,7 +7,8 @@ from fusionkv.protos.runtime.settings import setting
 from fusionkv.protos.runtime.tls import ServerTLS
 
 GIB = 1 << 30
-_SCHEMES = ("redis", "rediss", "unix", "mooncake")
+OBJECT_SCHEMES = ("s3", "gs", "az", "file")
+_SCHEMES = ("redis", "rediss", "unix", "mooncake", *OBJECT_SCHEMES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +29,20 @@ class Config:
     )
     remote_url: str = setting(
         "",
-        "remote tier that services share: redis://host:port of a Redis server or of a Redis Cluster node, or "
-        "mooncake://host:port of a Mooncake Store master; empty uses none",
+        "remote tier that services share: redis://host:port of a Redis server or of a Redis Cluster node, "
+        "mooncake://host:port of a Mooncake Store master, s3://bucket, gs://bucket or az://container of an "
+        "object store, or file:///directory of a shared file system; empty uses none",
     )
     remote_password: Path | None = setting(None, "file with the Redis password, unless remote_url contains it")
     remote_ttl_seconds: float = setting(
-        86_400.0, "seconds after its last use until an entry expires in Redis; Mooncake Store has no expiry", low=1
+        86_400.0,
+        "seconds after its last use until an entry expires in Redis; Mooncake Store has no expiry, and in an object "
+        "store a rule of the bucket decides",
+        low=1,
     )
-    remote_timeout: float = setting(2.0, "maximum seconds for a reply of Redis; a call is tried twice", low=0.001)
+    remote_timeout: float = setting(
+        2.0, "maximum seconds for a reply of Redis or of an object store; a call is tried twice", low=0.001
+    )
     remote_lookup_ms: int = setting(
         50,
         "maximum milliseconds that a Lookup waits for the remote tier; past it, only local entries are found",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fusionkv.kvcache_service.index.index import HitRanker
 from fusionkv.kvcache_service.index.record import EntryRecord, HitKind
 from fusionkv.kvcache_service.remote.access import RemoteAccess
-from fusionkv.kvcache_service.remote.tier import BLOCK_BYTES, RemoteTier
+from fusionkv.kvcache_service.remote.tier import RemoteTier
 from fusionkv.kvcache_service.remote.write_back import WriteBackQueue, put_newest
 from fusionkv.kvcache_service.store.entries import StoredEntry
 from fusionkv.kvcache_service.store.store import Store
@@ -22,6 +22,8 @@ LocalHits = Sequence[tuple[HitKind, StoredEntry | None]]
 
 # Maximum number of concurrent pulls, each with a batch in memory.
 _PULLS = 4
+# Bytes read per round trip, at least a block.
+_READ_BYTES = 4 << 20
 # Limit of records found by Lookups. The oldest are dropped.
 _MAX_FOUND = 16_384
 # Interval in which an unreachable tier is probed.
@@ -177,14 +179,15 @@ class Sharing:
         writer = reserve(self._store, record, from_remote=True)
         if writer is None:
             return True
+        block_bytes = self._access.tier.engine.block_bytes
 
         def read(at: int, into: memoryview) -> None:
-            self._access.tier.read(record, at // BLOCK_BYTES, into)
+            self._access.tier.read(record, at // block_bytes, into)
             if self._closed:  # by now, the files may belong to another process
                 raise OSError("the service has ended")
 
         try:
-            await writer.fill(read, self._access.threads)
+            await writer.fill(read, self._access.threads, max(_READ_BYTES, block_bytes))
             await writer.commit()
         except (DataLoss, FileNotFoundError) as error:
             if isinstance(error, DataLoss):

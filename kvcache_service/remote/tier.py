@@ -1,9 +1,9 @@
 """The remote tier: entries shared by any number of cache services, and the index of their paths, in a RemoteEngine.
 
-An entry's bytes are stored in values of 1 MiB, named by key, checksum and number, so that different bytes of two
-services for the same entry are never mixed. The record is written after all bytes, to two places: under the exact
-key, and, for lookups behind other paths, to one of SLOTS places per chunk, selected by the key. Later entries
-overwrite earlier ones there, which bounds a chunk's index.
+An entry's bytes are stored in values of 1 MiB, or of 16 MiB in an object store. They are named by key, checksum and
+number, so that different bytes of two services for the same entry are never mixed. The record is written after all
+bytes, to two places: under the exact key, and, for lookups behind other paths, to one of SLOTS places per chunk,
+selected by the key. Later entries overwrite earlier ones there, which bounds a chunk's index.
 
 A chunk's index has a single hash tag, which keeps it in one slot of a Redis Cluster.
 """
@@ -23,13 +23,18 @@ BLOCK_BYTES = 1 << 20
 
 
 class RemoteEngine(ABC):
-    """A distributed store of values of slightly more than BLOCK_BYTES by name, which expire or are evicted.
+    """A distributed store of values of slightly more than `block_bytes` by name, which expire or are evicted.
 
     Methods block and are thread-safe. They connect on first use, and reconnect after a loss. All of them raise
 
         Unreachable: The store does not respond in time.
         OSError: The store returns an error.
     """
+
+    block_bytes: int = BLOCK_BYTES
+    """Size of a value that holds an entry's bytes, a multiple of BLOCK_BYTES."""
+    renew_seconds: float = 60.0
+    """Maximum interval in which entries that are used are renewed."""
 
     @abstractmethod
     def get(self, names: Sequence[str]) -> list[bytes | None]:
@@ -98,8 +103,9 @@ class RemoteTier:
 
         Raises FileNotFoundError if a block has expired, has another size, or cannot be decrypted.
         """
-        views = [into[at : at + BLOCK_BYTES] for at in range(0, len(into), BLOCK_BYTES)]
-        names = _blocks(record)[first : first + len(views)]
+        size = self.engine.block_bytes
+        views = [into[at : at + size] for at in range(0, len(into), size)]
+        names = self._blocks(record)[first : first + len(views)]
         if self._keys is None:
             if not self.engine.get_into(names, views):
                 raise FileNotFoundError(f"a block of {names[0]} and {len(names) - 1} more has expired or is damaged")
@@ -113,8 +119,8 @@ class RemoteTier:
             view[:] = block
 
     def write(self, record: EntryRecord, first: int, blocks: Sequence[bytes]) -> None:
-        """Writes consecutive blocks of an entry, all of BLOCK_BYTES but the last."""
-        names = _blocks(record)[first : first + len(blocks)]
+        """Writes consecutive blocks of an entry, all of the engine's `block_bytes` but the last."""
+        names = self._blocks(record)[first : first + len(blocks)]
         self.engine.put([(name, self._sealed(name, block)) for name, block in zip(names, blocks, strict=True)])
 
     def commit(self, record: EntryRecord) -> None:
@@ -124,14 +130,14 @@ class RemoteTier:
 
     def touch(self, entries: Sequence[EntryRecord]) -> list[bool]:
         """Renews entries' time to live; returns whether each is complete."""
-        requested = [[*_blocks(entry), *_index(entry)] for entry in entries]
+        requested = [[*self._blocks(entry), *_index(entry)] for entry in entries]
         present = iter(self.engine.touch([name for names in requested for name in names]))
         return [all(list(islice(present, len(names)))) for names in requested]
 
     def delete(self, entries: Sequence[EntryRecord]) -> None:
         """Deletes entries, index records first."""
         self.engine.remove([name for entry in entries for name in _index(entry)])
-        self.engine.remove([name for entry in entries for name in _blocks(entry)])
+        self.engine.remove([name for entry in entries for name in self._blocks(entry)])
 
     def delete_all(self, namespace: bytes) -> None:
         """Deletes all entries of a namespace. Takes time proportional to the size of the tier."""
@@ -140,10 +146,9 @@ class RemoteTier:
     def _sealed(self, name: str, block: bytes) -> bytes:
         return block if self._keys is None else b"".join(self._keys.seal(block, name.encode()))
 
-
-def _blocks(record: EntryRecord) -> list[str]:
-    start = f"{_prefix(record.namespace)}{record.key.hex()}:{record.checksum.hex()}"
-    return [f"{start}:{number}" for number in range(-(-record.size // BLOCK_BYTES))]
+    def _blocks(self, record: EntryRecord) -> list[str]:
+        start = f"{_prefix(record.namespace)}{record.key.hex()}:{record.checksum.hex()}"
+        return [f"{start}:{number}" for number in range(-(-record.size // self.engine.block_bytes))]
 
 
 def _index(record: EntryRecord) -> list[str]:

@@ -12,20 +12,21 @@ from fusionkv.kvcache_service.remote.access import RemoteAccess
 from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.tiers.base import Unreachable
 from fusionkv.protos.observe import logs
+from fusionkv.protos.runtime.frames import FRAME_BYTES
 
 T = TypeVar("T")
 _faults = logs.RateLimitedLog(logging.getLogger(__name__))
 
-# Blocks written per round trip: at 1 GB/s, latency is 1% of the time for 8 MiB.
-_BATCH = 8
+# Bytes written per round trip, at least a block: at 1 GB/s, latency is 1% of the time for 8 MiB.
+_BATCH_BYTES = 8 << 20
 # Maximum number of concurrent write-backs, each with a batch in memory.
 _WRITES = 4
 # Limit of entries to be written back or renewed. The oldest are dropped.
 _MAX_ENTRIES = 65_536
 # Entries checked in the remote tier at start, which takes 0.5 ms each.
 _MAX_CHECKED = 4096
-# Interval in which used entries are renewed in the remote tier, or written again if missing.
-_RENEW_SECONDS = 60.0
+# Interval of renewals, each of the entries that are due by then.
+_RENEW_SECONDS = 15.0
 _RENEW_BATCH = 256
 
 
@@ -38,7 +39,8 @@ class WriteBackQueue:
     def __init__(self, store: Store, access: RemoteAccess) -> None:
         self._store = store
         self._access = access
-        self._renew_seconds = min(_RENEW_SECONDS, store.config.remote_ttl_seconds / 4)
+        # Interval in which an entry that is used is renewed in the remote tier, or written again if missing there.
+        self._renew_seconds = min(access.tier.engine.renew_seconds, store.config.remote_ttl_seconds / 4)
         self._to_write: dict[bytes, EntryRecord | None] = {}
         self._to_renew: dict[bytes, None] = {}
         self._confirmed: dict[bytes, float] = {}
@@ -80,7 +82,7 @@ class WriteBackQueue:
         """Writes back and renews entries until there are none, or the tier is unreachable."""
         while self._access.reachable:
             await asyncio.gather(*map(self._write_back, list(islice(self._to_write, _WRITES))))
-            if time.monotonic() - self._renewed_at >= self._renew_seconds / 4:
+            if time.monotonic() - self._renewed_at >= min(_RENEW_SECONDS, self._renew_seconds / 4):
                 self._renewed_at = time.monotonic()
                 await self._renew_used()
             if not self._to_write:
@@ -120,14 +122,21 @@ class WriteBackQueue:
         """
         tier, run = self._access.tier, self._access.run
         first, batch = 0, list[bytes]()
+        frames_of_block = tier.engine.block_bytes // FRAME_BYTES
+
+        async def write() -> None:
+            nonlocal first, batch
+            blocks = [b"".join(batch[at : at + frames_of_block]) for at in range(0, len(batch), frames_of_block)]
+            await run(tier.write, record, first, blocks)
+            first, batch = first + len(blocks), []
+
         with self._store.pinned(record.key, record.checksum) as entry:
             async for frame in self._store.frames(entry):
                 batch.append(bytes(frame))
-                if len(batch) == _BATCH:
-                    await run(tier.write, record, first, batch)
-                    first, batch = first + len(batch), []
+                if len(batch) == max(_BATCH_BYTES // FRAME_BYTES, frames_of_block):
+                    await write()
         if batch:
-            await run(tier.write, record, first, batch)
+            await write()
         await run(tier.commit, record)
         self._store.counters.add("remote.writes")
         if self._store.residents.get(record.key) is None:  # deleted meanwhile

@@ -147,11 +147,12 @@ class Writer:
                 await self._finished()
                 self._pending = self._store.in_thread(self._take_batch(self._places))
 
-    async def fill(self, read: Callable[[int, memoryview], None], threads: Executor) -> None:
+    async def fill(self, read: Callable[[int, memoryview], None], threads: Executor, step: int) -> None:
         """Writes all bytes of the entry, in a thread.
 
         Args:
-            read: Fills a buffer with the bytes from an offset, which is a multiple of 4 MiB. Its errors are raised.
+            read: Fills a buffer with the bytes from an offset, a multiple of `step`. Its errors are raised.
+            step: Bytes of one call of `read`.
 
         Raises ResourceExhausted if the bytes cannot be written.
         """
@@ -160,9 +161,9 @@ class Writer:
         others = [(tier, place) for tier, place in places.items() if tier is not memory]
 
         def write() -> None:
-            buffer = memoryview(bytearray(0 if memory else min(size, _BATCH_BYTES)))
-            for at in range(0, size, _BATCH_BYTES):
-                length = min(_BATCH_BYTES, size - at)
+            buffer = memoryview(bytearray(0 if memory else min(size, step)))
+            for at in range(0, size, step):
+                length = min(step, size - at)
                 space = memory.space(places[memory], at, length) if memory else buffer[:length]
                 read(at, space)
                 self._hasher.update(space)

@@ -152,7 +152,10 @@ def test_only_neighbours_may_call_each_other(render: Render, clients: list[Any])
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("kind", ["StatefulSet", "DaemonSet"])
-@pytest.mark.parametrize(("url", "port"), [("redis://redis", 6379), ("rediss://:secret@redis.data.svc:6380/0", 6380)])
+@pytest.mark.parametrize(
+    ("url", "port"),
+    [("redis://redis", 6379), ("rediss://:secret@redis.data.svc:6380/0", 6380), ("s3://bucket/kv", 443)],
+)
 def test_caches_reach_the_tier_that_they_share(render: Render, url: str, port: int, kind: str, version: str) -> None:
     found = render({"kvcache": {"kind": kind, "replicas": 3, "config": {"remote_url": url}}}, version)
     workload = found[kind]["kvcache"]

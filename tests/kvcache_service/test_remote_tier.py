@@ -16,7 +16,7 @@ from fusionkv.kvcache_service.index.index import HitRanker
 from fusionkv.kvcache_service.index.record import EntryRecord
 from fusionkv.kvcache_service.keys import VERSIONS, path_keys
 from fusionkv.kvcache_service.remote.redis_engine import RedisEngine
-from fusionkv.kvcache_service.remote.tier import BLOCK_BYTES, SLOTS, RemoteEngine, RemoteTier, _blocks
+from fusionkv.kvcache_service.remote.tier import BLOCK_BYTES, SLOTS, RemoteEngine, RemoteTier
 from fusionkv.kvcache_service.tiers.base import Unreachable
 from tests.chaos.network import Relay
 from tests.commands import run_python
@@ -25,6 +25,7 @@ from tests.kvcache_service.tools import NAMESPACE, disk_keys, path
 from tests.kvcache_service.tools import record as entry
 from tests.ports import free_port
 from tests.system.mooncake_process import MooncakeMaster
+from tests.system.object_process import Directory, ObjectServer
 from tests.system.redis_process import RedisServer
 from tests.system.shared_services import REMOTES, Remote, made
 from tests.waiting import wait_until
@@ -35,6 +36,12 @@ TTL = 600
 
 
 def connect(remote: Remote, timeout: float = 20) -> RemoteEngine:
+    if isinstance(remote, ObjectServer | Directory):
+        from fusionkv.kvcache_service.remote.object_engine import ObjectEngine
+
+        engine = ObjectEngine(remote.url, timeout=timeout)
+        engine.block_bytes = BLOCK_BYTES  # test_object_engine.py has blocks of 16 MiB
+        return engine
     if not isinstance(remote, MooncakeMaster):
         return RedisEngine(remote.url, ttl=TTL, timeout=timeout)
     from fusionkv.kvcache_service.remote.mooncake_engine import MooncakeEngine
@@ -62,6 +69,7 @@ class Counted:
 
     def __init__(self, engine: RemoteEngine) -> None:
         self._engine, self.calls, self.asked = engine, 0, list[str]()
+        self.block_bytes = engine.block_bytes
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         def counted(given: Any, *more: Any) -> Any:
@@ -180,7 +188,7 @@ def test_what_is_deleted_or_lost_is_not_there(tier: RemoteTier, engine: RemoteEn
     deleted, lost, kept = store(tier, "SA"), store(tier, "SB", large), store(tier, "SC")
     tier.delete([deleted, entry("SZ")])
     assert find(tier, "SA") is None
-    engine.remove([_blocks(lost)[1]])
+    engine.remove([tier._blocks(lost)[1]])
     assert tier.touch([deleted, lost, kept]) == [False, False, True]
     for gone in (deleted, lost):
         with pytest.raises(FileNotFoundError):
@@ -243,7 +251,7 @@ def test_blocks_are_encrypted(tier: RemoteTier, engine: RemoteEngine, tmp_path: 
         for n, given in enumerate([(one,), (other, one), (other,)])
     )
     made = store(sealed, "SA", data)
-    (name,) = _blocks(made)
+    (name,) = sealed._blocks(made)
     (value,) = engine.get([name])
     assert b"secret" not in value
     assert content(sealed, made) == content(rotated, made) == data
@@ -254,8 +262,9 @@ def test_blocks_are_encrypted(tier: RemoteTier, engine: RemoteEngine, tmp_path: 
     with pytest.raises(FileNotFoundError, match="damaged"):
         content(sealed, made)
     another = store(sealed, "SB", b"secret" * 1000)
-    engine.remove(_blocks(another))
-    engine.put([(_blocks(another)[0], value)])
+    (other_name,) = sealed._blocks(another)
+    engine.remove([other_name])
+    engine.put([(other_name, value)])
     with pytest.raises(FileNotFoundError, match="damaged"):
         content(sealed, another)
 

@@ -176,7 +176,7 @@ async def test_a_place_stays_taken_while_a_thread_fills_it(serve: Any, memory: i
         ended.wait(20)
 
     with ThreadPoolExecutor(1) as threads:
-        filling = asyncio.create_task(writer.fill(read, threads))
+        filling = asyncio.create_task(writer.fill(read, threads, 4 * MIB))
         await until(started.is_set)
         filling.cancel()
         with pytest.raises(asyncio.CancelledError):

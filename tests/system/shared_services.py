@@ -13,11 +13,18 @@ from fusionkv.protos.runtime.tls import ClientTLS
 from tests.ports import free_port
 from tests.system.cache_process import NAMESPACE, flags
 from tests.system.mooncake_process import MooncakeMaster
+from tests.system.object_process import Directory, ObjectServer
 from tests.system.redis_process import RedisCluster, RedisServer
 from tests.waiting import until
 
-Remote = RedisServer | RedisCluster | MooncakeMaster
-REMOTES = {"redis": RedisServer, "redis cluster": RedisCluster, "mooncake": MooncakeMaster}
+Remote = RedisServer | RedisCluster | MooncakeMaster | ObjectServer | Directory
+REMOTES = {
+    "redis": RedisServer,
+    "redis cluster": RedisCluster,
+    "mooncake": MooncakeMaster,
+    "object store": ObjectServer,
+    "directory": Directory,
+}
 # A busy machine must not look like a slow remote tier.
 TIMING = ("--remote-lookup-ms", "5000", "--remote-timeout", "10")
 

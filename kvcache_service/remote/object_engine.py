@@ -1,0 +1,239 @@
+"""Object stores (S3, Google Cloud Storage, Azure), and directories of shared file systems, as backends of the remote
+tier."""
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+from urllib.parse import SplitResult, unquote, urlsplit
+
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import from_url
+
+from fusionkv.kvcache_service.config import OBJECT_SCHEMES
+from fusionkv.kvcache_service.remote.tier import RemoteEngine
+from fusionkv.kvcache_service.tiers.base import Unreachable
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+# Requests at the same time: of lookups, each a few KiB; and of all others.
+_LOOKUPS, _TRANSFERS = 32, 16
+# A value is read in ranges of this size, and written in parts of it: S3 refuses parts below 5 MiB.
+_PART_BYTES, _PARTS = 8 << 20, 2
+_BATCH = 1000
+# Seconds that the start waits for the store's answer.
+_CHECK_SECONDS = 5.0
+_RETRIES = 1
+# Refusals by the store itself; all other statuses, and connections that fail, may be over at the next try.
+_REFUSED = re.compile(r"status code: 4(?!08|29)\d\d")
+
+
+class ObjectEngine(RemoteEngine):
+    """Each value is an object. Credentials, regions and endpoints are those of the environment, as for other clients.
+
+    Nothing renews an object: a rule of the bucket deletes it some time after it was written, and a service that still
+    uses an entry by then writes it again.
+    """
+
+    # A request has a price, whatever its size, and takes 20 ms and more.
+    block_bytes = 16 << 20
+    renew_seconds = 3600.0
+
+    def __init__(self, url: str, *, timeout: float) -> None:
+        """Opens the bucket or the directory, and lists it.
+
+        url: s3://BUCKET, gs://BUCKET, az://CONTAINER or file:///DIRECTORY; more of a path prefixes all names.
+        timeout: seconds of one request, which is tried twice.
+
+        Raises ValueError if the URL is malformed, OSError if the store refuses, or if it lacks the bucket or the
+        directory. A store that does not answer raises nothing: its bucket may exist.
+        """
+        self._url = url
+        self._patience = 3 * timeout + 1
+        self._lookups = ThreadPoolExecutor(_LOOKUPS, "kvcache-objects-lookup")
+        self._transfers = ThreadPoolExecutor(_TRANSFERS, "kvcache-objects")
+        parts = _checked(url)
+        self._directory = unquote(parts.path) if parts.scheme == "file" else ""
+        self._device = 0
+        if self._directory:
+            with os.scandir(self._directory):
+                self._device = os.stat(self._directory).st_dev
+        self._store = _opened(url, parts.scheme, timeout)
+        with contextlib.suppress(Unreachable, TimeoutError):
+            self._lookups.submit(self.probe).result(_CHECK_SECONDS)
+
+    def get(self, names: Sequence[str]) -> list[bytes | None]:
+        return list(self._each(self._lookups, self._get, names))
+
+    def get_into(self, names: Sequence[str], into: Sequence[memoryview]) -> bool:
+        """In ranges at the same time. Copies what has arrived: what comes too late must change no buffer."""
+        ranges = [
+            (name, len(view), view[at : at + _PART_BYTES], at)
+            for name, view in zip(names, into, strict=True)
+            for at in range(0, len(view), _PART_BYTES)
+        ]
+        arrived = self._each(
+            self._transfers, self._get_range, [(name, at, len(part)) for name, _, part, at in ranges]
+        )
+        for (_, size, part, _), found in zip(ranges, arrived, strict=True):
+            if found is None or found[0] != size or len(found[1]) != len(part):
+                return False
+            part[:] = found[1]
+        return True
+
+    def put(self, values: Sequence[tuple[str, bytes]]) -> None:
+        list(self._each(self._transfers, self._put, values))
+
+    def touch(self, names: Sequence[str]) -> list[bool]:
+        """Says whether each exists, and renews nothing."""
+        return list(self._each(self._transfers, self._exists, names))
+
+    def remove(self, names: Sequence[str]) -> None:
+        list(self._each(self._transfers, self._remove, names))
+
+    def remove_all(self, prefix: str) -> None:
+        """prefix: ends before a ":", where folders end."""
+        with self._errors():
+            for batch in obstore.list(self._store, _path(prefix.rstrip(":")), chunk_size=_BATCH):
+                paths = [found["path"] for found in batch]
+                try:
+                    obstore.delete(self._store, paths)
+                except FileNotFoundError:  # of a directory that another service deletes, too
+                    list(self._each(self._transfers, partial(_remove, self._store), paths))
+
+    def probe(self) -> None:
+        """Lists the bucket: the absence of an object says nothing, since a missing bucket has none either."""
+        with self._errors():
+            for _ in obstore.list(self._store, _path("fusionkv:probe"), chunk_size=1):
+                break
+
+    def close(self) -> None:
+        for threads in (self._lookups, self._transfers):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _get(self, name: str) -> bytes | None:
+        with contextlib.suppress(FileNotFoundError):
+            return obstore.get(self._store, _path(name)).bytes().to_bytes()
+        return None
+
+    def _get_range(self, wanted: tuple[str, int, int]) -> tuple[int, Any] | None:
+        """Size of a value, and some of its bytes."""
+        name, start, length = wanted
+        try:
+            found = obstore.get(self._store, _path(name), options={"range": (start, start + length)})
+            return found.meta["size"], found.bytes()
+        except FileNotFoundError:
+            return None
+
+    def _put(self, value: tuple[str, bytes]) -> None:
+        name, data = value
+        # A local file is written elsewhere and renamed, in one piece or in many.
+        parts = (
+            {"use_multipart": False} if self._directory else {"chunk_size": _PART_BYTES, "max_concurrency": _PARTS}
+        )
+        try:
+            obstore.put(self._store, _path(name), data, **parts)
+        except FileNotFoundError as error:
+            raise OSError(f"{self._url} takes no object: {_reason(error)}") from error
+
+    def _exists(self, name: str) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            return bool(obstore.head(self._store, _path(name)))
+        return False
+
+    def _remove(self, name: str) -> None:
+        _remove(self._store, _path(name))
+
+    def _each(self, threads: ThreadPoolExecutor, call: Callable[[A], R], given: Sequence[A]) -> Iterator[R]:
+        """Results in order, of calls at the same time."""
+
+        def one(argument: A) -> R:
+            with self._errors():
+                return call(argument)
+
+        calls = [threads.submit(one, argument) for argument in given]
+        try:
+            for running in calls:
+                # Requests have a timeout, but a file system that has lost its server answers nothing at all.
+                yield running.result(self._patience)
+        except TimeoutError as error:
+            raise Unreachable(f"{self._url} does not answer within {self._patience:g} s") from error
+        finally:
+            for running in calls:
+                running.cancel()
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Translates the errors of obstore."""
+        self._check_mount()
+        try:
+            yield
+        except BaseError as error:
+            told = f"{self._url} can't be used: {_reason(error)}"
+            refused = self._directory or _REFUSED.search(str(error))
+            raise (OSError if refused else Unreachable)(told) from error
+
+    def _check_mount(self) -> None:
+        """Raises Unreachable if the directory's file system is not mounted: files would fill the disk below it."""
+        if self._directory:
+            try:
+                mounted = os.stat(self._directory).st_dev == self._device
+            except OSError as error:
+                raise Unreachable(f"{self._directory} can't be used: {error}") from error
+            if not mounted:
+                raise Unreachable(f"{self._directory} is in another file system than at the start")
+
+
+def _checked(url: str) -> SplitResult:
+    parts = urlsplit(url)
+    named = parts.path.startswith("/") and not parts.netloc if parts.scheme == "file" else bool(parts.netloc)
+    if parts.scheme not in OBJECT_SCHEMES or not named or "@" in parts.netloc or parts.query or parts.fragment:
+        raise ValueError(
+            "expected s3://BUCKET, gs://BUCKET, az://CONTAINER or file:///DIRECTORY, optionally with more of "
+            "a path; credentials are those of the environment"
+        )
+    return parts
+
+
+def _opened(url: str, scheme: str, timeout: float) -> Any:
+    """The store of obstore. Raises ValueError if it lacks a setting."""
+    options: dict[str, Any] = {
+        # An endpoint without TLS is one that the environment names.
+        "client_options": {"timeout": timedelta(seconds=timeout), "allow_http": True},
+        "retry_config": {"max_retries": _RETRIES, "retry_timeout": timedelta(seconds=2 * timeout)},
+    }
+    if scheme == "file":
+        options = {"automatic_cleanup": True}
+    elif scheme == "s3":
+        # Entries have a checksum: to hash the bytes once more takes two thirds of the CPU time of a put.
+        options["config"] = {"unsigned_payload": True}
+    try:
+        return from_url(url, **options)
+    except BaseError as error:
+        raise ValueError(_reason(error)) from error
+
+
+def _remove(store: Any, path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        obstore.delete(store, path)
+
+
+def _path(name: str) -> str:
+    """Path of a value: a folder for each part of its name. Braces, which group keys in Redis, mean nothing here."""
+    return "/".join(part.strip("{}") or "-" for part in name.split(":"))
+
+
+def _reason(error: Exception) -> str:
+    """What a store answered, or obstore's first line. Without the signature of a URL in it."""
+    text = str(error)
+    code, message = (re.search(rf"<{tag}>([^<]*)</{tag}>", text) for tag in ("Code", "Message"))
+    if code and message:
+        first, _, _ = message[1].partition("\n")
+        return f"{first} ({code[1]})"
+    return re.sub(r"\b(sig|X-Amz-Signature)=[^&\s]*", r"\1=...", text.partition("\n")[0])
