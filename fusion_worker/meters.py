@@ -65,7 +65,7 @@ class Stages:
         """Counts a part. present: whether it is in the pool already."""
         if source.is_system:
             return
-        tokens = source.chunk.covered
+        tokens = len(source.chunk)
         if source.entry is None and not present:
             self.encoded_tokens += tokens
             self.missed += 1
@@ -99,14 +99,12 @@ class Summary:
     """The figures of a request. Seconds and counts are those of answer.v1.Summary.
 
     Attributes:
-        laid: the prompt as it lies in the pool: anchor tokens replace the text of compressed chunks.
         degraded: why the cache was not used; empty if it was.
         raised: why the ratio is higher than the requested one; empty if it is not.
         first_logits: float [vocabulary] of the first token, kept for answers that are compared with full attention.
     """
 
     prompt: Prompt
-    laid: Prompt
     recipe: Recipe
     ratio: float
     stages: Stages = field(default_factory=Stages)
@@ -121,8 +119,8 @@ class Summary:
     @property
     def kept(self) -> int:
         """Context tokens kept for decoding; 0 keeps all, as when full attention replaces the recipe."""
-        replaced = self.degraded or (self.ratio == 1.0 and (self.raised or self.recipe.anchored))
-        return 0 if replaced else self.recipe.kept(self.laid.context_tokens)
+        replaced = self.degraded or (self.ratio == 1.0 and self.raised)
+        return 0 if replaced else self.recipe.kept(self.prompt.context_tokens)
 
     @property
     def reused(self) -> int:

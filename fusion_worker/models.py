@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,8 +95,6 @@ class Model:
         windowed: whether some layer has sliding-window attention.
         links: ids of the trained link tokens (KVLink 2.3) of a prompt's first chunk, second chunk and so on; empty
             for a model without them.
-        anchors: ids of the trained anchor tokens that follow a segment, by the percentage of tokens that they save
-            (KVLink 2.4).
         fingerprint: SHA-256 over configuration, weights and tokenizer.
         begin: control tokens that begin a prompt without the chat template.
         ranks: this process's rank among the tensor-parallel ranks.
@@ -116,7 +113,6 @@ class Model:
     kv: KVShape
     windowed: bool
     links: tuple[tuple[int, ...], ...]
-    anchors: Mapping[int, tuple[int, ...]]
     vocabulary: int
     max_tokens: int
     fingerprint: bytes
@@ -140,7 +136,6 @@ class Model:
                 auxiliary=auxiliary,
                 links=max(map(len, self.links), default=0),
                 linked_chunks=len(self.links),
-                anchors=self.anchors,
             ),
         )
 
@@ -414,7 +409,6 @@ def wrap(
         windowed=getattr(config, "sliding_window", None) is not None
         and "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"]),
         links=_links(tokenizer.backend_tokenizer),
-        anchors=_anchors(tokenizer.backend_tokenizer),
         vocabulary=config.vocab_size,
         max_tokens=max_tokens,
         fingerprint=fingerprint,
@@ -438,12 +432,6 @@ def _links(tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     first = _numbered(tokenizer, "link_1")
     rows = (_numbered(tokenizer, f"link_{chunk}") for chunk in itertools.count(1))
     return tuple(itertools.takewhile(lambda ids: len(ids) == len(first), rows)) if first else ()
-
-
-def _anchors(tokenizer: Tokenizer) -> dict[int, tuple[int, ...]]:
-    """Ids of the tokens `<|anchor_PERCENT_NUMBER|>`, by percentage."""
-    rows = ((percent, _numbered(tokenizer, f"anchor_{percent}")) for percent in range(1, 100))
-    return {percent: ids for percent, ids in rows if ids}
 
 
 def _numbered(tokenizer: Tokenizer, name: str) -> tuple[int, ...]:

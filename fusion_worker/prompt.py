@@ -23,21 +23,6 @@ class Chunk:
     def digest(self) -> bytes:
         return keys.chunk_digest(self.ids)
 
-    @property
-    def variant(self) -> bytes:
-        """The variant of its entry when it is encoded after the system prompt only."""
-        return b""
-
-    @property
-    def covered(self) -> int:
-        """Tokens of the request that it represents, more than its length for compressed chunks."""
-        return len(self.ids)
-
-    @property
-    def scratch(self) -> int:
-        """Temporary slots that encoding it needs besides those that hold its KV."""
-        return 0
-
     def __len__(self) -> int:
         return len(self.ids)
 
@@ -133,11 +118,6 @@ class ChunkSource:
     after: bytes = b""
     is_primer: bool = False
     lossless: bool = False
-
-    @property
-    def scratch(self) -> int:
-        """Temporary slots that loading it needs besides those that hold its KV."""
-        return self.chunk.scratch if self.entry is None else 0
 
     @property
     def is_system(self) -> bool:

@@ -227,7 +227,7 @@ class Answerer:
         """Computes an answer's first token; frees what the request holds on exit. Raises as `answer` does."""
         prompt, recipe, params = request.prompt, request.recipe, request.params
         arrived = time.perf_counter()
-        summary = Summary(prompt, self._loader.laid(prompt, recipe.encode), recipe, request.ratio)
+        summary = Summary(prompt, recipe, request.ratio)
         allowed = self._ratio_guard.ratio(recipe, prompt.corpus, request.ratio)
         summary.ratio, summary.raised = allowed.ratio, allowed.why
         stages, sampler = summary.stages, Sampler(params)
@@ -271,10 +271,9 @@ class Answerer:
 
     async def _prepare(self, stack: AsyncExitStack, summary: Summary, params: SamplingParams) -> PrefillPlan:
         """Loads the context as the recipe says; plans a full prefill when the cache fails (fail open)."""
-        prompt, recipe = summary.laid, summary.recipe
+        prompt, recipe = summary.prompt, summary.recipe
         kept = summary.kept
-        # Anchored chunks keep no KV of their text: recomputing all of it means that nothing is reused.
-        if recipe.encode is not None and not (recipe.anchored and summary.ratio == 1.0):
+        if recipe.encode is not None:
 
             def fresh(stale: int) -> int:
                 chosen = budget(summary.ratio, prompt.context_tokens, stale)
@@ -317,7 +316,7 @@ class Answerer:
         self, layout: PromptLayout, summary: Summary, early: "asyncio.Task[Scored] | None"
     ) -> PrefillPlan:
         """Selects the tokens to recompute, and fills in the summary's token counts."""
-        prompt = summary.laid
+        prompt = summary.prompt
         with tracer.start_as_current_span("fusionkv.select") as span, summary.stages.clock("select"):
             scored = await early if early is not None else None
             plan = await self._planner.fuse(layout, prompt, summary.recipe, summary.ratio, scored)

@@ -50,11 +50,6 @@ def versions_variant(most: int) -> bytes:
     return _digest(b"versions", [most.to_bytes(8, "little")])
 
 
-def anchors_variant(percent: int) -> bytes:
-    """Variant digest of chunks reduced to anchor tokens, with `percent` of the tokens dropped (KVLink 2.4)."""
-    return _digest(b"anchors", [percent.to_bytes(8, "little")])
-
-
 def entry_key(namespace: bytes, path: Sequence[bytes], variant: bytes = b"") -> bytes:
     """Key of an entry, from its path (system prompt first) and its last chunk's variant."""
     return variant_key(path_keys(namespace, path)[-1], variant)

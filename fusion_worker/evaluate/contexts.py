@@ -10,19 +10,18 @@ from fusionkv.fusion_worker.compute.kv_pool import PooledChunk, slots_of
 from fusionkv.fusion_worker.evaluate.data.neighbours import Neighbours
 from fusionkv.fusion_worker.evaluate.data.samples import Library
 from fusionkv.fusion_worker.evaluate.report.cells import Cell
-from fusionkv.fusion_worker.load.anchors import AnchoredChunk
 from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.load.lookup import RESTORED
 from fusionkv.fusion_worker.load.primer import choose
 from fusionkv.fusion_worker.prompt import Chunk, ChunkSource, LoadedChunk, Primer, Prompt, PromptLayout
 from fusionkv.kernels.segments import Rotation
 from fusionkv.kvcache_service import keys
-from fusionkv.protos.contract.recipes import Anchored, Isolated, Primed, Recipe, SimilarityGuided
+from fusionkv.protos.contract.recipes import Isolated, Primed, Recipe, SimilarityGuided
 
 # Passages of a library that its primer is made of.
 _SAMPLE = 8
 # Encodings that an evaluation compares: those of `recipes.Encode` that do not depend on earlier chunks.
-Encoding = Isolated | Primed | SimilarityGuided | Anchored
+Encoding = Isolated | Primed | SimilarityGuided
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +87,6 @@ async def hold(
             primer = choose(sample, loader.fallback) or Primer(loader.fallback, (), loader.fallback)
             for prompt in prompts:
                 parts[prompt, Primed()] = await bring(_primed(loader, prompt, primer))
-        for anchored in (encode for encode in encodes if isinstance(encode, Anchored)):
-            for prompt in prompts:
-                parts[prompt, anchored] = await bring(_wanted(loader, loader.laid(prompt, anchored), {}))
         for encode in (encode for encode in encodes if isinstance(encode, SimilarityGuided)):
             # All but the first chunk, which is an exact hit.
             similarity = neighbours.among(library, prompts)
@@ -123,10 +119,7 @@ def whole(prompt: Prompt) -> Prompt:
 
 
 def encoded_tokens(prompt: Prompt, encode: Encoding) -> int:
-    """Tokens that are computed ahead of time to encode a prompt's chunks. prompt: as `laid` for `encode`."""
-    if isinstance(encode, Anchored):
-        chunks = [chunk for chunk in prompt.chunks if isinstance(chunk, AnchoredChunk)]
-        return sum(len(cut.text) + len(cut.anchors) for chunk in chunks for cut in chunk.cuts)
+    """Tokens that are computed ahead of time to encode a prompt's chunks."""
     # Twice for each chunk of a corpus: alone, for other chunks' neighbours or first places, and after the others.
     return prompt.context_tokens * (2 if isinstance(encode, SimilarityGuided | Primed) else 1)
 

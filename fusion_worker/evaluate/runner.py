@@ -37,7 +37,7 @@ from fusionkv.fusion_worker.quality import explain
 from fusionkv.fusion_worker.select.auxiliary import Auxiliary
 from fusionkv.fusion_worker.select.base import budget
 from fusionkv.protos.contract.capabilities import check_usable
-from fusionkv.protos.contract.recipes import RECIPES, Anchored, Isolated, Primed, Recipe, SimilarityGuided
+from fusionkv.protos.contract.recipes import RECIPES, Isolated, Primed, Recipe, SimilarityGuided
 from fusionkv.protos.contract.selectors import Selector, SnapKV
 from fusionkv.protos.runtime.errors import ResourceExhausted
 
@@ -120,8 +120,8 @@ class Runner:
     def _at_once(self, task: Task, groups: Sequence[Sequence[Asked]], cells: Sequence[Cell]) -> int:
         """How many groups fit the pool, besides one request's own slots, so that no request waits forever."""
         prompts = [asked.prompt for group in groups for asked in group]
-        # Each encoding, and the whole context for full attention; anchor tokens also need slots for their text.
-        ways = 1 + sum(2 if isinstance(encode, Anchored) else 1 for encode in {*encodings(cells), Isolated()})
+        # Each encoding, and the whole context for full attention.
+        ways = 1 + len({*encodings(cells), Isolated()})
         held = ways * task.group * max(sum(map(self._pool.slots_for, map(len, p.parts))) for p in prompts)
         links = sum(map(len, self._model.links))
         own = self._pool.slots_for(max(a.prompt.tokens + a.answer_tokens for group in groups for a in group) + links)
@@ -224,8 +224,7 @@ class Runner:
         """The KV deviation of cells that recompute nothing. full: slots of full attention's KV."""
         away = {}
         for cell in cells:
-            # Anchor tokens have no counterpart in full attention.
-            if not cell.recipe.lossless and cell.ratio == 0 and not cell.recipe.anchored:
+            if not cell.recipe.lossless and cell.ratio == 0:
                 async with contexts.placed(asked.prompt, encoding(cell.recipe), 0) as reused:
                     away[cell] = self._deviation(reused, full)
         return away
@@ -242,7 +241,7 @@ class Runner:
     def _encoded(self, asked: Asked, cell: Cell) -> dict[str, float]:
         """Tokens encoded ahead of time for the sample's chunks."""
         recipe = cell.recipe
-        tokens = 0 if recipe.lossless else encoded_tokens(self._laid(asked, recipe), encoding(recipe))
+        tokens = 0 if recipe.lossless else encoded_tokens(asked.prompt, encoding(recipe))
         return {"encoded_tokens": tokens, "encoded_tokens_per_chunk": tokens / len(asked.prompt.chunks)}
 
     async def _without_context(self, asked: Asked, given: Given | None) -> Answer:
@@ -264,9 +263,8 @@ class Runner:
         answer = Answer()
         async with self._placed(asked, cell.recipe, cell.ratio, contexts) as layout:
             with clock(answer, "select"):
-                prompt = self._laid(asked, cell.recipe)
-                plan = await self._planner.fuse(layout, prompt, cell.recipe, cell.ratio)
-            await self._examiner.answer(asked, plan, answer, given, _keep(cell.recipe, prompt))
+                plan = await self._planner.fuse(layout, asked.prompt, cell.recipe, cell.ratio)
+            await self._examiner.answer(asked, plan, answer, given, _keep(cell.recipe, asked.prompt))
         if picture:
             chosen = zip(asked.prompt.chunks, explain.chosen(asked.prompt, plan), strict=True)
             chunks = [
@@ -311,7 +309,7 @@ class Runner:
     ) -> dict[Cell, Answer]:
         """Measures a recipe's cells, with shared scores."""
 
-        prompt = self._laid(asked, recipe)
+        prompt = asked.prompt
 
         async def one(ratio: float) -> Answer:
             answer = Answer()
@@ -326,14 +324,10 @@ class Runner:
     def _placed(
         self, asked: Asked, recipe: Recipe, ratio: float, contexts: Contexts
     ) -> AbstractAsyncContextManager[PromptLayout]:
-        prompt = self._laid(asked, recipe)
+        prompt = asked.prompt
         computed = budget(ratio, prompt.context_tokens, prompt.context_tokens) + recipe.links * len(prompt.chunks)
         fresh = computed + len(prompt.question) + asked.answer_tokens + recipe.kept(prompt.context_tokens)
-        return contexts.placed(asked.prompt, encoding(recipe), fresh)
-
-    def _laid(self, asked: Asked, recipe: Recipe) -> Prompt:
-        """The prompt as the recipe lays it out in the pool."""
-        return self._loader.laid(asked.prompt, recipe.encode)
+        return contexts.placed(prompt, encoding(recipe), fresh)
 
 
 def _keep(recipe: Recipe, prompt: Prompt) -> SnapKV | None:

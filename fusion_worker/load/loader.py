@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -15,9 +14,8 @@ from opentelemetry.trace import Span
 
 from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.jobs import encoding
-from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk, SlotRange
+from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.load.anchors import AnchoredChunk, compressed
 from fusionkv.fusion_worker.load.lookup import CacheFault, EntryGone, Lookups, NotFiniteKV
 from fusionkv.fusion_worker.load.passages import passages
 from fusionkv.fusion_worker.load.primer import Primers
@@ -30,7 +28,7 @@ from fusionkv.fusion_worker.transfer.signatures import DELETE_SECONDS, Signer
 from fusionkv.fusion_worker.transfer.storage import Storage
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient
-from fusionkv.protos.contract.recipes import ISOLATED, Anchored, Encode, Primed
+from fusionkv.protos.contract.recipes import ISOLATED, Encode, Primed
 from fusionkv.protos.deadline import Deadline
 from fusionkv.protos.runtime.cancellation import to_the_end
 from fusionkv.protos.runtime.errors import FailedPrecondition, NotFound, ServiceError, Unavailable, first_line
@@ -75,13 +73,6 @@ class Loader:
         self.fallback = Chunk(passages(model.tokenizer, model.template.chunk))
         self.primers = Primers(self.fallback, self.lookups, self.write_back, self.namespace, model.vocabulary)
 
-    def laid(self, prompt: Prompt, encode: Encode | None) -> Prompt:
-        """The prompt as it lies in the pool: with `Anchored`, the model's anchor tokens replace the chunks' text."""
-        if not isinstance(encode, Anchored):
-            return prompt
-        anchors, percent = self._model.anchors[encode.percent], encode.percent
-        return replace(prompt, chunks=tuple(compressed(chunk, anchors, percent) for chunk in prompt.chunks))
-
     async def wait_idle(self) -> None:
         """Waits until no load and no write is running."""
         if self._loads:
@@ -116,7 +107,7 @@ class Loader:
     ) -> AsyncIterator[PromptLayout]:
         """The prompt's parts in the pool and `fresh(stale tokens)` fresh slots; all released on exit.
 
-        prompt: as returned by `laid` for `encode`. encode: as for `Lookups.prompt`.
+        encode: as for `Lookups.prompt`.
 
         Raises:
             CacheFault: the cache service failed, or its bytes are not trusted.
@@ -210,7 +201,7 @@ class Loader:
                     if (found := pool.find(key)) is not None:
                         pinned[key] = found
                 missing = {source.key: source for source in sources if source.key not in pinned}
-                new = [tokens for source in missing.values() for tokens in (len(source.chunk), source.scratch)]
+                new = [len(source.chunk) for source in missing.values()]
                 await pool.room([*new, fresh], [r.tokens for r in pinned.values()])
                 for source in sources:
                     if not source.is_primer:
@@ -238,16 +229,14 @@ class Loader:
         """Loads a part in a separate task: other requests may wait for the part after this one has ended."""
         for p in (part, *before):
             self._pool.pin(p.pooled)
-        scratch = self._pool.reserve(part.source.scratch)
         with trace.use_span(_span(part.source)) as span:
-            task = asyncio.create_task(self._load(part, before, stages, namespace, scratch))
+            task = asyncio.create_task(self._load(part, before, stages, namespace))
         self._loads[part.pooled] = _Load(task, span)
-        task.add_done_callback(lambda _: self._ended(part, before, scratch))
+        task.add_done_callback(lambda _: self._ended(part, before))
 
-    def _ended(self, part: LoadedChunk, before: Sequence[LoadedChunk], scratch: Sequence[SlotRange]) -> None:
-        """Releases the slots and pins of a load; a callback, as a task cancelled before its first step never runs."""
+    def _ended(self, part: LoadedChunk, before: Sequence[LoadedChunk]) -> None:
+        """Releases the pins of a load; a callback, as a task cancelled before its first step never runs."""
         self._loads.pop(part.pooled).span.end()
-        self._pool.release(scratch)
         if not part.pooled.ready.done():
             part.pooled.ready.set_exception(CacheFault("the load was cancelled: no request waits for it"))
         self._pool.unpin(part.pooled)
@@ -269,7 +258,6 @@ class Loader:
         before: Sequence[LoadedChunk],
         stages: Stages,
         namespace: bytes,
-        scratch: Sequence[SlotRange],
     ) -> None:
         ready = part.pooled.ready
         try:
@@ -279,7 +267,7 @@ class Loader:
                         await self.fetch(part, stages)
                 else:
                     await _ready(p.pooled for p in before)
-                    await self._encode(part, before, scratch)
+                    await self._encode(part, before)
                     await self._check(part)
                     if self.write_back is not None and namespace and not part.source.is_primer:
                         self.write_back.offer(namespace, part)
@@ -338,11 +326,8 @@ class Loader:
             await to_the_end(asyncio.to_thread(self.storage.put_in, part.pooled, buffer))
         stages.bytes_fetched += entry.size
 
-    async def _encode(self, part: LoadedChunk, before: Sequence[LoadedChunk], scratch: Sequence[SlotRange]) -> None:
+    async def _encode(self, part: LoadedChunk, before: Sequence[LoadedChunk]) -> None:
         """Computes a part's KV after the parts before it, directly into its pages."""
-        if isinstance(part.source.chunk, AnchoredChunk):
-            await part.source.chunk.encode(part.pooled, before, scratch, self._engine, self._model)
-            return
         seen = tuple(segment for p in before for segment in p.segments())
         ids, pooled = part.source.chunk.ids, part.pooled
         await self._engine.run(encoding(ids, pooled.base, pooled.runs, seen, self._model.device))

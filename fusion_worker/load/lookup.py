@@ -10,7 +10,7 @@ from fusionkv.fusion_worker.transfer.signatures import DELETE_SECONDS, Signer
 from fusionkv.fusion_worker.transfer.storage import Storage
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient, Hit, HitKind, Lookup
-from fusionkv.protos.contract.recipes import Anchored, Encode, InPlace, Primed, Versions
+from fusionkv.protos.contract.recipes import Encode, InPlace, Primed, Versions
 from fusionkv.protos.deadline import NO_DEADLINE, Deadline
 from fusionkv.protos.runtime.cancellation import background
 from fusionkv.protos.runtime.errors import ServiceError
@@ -72,12 +72,10 @@ class Lookups:
         """Looks up all parts but an empty system prompt; leases them while the context is open.
 
         Args:
-            prompt: as `laid` for `encode`.
             encode: which hits are used. `InPlace`: exact hits. `Versions`: exact hits, and versions that share an
-                earlier chunk. `Primed`: exact hits, and chunks that were encoded after the primer. `Anchored`: anchor
-                tokens, which the prompt's chunks then are. Others use any hit. Misses are encoded after all parts
-                before them with `InPlace` and `Versions`, otherwise after the system prompt only, or, except for the
-                first chunk, after it and the primer with `Primed`.
+                earlier chunk. `Primed`: exact hits, and chunks that were encoded after the primer. Others use any
+                hit. Misses are encoded after all parts before them with `InPlace` and `Versions`, otherwise after
+                the system prompt only, or, except for the first chunk, after it and the primer with `Primed`.
             deadline: of the lookup, besides the timeout of all lookups.
             stages: counts entries that were rejected because no worker signed them.
             primer: the corpus's, for `Primed`.
@@ -85,11 +83,6 @@ class Lookups:
         Raises:
             CacheFault: the cache service is down, too slow, or gave an invalid reply.
         """
-        if isinstance(encode, Anchored):
-            variant = keys.anchors_variant(encode.percent)
-            async with self._anchored(prompt, namespace, variant, deadline, stages) as anchored:
-                yield anchored
-            return
         made = [self._made(encode, prompt, i, primer) for i in range(len(prompt.parts))]
         variants = [(own,) if own else p.variants for own, p in zip(made, prompt.parts, strict=True)]
         async with self._lookup(
@@ -144,24 +137,6 @@ class Lookups:
         return True
 
     @asynccontextmanager
-    async def _anchored(
-        self, prompt: Prompt, namespace: bytes, variant: bytes, deadline: Deadline, stages: Stages | None
-    ) -> AsyncIterator[list[ChunkSource]]:
-        """Looks up a prompt whose chunks are anchor tokens. Raises as `prompt` does."""
-        # An exact hit would win over the variant. The variant's digest in the path prevents one: no chunk has it.
-        path = [(prompt.system.digest, ()), (variant, ()), *((c.digest, (variant,)) for c in prompt.chunks)]
-        async with self._lookup(namespace, path, deadline, stages) as hits:
-            sources: list[ChunkSource] = []
-            for i, (hit, start) in enumerate(zip((hits[0], *hits[2:]), prompt.starts, strict=True)):
-                alone = self.alone(prompt, i, start, namespace)
-                serves = hit.entry is not None and hit.entry.variant == alone.variant
-                stored = (
-                    self._from_hit(alone.chunk, start, alone.path, hit, alone.key, alone.base) if serves else None
-                )
-                sources.append(stored or alone)
-            yield [source for source in sources if len(source.chunk)]
-
-    @asynccontextmanager
     async def isolated(self, prompt: Prompt, namespace: bytes) -> AsyncIterator[list[ChunkSource]]:
         """Looks up the system prompt, and every chunk as encoded after it alone, each at its position.
 
@@ -206,11 +181,8 @@ class Lookups:
         """A part to encode after the system prompt only; index 0 is the system prompt itself."""
         system, part = prompt.system, prompt.parts[index]
         path = (system.digest, part.digest) if index else (system.digest,)
-        base = len(system) + part.scratch if index else 0
-        key = keys.entry_key(namespace, path, part.variant)
-        return ChunkSource(
-            part, position, base, path, key, part.variant, lossless=position == base and not part.variant
-        )
+        base = len(system) if index else 0
+        return ChunkSource(part, position, base, path, keys.entry_key(namespace, path), lossless=position == base)
 
     def primer(self, system: Chunk, primer: Chunk, namespace: bytes) -> ChunkSource:
         """A primer to encode after a system prompt."""

@@ -28,8 +28,4 @@ def unusable(recipe: Recipe, chunks: int, model: GetModelResponse) -> str:
         return f"{name} has {has.links} link tokens for a chunk; {recipe.name} takes {recipe.links}: {use}"
     if recipe.links and chunks > has.linked_chunks:
         return f"{name} has link tokens for {has.linked_chunks} chunks; {recipe.name} is asked to link {chunks}"
-    if recipe.anchored and recipe.anchored not in has.anchors:
-        known = ", ".join(f"+anchored({percent})" for percent in has.anchors)
-        use = f"use {known}" if known else "it was not trained with any (models/README.md says how to)"
-        return f"{name} has no anchor tokens that save {recipe.anchored}%, as {recipe.name} does: {use}"
     return ""

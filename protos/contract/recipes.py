@@ -56,13 +56,6 @@ class Versions(Encode):
 
 
 @dataclass(frozen=True, slots=True)
-class Anchored(Encode):
-    """Only the KV of trained anchor tokens is kept, `percent` percent fewer than a chunk's tokens (KVLink 2.4)."""
-
-    percent: int
-
-
-@dataclass(frozen=True, slots=True)
 class Primed(Encode):
     """A chunk's KV is computed after the system prompt and the corpus's primer, a few of the corpus's passages.
 
@@ -120,7 +113,7 @@ class Recipe:
     @property
     def portable(self) -> bool:
         """Whether other engines can decode from its KV: plain attention over exactly the prompt's tokens."""
-        return not (self.keep or self.attend or self.links or self.anchored)
+        return not (self.keep or self.attend or self.links)
 
     @property
     def primed(self) -> bool:
@@ -138,11 +131,6 @@ class Recipe:
         return self.encode.neighbours if isinstance(self.encode, SimilarityGuided) else 0
 
     @property
-    def anchored(self) -> int:
-        """Percentage by which chunks are compressed to anchor tokens; 0 if they are not."""
-        return self.encode.percent if isinstance(self.encode, Anchored) else 0
-
-    @property
     def needs(self) -> Need | None:
         """The inputs of its selector; None without a selector."""
         return self.select.needs if self.select is not None else None
@@ -155,18 +143,10 @@ class Recipe:
         """The ratio for a request that asks for `asked`; None asks for the default.
 
         Raises:
-            InvalidArgument: the ratio is outside 0..1 or not a number, differs from a fixed ratio, or is between 0
-                and 1 for chunks that are anchor tokens.
+            InvalidArgument: the ratio is outside 0..1 or not a number, or differs from a fixed ratio.
         """
         if asked is not None and not 0.0 <= asked <= 1.0:
             raise InvalidArgument(f"ratio is {asked:g}: it must be from 0 to 1")
-        if self.anchored and asked:
-            if asked < 1.0:
-                raise InvalidArgument(
-                    f"{self.name} keeps no KV of a chunk's text, so it can't recompute tokens at ratio {asked}: "
-                    "use 0, or 1 for full attention over the text"
-                )
-            return asked
         if self.fixed and asked not in (None, self.ratio):
             raise InvalidArgument(
                 f"{self.name} has the fixed ratio {self.ratio:g}, not {asked:g}: omit the ratio, or use a recipe "
@@ -277,14 +257,6 @@ def _versioned(recipe: Recipe, most: int) -> Recipe:
     return replace(recipe, encode=Versions(most))
 
 
-def _anchored(recipe: Recipe, percent: int) -> Recipe:
-    if percent > 99:
-        raise InvalidArgument(f"anchored({percent}) would leave no tokens of a chunk: the percentage is at most 99")
-    if not recipe.fixed:
-        raise InvalidArgument(f"{recipe.name} recomputes tokens of the text, of which anchored({percent}) keeps none")
-    return replace(recipe, encode=Anchored(percent))
-
-
 def _windowed(recipe: Recipe, size: int, least: int) -> Recipe:
     if least > size:
         raise InvalidArgument(f"window({size},{least}): a window of {size} tokens can't hold {least}")
@@ -325,13 +297,6 @@ MODIFIERS: dict[str, Modifier] = {
             "each (Cache-Craft)",
             _versioned,
             (3,),
-            neighbours=0,
-        ),
-        Modifier(
-            "anchored",
-            "chunks compressed to trained anchor tokens, N% fewer tokens; the model must have them (KVLink 2.4)",
-            _anchored,
-            (50,),
             neighbours=0,
         ),
         Modifier(

@@ -23,7 +23,7 @@ from fusionkv.fusion_worker.servicer import FusionServicer, handler
 from fusionkv.kvcache_service.client import Entry
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
-from tests.fusion_worker.compressed import with_special_tokens
+from tests.fusion_worker.linked import with_link_tokens
 from tests.fusion_worker.oracle import CLOSE, FAMILIES, KV, Ids, byte_tokenizer, error, network, prompt, random_ids
 from tests.kernels.inputs import DEVICE
 from tests.services import listening
@@ -233,8 +233,8 @@ def cached(start: Start, cache_service: str) -> Start:
 
 @pytest.fixture
 def special(start: Start) -> Start:
-    """As `start`, for models with anchor and link tokens."""
-    return partial(start, replace=with_special_tokens)
+    """As `start`, for models with link tokens."""
+    return partial(start, replace=with_link_tokens)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.fusion.v1.fusion_pb2 import Sampling
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
-from tests.fusion_worker.compressed import with_special_tokens
+from tests.fusion_worker.linked import with_link_tokens
 from tests.services import listening
 
 NUMBERS = ("", "", "", "", "(5)", "(5)", "(50)", "(8, 5)", "(0)", "(3,9)", "(1,2,3)", "()", "(101)", "(1234567)")
@@ -102,7 +102,7 @@ async def test_gateway_and_worker_refuse_the_same_requests(start: Any) -> None:
     unsafe = Verdict("", {"a3": (Judged(UNSAFE, 0.1, "for tests"),)})
     rigs = (
         await start("llama", max_tokens=LENGTH, verdict=unsafe),
-        await start("llama", max_tokens=LENGTH, replace=with_special_tokens),
+        await start("llama", max_tokens=LENGTH, replace=with_link_tokens),
         await start("mistral-window", max_tokens=LENGTH),
     )
     for rig in rigs:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
-from tests.fusion_worker.compressed import links
+from tests.fusion_worker.linked import links
 from tests.fusion_worker.oracle import CLOSE, Parts, error, oracle, overlay, whole
 
 

@@ -77,17 +77,14 @@ def wrapped(ours: Any) -> models.Model:
     return models.wrap("ours", copy.deepcopy(network("qwen2")), ours, bytes(32), 100)
 
 
-def test_link_and_anchor_tokens_are_found_in_the_tokenizer(save: Any) -> None:
+def test_link_tokens_are_found_in_the_tokenizer(save: Any) -> None:
     plain = models.load(save(), "cpu")
-    assert (plain.links, plain.anchors) == ((), {})
+    assert plain.links == ()
     links = [[f"<|link_{chunk}_{number}|>" for number in (1, 2, 3)] for chunk in (1, 2)]
-    anchors = {kind: [f"<|anchor_{kind}_{n}|>" for n in range(1, count + 1)] for kind, count in ((50, 8), (75, 4))}
     ours = byte_tokenizer()
-    added = [name for names in (*links, *anchors.values()) for name in names]
-    ours.add_special_tokens({"extra_special_tokens": added})
+    ours.add_special_tokens({"extra_special_tokens": [name for names in links for name in names]})
     found = wrapped(ours)
     assert found.links == tuple(tuple(ours.convert_tokens_to_ids(names)) for names in links)
-    assert found.anchors == {kind: tuple(ours.convert_tokens_to_ids(names)) for kind, names in anchors.items()}
     # A chunk that lacks one ends the list: every chunk has as many as the first.
     ours.add_special_tokens({"extra_special_tokens": ["<|link_3_1|>", "<|link_3_2|>", "<|link_4_1|>"]})
     assert wrapped(ours).links == found.links

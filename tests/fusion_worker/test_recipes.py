@@ -8,7 +8,6 @@ from fusionkv.protos.contract.capabilities import unusable
 from fusionkv.protos.contract.names import full_name
 from fusionkv.protos.contract.recipes import (
     RECIPES,
-    Anchored,
     Isolated,
     SimilarityGuided,
     Versions,
@@ -35,9 +34,7 @@ def test_modifiers_fill_one_slot_each() -> None:
     assert [find(name).neighbours for name in names] == [10, 3, 0]
     assert (find("cache_craft+versions").encode, find("a3+versions(16)").encode) == (Versions(3), Versions(16))
     assert (find("kvlink").links, find("kvlink+linked(0)").links, find("a3+linked").links) == (5, 0, 5)
-    assert (find("kvlink+anchored").encode, find("ape+anchored(75)").anchored) == (Anchored(50), 75)
-    assert find("full_reuse+anchored+linked(1)").ratio_for(None) == find("ape+anchored").ratio_for(0.0) == 0.0
-    assert (find("full_reuse+anchored").ratio_for(1.0), find("kvlink+linked(1)").ratio_for(0.0)) == (1.0, 0.0)
+    assert find("kvlink+linked(1)").ratio_for(None) == find("kvlink+linked(1)").ratio_for(0.0) == 0.0
     with pytest.raises(InvalidArgument, match=r"has the fixed ratio 0, not 0\.5: omit the ratio"):
         find("kvlink+linked(1)").ratio_for(0.5)
     assert (find("a3+window").choose, find("a3+window(16)").choose) == (Window(8, 5), Window(16, 5))
@@ -62,11 +59,8 @@ def test_modifiers_fill_one_slot_each() -> None:
         ("a3+similarity_guided(0)", "similarity_guided takes 1 numbers"),
         ("a3+versions(0)", "versions takes 1 numbers"),
         ("a3+versions(17)", r"versions\(17\): at most 16"),
-        ("full_reuse+anchored(0)", "anchored takes 1 numbers"),
-        ("full_reuse+anchored(100)", "would leave no tokens of a chunk"),
-        ("prophetkv+anchored(50)", r"prophetkv recomputes tokens of the text, of which anchored\(50\) keeps none"),
         ("full_attention+window", "full_attention is full attention"),
-        ("ape+anchored+snapkv(8)", r"ape attends to its whole context at a temperature: it takes no snapkv"),
+        ("ape+snapkv(8)", r"ape attends to its whole context at a temperature: it takes no snapkv"),
         ("full_reuse+primed(3)", r"primed\(3\): primed takes no numbers$"),
         ("prefix_cache+a3", "unknown recipe modifier 'a3'"),
         ("prefix_cache+snapkv", "prefix_cache is full attention .* such as snapkv; .* attention at a ratio of 1"),

@@ -17,7 +17,6 @@ from fusionkv.kvcache_service.client import Entry, Hit, HitKind, Lookup
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime.checksum import checksum
 from fusionkv.protos.runtime.watched import BadFile
-from tests.fusion_worker.compressed import with_special_tokens
 from tests.fusion_worker.oracle import CLOSE, Parts, error, oracle, random_ids
 from tests.fusion_worker.stranger import Stranger
 from tests.fusion_worker.test_near import HostFile
@@ -279,7 +278,6 @@ MADE: dict[str, dict[str, Any]] = {
     "cacheblend": {"store": "plain"},
     "prophetkv": {"store": "int8"},
     "full_reuse+versions(3)": {},
-    "full_reuse+anchored(50)": {"replace": with_special_tokens},
 }
 
 

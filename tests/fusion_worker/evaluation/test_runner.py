@@ -171,28 +171,6 @@ def test_link_tokens_are_counted_as_computed(model: models.Model) -> None:
         measure(dataclasses.replace(linked, links=linked.links[:7]), task, asked)
 
 
-@pytest.mark.slow
-def test_chunks_as_anchor_tokens(model: models.Model) -> None:
-    """Any tokens serve: fewer are stored, no page is recomputed, and the first sample, which ran alone, agrees."""
-    anchors = {50: tuple(range(310, 318)), 75: tuple(range(310, 314))}
-    compressed = dataclasses.replace(model, anchors=anchors, links=(tuple(range(300, 305)),) * 8)
-    task = tasks.reference(CHAIN, 4)
-    asked = cells(("full_reuse", 0.0), *((f"kvlink+linked(0)+anchored({percent})", 0.0) for percent in (50, 75)))
-    asked += cells(("kvlink+anchored(75)", 0.0))
-    reuse, half, quarter, linked = measure(compressed, task, asked).values()
-    for whole, few, fewer in zip(*(m.values["stored"] for m in (reuse, half, quarter)), strict=True):
-        assert 0.5 * whole <= few <= 0.5 * whole + 8
-        assert 0.25 * whole <= fewer <= 0.25 * whole + 8
-    assert linked.values["stored"] == quarter.values["stored"]
-    assert (half.values["recomputed"], linked.values["recomputed"]) == ([0] * 4, [5 * 8] * 4)
-    assert min(abs(a - b) for a, b in zip(half.values["kl"], quarter.values["kl"], strict=True)) > 1e-3
-    assert not [name for name in half.values if name.startswith("kv_deviation")]
-    again = measure(compressed, dataclasses.replace(task, samples=task.samples[::-1]), asked)
-    for one, other in zip((reuse, half, quarter, linked), again.values(), strict=True):
-        for name in ("exact_match", "kl", "stored"):
-            np.testing.assert_allclose(other.values[name][::-1], one.values[name], atol=2e-4, rtol=2e-4)
-
-
 def test_a_second_model_chooses(model: models.Model, reference_model: Path) -> None:
     """Here the model is its own second one."""
     task, asked = tasks.reference(CHAIN, 4), cells(("full_reuse", 0.0), ("cacheclip", 0.3))
