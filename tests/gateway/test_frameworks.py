@@ -14,8 +14,8 @@ from pydantic import ValidationError
 
 from fusionkv import langchain, llama_index
 from fusionkv.gateway.client.client import Client
-from fusionkv.gateway.client.fields import QuestionFields, RetrievalFields
-from fusionkv.gateway.client.requests import IngestOptions, Options
+from fusionkv.gateway.client.fields import QuestionFields
+from fusionkv.gateway.client.requests import Options
 from fusionkv.gateway.client.results import Passage
 from fusionkv.langchain import ChatFusionKV
 from fusionkv.protos.answer.v1.answer_pb2 import Summary, Token
@@ -305,9 +305,7 @@ async def test_a_call_without_retries_fails_at_once(tmp_path: Any) -> None:
     ("call", "error"),
     [
         (lambda c: c.ask("c", "?", recipes="x"), "unknown option 'recipes'"),
-        (lambda c: c.ask("c", "?", passages={"a": "text"}), "passages must be a list, not dict"),
         (lambda c: c.ask("c", "?", passages=(text for text in "ab")), "passages must be a list, not generator"),
-        (lambda c: c.ask("c", messages={"role": "user"}), "messages must be a list, not dict"),
         (lambda c: c.ask("c", messages=[{"role": "user", "content": "?", "name": "x"}]), "the unknown key 'name'"),
         (lambda c: c.ask("c", "?", temperature=True), "temperature must be a number"),
         (lambda c: c.ask("c", "?", timeout=0), "timeout must be a positive number of seconds, not 0"),
@@ -323,18 +321,7 @@ def test_options_of_the_client_that_are_none_are_errors(call: Callable[[Client],
         call(client)
 
 
-def test_arguments_that_no_method_has_are_errors() -> None:
-    with Client("unix:/nowhere") as client:
-        calls: list[Callable[..., Any]] = [client.list, client.stats, client.model]
-        calls += [lambda **a: client.retrieve("c", "?", **a), lambda **a: client.delete("c", **a)]
-        calls += [lambda **a: client.precompute("c", **a), lambda **a: client.move("c", **a)]
-        for call in calls:
-            with pytest.raises(TypeError, match="unexpected keyword"):
-                call(filters={"team": "it"})
-    with pytest.raises(TypeError, match="unexpected keyword"):
-        Client("unix:/nowhere", tokens="x")  # type: ignore[call-arg]
+def test_timeouts_and_retries_of_a_client() -> None:
     for wrong in ({"timeout": 0}, {"timeout": float("nan")}, {"retries": 5}, {"retries": -1}):
         with pytest.raises(ValueError, match="must be"):
             Client("unix:/nowhere", **wrong)  # type: ignore[arg-type]
-    assert {*RetrievalFields.model_fields} >= {"top_k", "order", "filter"}
-    assert {*IngestOptions.__annotations__} >= {"metadata", "source"}
