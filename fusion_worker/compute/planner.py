@@ -12,7 +12,7 @@ from fusionkv.fusion_worker.compute.plan import PrefillPlan
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Links, Prompt, PromptLayout, masked
 from fusionkv.fusion_worker.select.auxiliary import Auxiliary
-from fusionkv.fusion_worker.select.base import budget, choose, scores
+from fusionkv.fusion_worker.select.base import Attended, budget, choose, scores
 from fusionkv.kernels.attention import Temper
 from fusionkv.protos.contract.recipes import Recipe
 from fusionkv.protos.contract.selectors import CachedAttention, FreshLayer, Nothing, SecondModel, Selector
@@ -55,10 +55,10 @@ class Planner:
 
     async def score(self, layout: PromptLayout, prompt: Prompt, selectors: Sequence[Selector]) -> list[Scored]:
         """Scores by selectors of equal `needs`, whose input is computed once. Scores are valid for every ratio."""
-        inputs: Sequence[int] | torch.Tensor
+        inputs: Sequence[int] | Attended
         match selectors[0].needs:
             case Nothing():
-                inputs, rows = (*prompt.starts[1:], prompt.question_start), 0
+                inputs, rows = _starts(prompt), 0
             case CachedAttention() as needs:
                 inputs, rows = await self._attention(layout, prompt, needs), len(prompt.question)
             case SecondModel():
@@ -116,26 +116,27 @@ class Planner:
             links=len(links.ids),
         )
 
-    async def _attention(self, layout: PromptLayout, prompt: Prompt, needs: CachedAttention) -> torch.Tensor:
-        """float32 [question_start], as defined by `CachedAttention`."""
+    async def _attention(self, layout: PromptLayout, prompt: Prompt, needs: CachedAttention) -> Attended:
+        """As defined by `CachedAttention`."""
         question = torch.arange(prompt.question_start, prompt.tokens)
         output = AttentionScores(needs.of(self._model.kv.layers))
-        return (await self._run(prompt, layout, question, output))[: prompt.question_start]
+        attention = await self._run(prompt, layout, question, output)
+        return Attended(attention[: prompt.question_start], _starts(prompt))
 
     async def _score_at_layer_1(
         self, layout: PromptLayout, prompt: Prompt, selectors: Sequence[Selector]
     ) -> list[Scored]:
         context = _stale(layout, prompt).nonzero()[:, 0]
-        starts = torch.tensor([*prompt.starts[1:], prompt.question_start], device=self._model.device)
+        starts = torch.tensor(_starts(prompt), device=self._model.device)
         rows = torch.cat([context, torch.arange(prompt.question_start, prompt.tokens)])
         output = ShallowScores(tuple(selectors), starts)
         scored = await self._run(prompt, layout, rows, output, unstored=len(context))
         return [Scored(each, len(rows)) for each in scored[:, : prompt.question_start]]
 
-    async def _auxiliary_attention(self, prompt: Prompt) -> torch.Tensor:
-        """float32 [question_start], as defined by `SecondModel`."""
+    async def _auxiliary_attention(self, prompt: Prompt) -> Attended:
+        """As defined by `SecondModel`."""
         assert self._auxiliary is not None
-        return await self._auxiliary.scores(prompt)
+        return Attended(await self._auxiliary.scores(prompt), _starts(prompt))
 
     async def _run(
         self,
@@ -149,6 +150,11 @@ class Planner:
         # The prefill writes its own rows over these slots.
         job = ForwardJob(ids.to(device), positions.to(device), layout.fresh, layout.segments, output, unstored)
         return await self._engine.run(job)
+
+
+def _starts(prompt: Prompt) -> tuple[int, ...]:
+    """The first position of every chunk and of the question."""
+    return (*prompt.starts[1:], prompt.question_start)
 
 
 def _stale(layout: PromptLayout, prompt: Prompt) -> torch.Tensor:

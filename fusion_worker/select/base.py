@@ -3,11 +3,23 @@
 import itertools
 from collections.abc import Sequence
 from functools import singledispatch
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fusionkv.protos.contract.selectors import DistanceToStart, QuestionAttention, Selector, Window
+
+
+class Attended(NamedTuple):
+    """The question's attention, by position.
+
+    Attributes:
+        attention: float32 [question_start], on the CPU.
+        starts: the first position of every chunk and of the question, ascending.
+    """
+
+    attention: torch.Tensor
+    starts: Sequence[int]
 
 
 @singledispatch
@@ -20,17 +32,26 @@ def scores(selector: Selector, inputs: Any) -> torch.Tensor:
 
 
 @scores.register
-def question_attention(selector: QuestionAttention, inputs: torch.Tensor) -> torch.Tensor:
-    return inputs
+def question_attention(selector: QuestionAttention, inputs: Attended) -> torch.Tensor:
+    attention, starts = inputs
+    return attention * (1 + _before(starts)) ** -selector.fade if selector.fade else attention
 
 
 @scores.register
 def distance_to_start(selector: DistanceToStart, inputs: Sequence[int]) -> torch.Tensor:
-    """The negated distance of a token to its chunk's start, in tokens; -inf outside chunks."""
-    distances = torch.full((inputs[-1],), float("-inf"))
-    for start, stop in itertools.pairwise(inputs):
-        distances[start:stop] = -torch.arange(stop - start, dtype=torch.float32)
-    return distances
+    """The negated number of tokens before a token in its chunk; -inf outside chunks."""
+    return -_before(inputs)
+
+
+def _before(starts: Sequence[int]) -> torch.Tensor:
+    """float32 [question_start]: the number of tokens before each one in its chunk; infinite outside chunks.
+
+    starts: as in `Attended`.
+    """
+    before = torch.full((starts[-1],), float("inf"))
+    for start, stop in itertools.pairwise(starts):
+        before[start:stop] = torch.arange(stop - start)
+    return before
 
 
 def budget(ratio: float, context_tokens: int, stale_tokens: int) -> int:

@@ -13,8 +13,8 @@ class Nothing:
 class CachedAttention:
     """A pass of the question's rows over the reused KV, including stale tokens.
 
-    The selector receives float32 [question_start], on the CPU: the attention into each position before the question,
-    summed over the question's rows, the heads and the layers.
+    The selector receives `base.Attended`: the attention into each position before the question, summed over the
+    question's rows, the heads and the layers.
 
     Attributes:
         first, stop: The layers to sum over, as shares of the model's depth. At least one layer is summed over.
@@ -42,8 +42,8 @@ class FreshLayer:
 class SecondModel:
     """A pass of the question over each chunk in the auxiliary model, on the CPU, while the KV is loaded.
 
-    The selector receives float32 [question_start], on the CPU: the last layer's attention into each context token,
-    summed over rows and heads, mapped to the main model's tokens; 0 for the system prompt.
+    The selector receives `base.Attended`: the last layer's attention into each context token, summed over rows and
+    heads, mapped to the main model's tokens; 0 for the system prompt.
     """
 
 
@@ -68,9 +68,12 @@ class QuestionAttention(Selector):
     Attributes:
         needs: Layers of the model, over reused KV: all, the sum of which orders tokens like the mean (ProphetKV 4.3,
             eq. 7), the last one (FusionRAG 3.2), or others. Or a small auxiliary model (CacheClip 3.3).
+        fade: Power of the tokens before a token in its chunk by which its score falls, as its staleness does: it was
+            encoded after them, and is read after them. 0 is the attention itself.
     """
 
     needs: CachedAttention | SecondModel = CachedAttention()
+    fade: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

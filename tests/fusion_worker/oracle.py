@@ -254,12 +254,14 @@ class Oracle:
         ids, context = whole((system, chunks, question)), kv or self.reused(system, chunks)
         last, layers = len(ids) - len(question), self.network.config.num_hidden_layers
         starts = [len(system) + sum(map(len, chunks[:i])) for i in range(len(chunks))]
+        before = torch.cat([torch.zeros(len(system)), *[torch.arange(len(c)).float() for c in chunks]])
         if recipe == "epic":
-            return torch.cat([torch.zeros(len(system)), *[-torch.arange(len(c)).float() for c in chunks]])
+            return -before
         # The last one is of 3 layers.
         looked_at = {"prophetkv": range(layers), "fusionrag": [layers - 1], "deeplayer": [1, 2]}
         if recipe in looked_at:
-            return self.attention(context, question, looked_at[recipe])
+            fade = 0.5 if recipe == "deeplayer" else 0.0
+            return self.attention(context, question, looked_at[recipe]) / (1 + before) ** fade
         # Behind layer 0 every token is what full attention makes of it.
         weights = self.network(torch.tensor([ids]), output_attentions=True).attentions[1][0].sum(0)
         away = (self.kv(ids)[1][1][0, :, :last] - context[1][1][0]).float()

@@ -4,12 +4,13 @@ import dataclasses
 import pickle
 
 import pytest
+import torch
 
 from fusionkv.fusion_worker.select import fresh_layer
-from fusionkv.fusion_worker.select.base import scores
+from fusionkv.fusion_worker.select.base import Attended, scores
 from fusionkv.protos.contract import selectors
 from fusionkv.protos.contract.recipes import RECIPES
-from fusionkv.protos.contract.selectors import CachedAttention, Need, Selector
+from fusionkv.protos.contract.selectors import CachedAttention, Need, QuestionAttention, Selector
 
 SELECTORS = [recipe.select for recipe in RECIPES.values() if recipe.select is not None]
 
@@ -25,6 +26,13 @@ def test_another_rank_makes_the_same_one(selector: Selector) -> None:
     assert pickle.loads(pickle.dumps(selector)) == selector
     assert hash(selector) == hash(dataclasses.replace(selector))  # type: ignore[type-var]
     assert isinstance(selector.needs, Need)
+
+
+def test_attention_fades_with_the_tokens_before_in_the_chunk() -> None:
+    attended = Attended(torch.tensor([9.0, 1.0, 1.0, 1.0, 1.0, 1.0]), starts=(1, 5, 6))
+    scored = scores(QuestionAttention(fade=0.5), attended)
+    torch.testing.assert_close(scored, torch.tensor([0.0, 1.0, 2**-0.5, 3**-0.5, 0.5, 1.0]))
+    assert scores(QuestionAttention(), attended) is attended.attention
 
 
 def test_layers_are_counted_from_either_end() -> None:
