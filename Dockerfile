@@ -4,17 +4,27 @@
 # The worker's torch comes from the package index that pip is told of: for a small CPU image name one that holds CPU
 # builds, with --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm
-ARG CUDA_IMAGE=nvidia/cuda:13.0.1-runtime-ubuntu24.04
-# For the labels of the images: the release, and the URL of the repository.
+# Without CUDA's runtime, which torch brings.
+ARG CUDA_IMAGE=nvidia/cuda:13.0.1-base-ubuntu24.04
+# For the labels of the images: the release, the URL of the repository, its commit, and the time in RFC 3339.
 ARG VERSION=
 ARG SOURCE=
+ARG REVISION=
+ARG CREATED=
 
-# --- the wheel, the same in all images
-FROM ${PYTHON_IMAGE} AS wheel
-ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+# --- what the package and each of its extras require: only a change of these installs packages anew
+FROM ${PYTHON_IMAGE} AS requirements
+WORKDIR /requirements
+COPY constraints.txt pyproject.toml ./
+RUN python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+lists = {'package': project['dependencies'], **project['optional-dependencies']}; \
+[open(f'{name}.txt', 'w').write('\n'.join(lines)) for name, lines in lists.items()]" && rm pyproject.toml
+
+# --- the package itself, the same in all images and the last layer of each
+FROM ${PYTHON_IMAGE} AS application
 WORKDIR /src
 COPY constraints.txt ./
-RUN pip install --no-cache-dir -c constraints.txt setuptools wheel grpcio-tools
+RUN --mount=type=cache,target=/root/.cache/pip pip install -c constraints.txt setuptools wheel grpcio-tools
 COPY pyproject.toml setup.py README.md LICENSE ./
 COPY protos protos
 COPY kvcache_service kvcache_service
@@ -22,39 +32,81 @@ COPY fusion_worker fusion_worker
 COPY kernels kernels
 COPY gateway gateway
 COPY vllm_connector vllm_connector
+# Without pip, which no image needs.
 RUN pip wheel --no-cache-dir --no-build-isolation --no-deps --wheel-dir /wheels . \
-    && python -m venv /opt/fusionkv
+    && python -m venv --without-pip /opt/fusionkv \
+    && pip --python /opt/fusionkv/bin/python install --no-cache-dir --no-deps --target /opt/fusionkv/app /wheels/*.whl
 
 # --- packages: each image holds only what its service imports
-FROM wheel AS kvcache-packages
-RUN /opt/fusionkv/bin/pip install --no-cache-dir -c constraints.txt "$(echo /wheels/*.whl)[cache,object-store,prometheus]"
+FROM ${PYTHON_IMAGE} AS packages
+COPY --from=requirements /requirements /requirements
+WORKDIR /requirements
+# The package is found in a folder of its own.
+RUN python -m venv --without-pip /opt/fusionkv \
+    && echo /opt/fusionkv/app > "$(echo /opt/fusionkv/lib/python*/site-packages)/fusionkv.pth"
+
+FROM packages AS kvcache-packages
+RUN --mount=type=cache,target=/root/.cache/pip pip --python /opt/fusionkv/bin/python install \
+    -c constraints.txt -r package.txt -r cache.txt -r object-store.txt -r prometheus.txt
 
 FROM kvcache-packages AS kvcache-mooncake-packages
-RUN /opt/fusionkv/bin/pip install --no-cache-dir -c constraints.txt "$(echo /wheels/*.whl)[mooncake]"
+RUN --mount=type=cache,target=/root/.cache/pip pip --python /opt/fusionkv/bin/python install \
+    -c constraints.txt -r mooncake.txt
 
-FROM wheel AS gateway-packages
-RUN /opt/fusionkv/bin/pip install --no-cache-dir -c constraints.txt "$(echo /wheels/*.whl)[gateway,http,milvus,prometheus]"
+FROM packages AS gateway-packages
+RUN --mount=type=cache,target=/root/.cache/pip pip --python /opt/fusionkv/bin/python install \
+    -c constraints.txt -r package.txt -r gateway.txt -r http.txt -r milvus.txt -r prometheus.txt
 
-FROM wheel AS worker-packages
+FROM packages AS worker-packages
 ARG PIP_EXTRA_INDEX_URL=
-RUN /opt/fusionkv/bin/pip install --no-cache-dir "$(grep '^torch==' constraints.txt)" \
-    && /opt/fusionkv/bin/pip install --no-cache-dir -c constraints.txt "$(echo /wheels/*.whl)[worker,prometheus]"
+RUN --mount=type=cache,target=/root/.cache/pip pip --python /opt/fusionkv/bin/python install \
+    "$(grep '^torch==' constraints.txt)"
+RUN --mount=type=cache,target=/root/.cache/pip pip --python /opt/fusionkv/bin/python install \
+    -c constraints.txt -r package.txt -r worker.txt -r prometheus.txt
 
-# --- what runs: no compiler, no pip cache, a user without rights, only /data and /tmp written
+# For nodes of a Ray cluster that encoders run on: the extra `ray`, and what a head needs to be given jobs over HTTP.
+FROM worker-packages AS worker-ray-packages
+RUN --mount=type=cache,target=/root/.cache/pip pip --python /opt/fusionkv/bin/python install \
+    -c constraints.txt "ray[default]"
+
+# Of the CUDA image's own Python (3.12 on Ubuntu 24.04).
+FROM ${CUDA_IMAGE} AS worker-gpu-packages
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends python3 python3-pip python3-venv \
+    && rm -rf /var/lib/apt/lists/*
+COPY --from=requirements /requirements /requirements
+WORKDIR /requirements
+RUN python3 -m venv --without-pip /opt/fusionkv \
+    && echo /opt/fusionkv/app > "$(echo /opt/fusionkv/lib/python*/site-packages)/fusionkv.pth"
+RUN --mount=type=cache,target=/root/.cache/pip pip --python /opt/fusionkv/bin/python install \
+    "$(grep '^torch==' constraints.txt)"
+RUN --mount=type=cache,target=/root/.cache/pip pip --python /opt/fusionkv/bin/python install \
+    -c constraints.txt -r package.txt -r worker.txt -r prometheus.txt -r gpu.txt
+
+FROM worker-gpu-packages AS worker-gpu-ray-packages
+RUN --mount=type=cache,target=/root/.cache/pip pip --python /opt/fusionkv/bin/python install \
+    -c constraints.txt "ray[default]"
+
+# --- what runs: no compiler, no pip, a user without rights, only /data and /tmp written
 FROM ${PYTHON_IMAGE} AS runtime
 ARG VERSION
 ARG SOURCE
+ARG REVISION
+ARG CREATED
 LABEL org.opencontainers.image.title="FusionKV" \
       org.opencontainers.image.description="The system of record for KV caches in retrieval-augmented generation" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}" \
-      org.opencontainers.image.source="${SOURCE}"
-ENV PATH=/opt/fusionkv/bin:$PATH HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+      org.opencontainers.image.source="${SOURCE}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.created="${CREATED}"
+ENV PATH=/opt/fusionkv/bin:/opt/fusionkv/app/bin:$PATH HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 # As process 1, tini passes SIGTERM on to a service that doesn't listen for it yet, which ends it: the kernel wouldn't.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends tini \
-    && rm -rf /var/lib/apt/lists/* \
+    && rm -rf /var/lib/apt/lists/* /usr/local/bin/pip* /usr/local/lib/python*/site-packages/pip* \
     && mkdir /data && chown 10001:10001 /data
 WORKDIR /data
 STOPSIGNAL SIGTERM
@@ -62,6 +114,7 @@ USER 10001:10001
 
 FROM runtime AS kvcache
 COPY --from=kvcache-packages /opt/fusionkv /opt/fusionkv
+COPY --from=application /opt/fusionkv/app /opt/fusionkv/app
 ENV FUSIONKV_KVCACHE_LISTEN=[::]:7070 FUSIONKV_KVCACHE_DATA_DIR=/data
 EXPOSE 7070
 ENTRYPOINT ["tini", "--", "python", "-P", "-m", "fusionkv.kvcache_service"]
@@ -75,51 +128,52 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 USER 10001:10001
 COPY --from=kvcache-mooncake-packages /opt/fusionkv /opt/fusionkv
+COPY --from=application /opt/fusionkv/app /opt/fusionkv/app
 ENV FUSIONKV_KVCACHE_LISTEN=[::]:7070 FUSIONKV_KVCACHE_DATA_DIR=/data
 EXPOSE 7070
 ENTRYPOINT ["tini", "--", "python", "-P", "-m", "fusionkv.kvcache_service"]
 
 FROM runtime AS gateway
 COPY --from=gateway-packages /opt/fusionkv /opt/fusionkv
+COPY --from=application /opt/fusionkv/app /opt/fusionkv/app
 ENV FUSIONKV_GATEWAY_LISTEN=[::]:7072 FUSIONKV_GATEWAY_DATA_DIR=/data
 EXPOSE 7072
 ENTRYPOINT ["tini", "--", "python", "-P", "-m", "fusionkv.gateway"]
 
-FROM runtime AS worker
-COPY --from=worker-packages /opt/fusionkv /opt/fusionkv
+FROM runtime AS worker-runtime
 ENV FUSIONKV_WORKER_LISTEN=[::]:7071 FUSIONKV_WORKER_MODEL=/models HF_HUB_OFFLINE=1
 EXPOSE 7071
 ENTRYPOINT ["tini", "--", "python", "-P", "-m", "fusionkv.fusion_worker"]
 
-# For nodes of a Ray cluster that encoders run on: the extra `ray`, and what a head needs to be given jobs over HTTP.
-FROM worker AS worker-ray
-USER 0:0
-COPY constraints.txt /wheels/
-RUN pip install --no-cache-dir -c /wheels/constraints.txt "ray[default]"
-ENV RAY_USAGE_STATS_ENABLED=0
-USER 10001:10001
+FROM worker-runtime AS worker
+COPY --from=worker-packages /opt/fusionkv /opt/fusionkv
+COPY --from=application /opt/fusionkv/app /opt/fusionkv/app
 
-# The CUDA image brings a Python of its own (3.12 on Ubuntu 24.04), so the packages are installed anew.
-FROM ${CUDA_IMAGE} AS worker-gpu
+FROM worker-runtime AS worker-ray
+ENV RAY_USAGE_STATS_ENABLED=0
+COPY --from=worker-ray-packages /opt/fusionkv /opt/fusionkv
+COPY --from=application /opt/fusionkv/app /opt/fusionkv/app
+
+# Triton compiles kernels at run time, with gcc.
+FROM ${CUDA_IMAGE} AS worker-gpu-runtime
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends gcc libc6-dev python3 python3-dev python3-venv tini \
+    && apt-get install -y --no-install-recommends gcc libc6-dev python3 python3-dev tini \
     && rm -rf /var/lib/apt/lists/* \
-    && python3 -m venv /opt/fusionkv
-ENV PATH=/opt/fusionkv/bin:$PATH HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1 \
-    TRITON_CACHE_DIR=/tmp/triton
-COPY --from=wheel /wheels /wheels
-COPY constraints.txt /wheels/
-RUN pip install --no-cache-dir "$(grep '^torch==' /wheels/constraints.txt)" \
-    && pip install --no-cache-dir -c /wheels/constraints.txt "$(echo /wheels/*.whl)[worker,prometheus,gpu]" \
     && mkdir /data && chown 10001:10001 /data
+ENV PATH=/opt/fusionkv/bin:/opt/fusionkv/app/bin:$PATH HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
+    HF_HUB_OFFLINE=1 TRITON_CACHE_DIR=/tmp/triton
 ARG VERSION
 ARG SOURCE
+ARG REVISION
+ARG CREATED
 LABEL org.opencontainers.image.title="FusionKV worker for NVIDIA GPUs" \
       org.opencontainers.image.description="The system of record for KV caches in retrieval-augmented generation" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}" \
-      org.opencontainers.image.source="${SOURCE}"
+      org.opencontainers.image.source="${SOURCE}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.created="${CREATED}"
 WORKDIR /data
 ENV FUSIONKV_WORKER_LISTEN=[::]:7071 FUSIONKV_WORKER_MODEL=/models
 EXPOSE 7071
@@ -127,19 +181,23 @@ STOPSIGNAL SIGTERM
 USER 10001:10001
 ENTRYPOINT ["tini", "--", "python", "-P", "-m", "fusionkv.fusion_worker"]
 
-FROM worker-gpu AS worker-gpu-ray
-USER 0:0
-RUN pip install --no-cache-dir -c /wheels/constraints.txt "ray[default]"
+FROM worker-gpu-runtime AS worker-gpu
+COPY --from=worker-gpu-packages /opt/fusionkv /opt/fusionkv
+COPY --from=application /opt/fusionkv/app /opt/fusionkv/app
+
+FROM worker-gpu-runtime AS worker-gpu-ray
 ENV RAY_USAGE_STATS_ENABLED=0
-USER 10001:10001
+COPY --from=worker-gpu-ray-packages /opt/fusionkv /opt/fusionkv
+COPY --from=application /opt/fusionkv/app /opt/fusionkv/app
 
 # --- the connector for vLLM's own image, which an init container lays beside it: what is in /connector goes to /mnt.
-FROM wheel AS vllm-connector-packages
-# Beside the wheel what vLLM's image lacks; and gRPC and protobuf, which it may have older than our stubs were generated
-# for, and which run stubs of older versions too. They are compiled: PYTHON_IMAGE has to have vLLM's Python, 3.12.
-RUN pip install --no-cache-dir --no-deps --target /connector -c constraints.txt \
-    /wheels/*.whl grpcio grpcio-health-checking grpcio-reflection protobuf xxhash
+FROM packages AS vllm-connector-packages
+# What vLLM's image lacks; and gRPC and protobuf, which it may have older than our stubs were generated for, and which
+# run stubs of older versions too. They are compiled: PYTHON_IMAGE has to have vLLM's Python, 3.12.
+RUN --mount=type=cache,target=/root/.cache/pip pip install --no-deps --target /connector -c constraints.txt \
+    grpcio grpcio-health-checking grpcio-reflection protobuf xxhash
 
 FROM runtime AS vllm-connector
 COPY --from=vllm-connector-packages /connector /connector
+COPY --from=application /opt/fusionkv/app /connector
 ENTRYPOINT ["cp", "-R", "/connector/.", "/mnt"]
