@@ -17,12 +17,14 @@ def page() -> str:
             depth, name, value = len(match[1]) // 2, match[2], match[3]
             above = [*above[:depth], name]
             text = _PAGE.sub(r"[\1](../../docs/\1.md)", " ".join(comments))
-            if depth == 0:
+            if depth == 0 and value is not None:
+                parts += [f"### {name}", "", f"{text} The default is `{value}`."]
+            elif depth == 0:
                 parts += [f"### {name}", "", *([text, ""] if text else [])]
                 parts += ["| value | default | what it is |", "|---|---|---|"]
             elif value is None and text:
                 parts.append(f"| `{'.'.join(above)}` | | {text} |")
-            if value is not None:
+            if depth and value is not None:
                 parts.append(f"| `{'.'.join(above)}` | `{value}` | {text} |")
             comments = []
         elif line.strip().startswith("#"):

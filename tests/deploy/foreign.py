@@ -1,7 +1,7 @@
 """Kinds that the chart makes and Kubernetes does not have: the fields that it sets, as their CRDs have them.
 
 By hand, since the CRDs come with no package, from the Gateway API 1.6.1, the Prometheus operator 0.93.0,
-cert-manager 1.21.1 and KubeRay 1.7.0. A field that is to be set is looked up there and added here.
+cert-manager 1.21.1, KubeRay 1.7.0 and KEDA 2.18. A field that is to be set is looked up there and added here.
 """
 
 from typing import Any
@@ -15,6 +15,24 @@ _KINDS: dict[tuple[str, str], Any] = {
         "parentRefs": [{"name!": str, "namespace": str, "sectionName": str}],
         "hostnames": [str],
         "rules": [{"backendRefs": [{"name!": str, "port": int}]}],
+    },
+    ("gateway.networking.k8s.io/v1", "HTTPRoute"): {
+        "parentRefs": [{"name!": str, "namespace": str, "sectionName": str}],
+        "hostnames": [str],
+        "rules": [{"backendRefs": [{"name!": str, "port": int}]}],
+    },
+    ("keda.sh/v1alpha1", "ScaledObject"): {
+        "scaleTargetRef!": {"apiVersion": str, "kind": str, "name!": str},
+        "minReplicaCount": int,
+        "maxReplicaCount": int,
+        "triggers!": [
+            {
+                "type!": str,
+                "metricType": {"AverageValue", "Value", "Utilization"},
+                "metadata!": {"serverAddress!": str, "query!": str, "threshold!": str},
+            }
+        ],
+        "advanced": {"horizontalPodAutoscalerConfig": {"behavior": dict}},
     },
     ("monitoring.coreos.com/v1", "ServiceMonitor"): {
         "selector!": {"matchLabels": _NAMES},

@@ -81,13 +81,13 @@ def test_several_gpus_share_the_model(render: Render, root: Path) -> None:
 
 def test_a_secret_is_mounted_and_tls_changes_the_probes(render: Render) -> None:
     secured = {"secret": "fusionkv-tls", "config": {"tls_cert": "/etc/fusionkv/tls.crt"}}
-    for values, probe in ((None, {"grpc"}), (secured, {"tcpSocket"})):
+    for values in (None, secured):
         found = render(dict.fromkeys(PORTS, values or {}))
         for name in PORTS:
             pod = found.pod(name)
             container = pod["containers"][0]
             probes = [container[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")]
-            assert {key for p in probes for key in p if key in ("grpc", "tcpSocket")} == probe
+            assert {probe["grpc"]["port"] for probe in probes} == {7079 if values else PORTS[name]}
             mounted = [m["mountPath"] for m in container["volumeMounts"] if m["name"] == "secret"]
             volumes = [v["secret"]["secretName"] for v in pod["volumes"] if v["name"] == "secret"]
             assert (mounted, volumes) == ((["/etc/fusionkv"], ["fusionkv-tls"]) if values else ([], []))

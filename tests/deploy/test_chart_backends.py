@@ -154,7 +154,7 @@ def test_without_policies_open_ones_are_told_of(
 ) -> None:
     flags = [f"--set=networkPolicy.enabled={str(policy).lower()}", *(f"--set={name}.enabled=true" for name in own)]
     found = notes(helm, tmp_path, *flags)
-    assert "fusionkv stats --gateway localhost:7072" in found
+    assert "fusionkv list --gateway localhost:7072" in found
     assert ("every pod" in found) == (told is not None)
     assert told is None or f"change what is in {told} which" in found
 

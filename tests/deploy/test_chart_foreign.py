@@ -12,9 +12,11 @@ from tests.deploy.rendering import VERSIONS, template
 
 pytestmark = pytest.mark.slow
 
+ROUTE = {"enabled": True, "parents": [{"name": "a", "namespace": "b"}], "hostnames": ["c.example"]}
 EVERYTHING = {
     "metrics": {"port": 9464, "serviceMonitor": {"enabled": True, "labels": {"a": "b"}}, "rules": {"enabled": True}},
-    "gateway": {"route": {"enabled": True, "parents": [{"name": "a", "namespace": "b"}], "hostnames": ["c.example"]}},
+    "gateway": {"route": ROUTE, "httpRoute": ROUTE, "http": {"port": 8080}},
+    "worker": {"autoscaling": {"max": 2, "prometheus": "http://prometheus:9090"}},
     "encode": {"corpora": ["a"], "ray": {"enabled": True}},
 }
 

@@ -208,7 +208,7 @@ def test_encoders_on_ray_are_as_workers_are(on_ray: Render, root: Path, version:
     assert volumes[0]["certificates"]["secret"]["items"] == [{"key": "ca.crt", "path": "ca.crt"}]
     assert str(args.tls_ca).removesuffix("/ca.crt") in {mount["mountPath"] for mount in commanding["volumeMounts"]}
     pod = found.pod("worker")
-    own = {f"FUSIONKV_WORKER_{name}" for name in ("LISTEN", "MODEL", "CACHE", "TENSOR_PARALLEL")}
+    own = {f"FUSIONKV_WORKER_{name}" for name in ("LISTEN", "HEALTH_LISTEN", "MODEL", "CACHE", "TENSOR_PARALLEL")}
     (serving,) = pod["containers"]
     taken = {name: value for name, value in env_of(serving).items() if name.startswith("FUSIONKV_WORKER_")}
     assert env_of(encoding) == {name: value for name, value in taken.items() if name not in own}

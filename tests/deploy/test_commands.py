@@ -99,7 +99,8 @@ def installs() -> list[str]:
     examples = sorted((ROOT / "k8s/examples").glob("*.yaml"))
     headers = [re.findall(r"^#   (helm install .*)$", file.read_text(), re.MULTILINE) for file in examples]
     assert all(len(found) == 1 for found in headers)
-    return [*(line for line in commands("helm") if line.startswith("helm install ")), *(line for (line,) in headers)]
+    told = [line for line in commands("helm") if line.startswith(("helm install ", "helm upgrade "))]
+    return [*told, *(line for (line,) in headers)]
 
 
 @pytest.mark.slow

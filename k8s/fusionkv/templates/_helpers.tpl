@@ -1,10 +1,10 @@
 {{/* Names and labels. Each takes a dict of `root` (the chart's context) and `name` (kvcache, worker, gateway). */}}
 {{- define "fusionkv.fullname" -}}
-{{- printf "%s-%s" (.root.Release.Name | trunc 40 | trimSuffix "-") .name -}}
+{{- printf "%s-%s" (.root.Values.fullnameOverride | default .root.Release.Name | trunc 40 | trimSuffix "-") .name -}}
 {{- end }}
 
 {{- define "fusionkv.selector" -}}
-app.kubernetes.io/name: fusionkv
+app.kubernetes.io/name: {{ .root.Values.nameOverride | default "fusionkv" }}
 app.kubernetes.io/instance: {{ .root.Release.Name }}
 app.kubernetes.io/component: {{ .name }}
 {{- end }}
@@ -22,26 +22,20 @@ namespace: {{ .root.Release.Namespace }}
 labels: {{- include "fusionkv.labels" . | nindent 2 }}
 {{- end }}
 
+{{/* One of FusionKV's images, by its name, or by name and digest. */}}
 {{- define "fusionkv.image" -}}
-{{- $registry := .root.Values.image.registry | trimSuffix "/" -}}
-{{- if $registry }}{{ $registry }}/{{ end }}{{ .image }}:{{ .root.Values.image.tag | default .root.Chart.AppVersion }}
+{{- $registry := .root.Values.image.registry | default (dig "imageRegistry" "" .root.Values.global) | trimSuffix "/" -}}
+{{- /* A digest names one image: what would follow its name for another variant goes. */}}
+{{- if $registry }}{{ $registry }}/{{ end }}{{ regexReplaceAll "(@sha256:[0-9a-f]{64}).*" .image "${1}" }}
+{{- if not (contains "@" .image) }}:{{ .root.Values.image.tag | default .root.Chart.AppVersion }}{{ end }}
 {{- end }}
 
-{{/* One for all pods, as the Pod Security Standard "restricted" wants it. */}}
-{{- define "fusionkv.podSecurity" -}}
-runAsNonRoot: true
-runAsUser: 10001
-runAsGroup: 10001
-fsGroup: 10001
-fsGroupChangePolicy: OnRootMismatch
-seccompProfile: {type: RuntimeDefault}
+{{/* Another image, from the registry that all images are to come from, if there is one. */}}
+{{- define "fusionkv.otherImage" -}}
+{{- $registry := dig "imageRegistry" "" .root.Values.global | trimSuffix "/" -}}
+{{- ternary (printf "%s/%s" $registry (regexReplaceAll "^[^/]*[.:][^/]*/" .image "")) .image (ne $registry "") }}
 {{- end }}
 
-{{- define "fusionkv.containerSecurity" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: true
-capabilities: {drop: [ALL]}
-{{- end }}
 
 {{/* The chart's own Redis. */}}
 {{- define "fusionkv.redis" -}}
@@ -109,8 +103,10 @@ revision: {{ $revision }}
   imagePullPolicy: {{ .root.Values.image.pullPolicy }}
   {{- /* The owner of its files is the same in every pod that downloads. */}}
   securityContext:
-    runAsUser: 10001
-    {{- include "fusionkv.containerSecurity" . | nindent 4 }}
+    {{- with .root.Values.podSecurityContext.runAsUser }}
+    runAsUser: {{ . }}
+    {{- end }}
+    {{- toYaml .root.Values.containerSecurityContext | nindent 4 }}
   # The mark says that the download is complete: no start after it needs the hub.
   command:
     - sh
@@ -230,12 +226,11 @@ revision: {{ $revision }}
 {{- end }}
 {{- end }}
 
-{{/* A pod template: `root`, `name`, `port`, `image`, `env` (own settings), `startup` (seconds), `volumes`, `mounts`, `limits`, `http` (port), `init` (containers). */}}
+{{/* A pod template: `root`, `name`, `port`, `image`, `env` (own settings), `startup` (seconds), `volumes`, `mounts`, `requests`, `limits`, `http` (port), `init` (containers). */}}
 {{- define "fusionkv.pod" -}}
 {{- $values := index .root.Values .name -}}
 {{- $section := upper .name -}}
-metadata:
-  labels: {{- include "fusionkv.selector" . | nindent 4 }}
+{{- include "fusionkv.podMetadata" (merge (dict "values" $values) .) }}
 spec:
   serviceAccountName: {{ include "fusionkv.fullname" . }}
   automountServiceAccountToken: false
@@ -243,33 +238,21 @@ spec:
   enableServiceLinks: false
   # Longer than the service's own drain, so that it is never killed while it finishes calls.
   terminationGracePeriodSeconds: {{ add 15 (ceil $values.config.drain_seconds) }}
-  securityContext: {{- include "fusionkv.podSecurity" . | nindent 4 }}
+  securityContext: {{- toYaml .root.Values.podSecurityContext | nindent 4 }}
   {{- with .root.Values.image.pullSecrets }}
   imagePullSecrets: {{- toYaml . | nindent 4 }}
   {{- end }}
-  {{- with $values.nodeSelector }}
-  nodeSelector: {{- toYaml . | nindent 4 }}
-  {{- end }}
-  {{- with $values.tolerations }}
-  tolerations: {{- toYaml . | nindent 4 }}
-  {{- end }}
-  # On different nodes, where there are some.
-  affinity:
-    podAntiAffinity:
-      preferredDuringSchedulingIgnoredDuringExecution:
-        - weight: 100
-          podAffinityTerm:
-            topologyKey: kubernetes.io/hostname
-            labelSelector:
-              matchLabels: {{- include "fusionkv.selector" . | nindent 16 }}
-  {{- with .init }}
-  initContainers: {{- . | nindent 4 }}
+  {{- include "fusionkv.scheduling" (dict "root" .root "name" .name "values" $values) | nindent 2 }}
+  {{- if or .init $values.initContainers }}
+  initContainers:
+    {{- with .init }}{{ . | nindent 4 }}{{ end }}
+    {{- with $values.initContainers }}{{ toYaml . | nindent 4 }}{{ end }}
   {{- end }}
   containers:
     - name: {{ .name }}
       image: {{ include "fusionkv.image" . }}
       imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-      securityContext: {{- include "fusionkv.containerSecurity" . | nindent 8 }}
+      securityContext: {{- toYaml .root.Values.containerSecurityContext | nindent 8 }}
       ports:
         - {name: grpc, containerPort: {{ .port }}, protocol: TCP}
         {{- if include "fusionkv.speaksTLS" . }}
@@ -287,7 +270,7 @@ spec:
         - name: K8S_POD_IP
           valueFrom: {fieldRef: {fieldPath: status.podIP}}
         {{- end }}
-        - {name: FUSIONKV_{{ $section }}_LISTEN, value: "[::]:{{ .port }}"}
+        - {name: FUSIONKV_{{ $section }}_LISTEN, value: "[::]:{{ .port }}{{ with .sockets }},unix:{{ . }}/kvcache.sock{{ end }}"}
         {{- with .http }}
         - {name: FUSIONKV_{{ $section }}_HTTP_LISTEN, value: "[::]:{{ . }}"}
         {{- end }}
@@ -302,6 +285,7 @@ spec:
         {{- end }}
         {{- include "fusionkv.settings" . | nindent 8 }}
         {{- include "fusionkv.telemetry" .root | nindent 8 }}
+        {{- with $values.extraEnv }}{{ toYaml . | nindent 8 }}{{ end }}
       startupProbe:
         {{- include "fusionkv.probe" . | nindent 8 }}
         periodSeconds: 2
@@ -319,19 +303,56 @@ spec:
       lifecycle: {{- toYaml . | nindent 8 }}
       {{- end }}
       resources:
-        requests: {{- toYaml $values.resources.requests | nindent 10 }}
+        requests: {{- merge (dict) $values.resources.requests (.requests | default dict) | toYaml | nindent 10 }}
         limits: {{- merge (dict) $values.resources.limits (.limits | default dict) | toYaml | nindent 10 }}
       volumeMounts:
         - {name: tmp, mountPath: /tmp}
         {{- with .mounts }}{{ toYaml . | nindent 8 }}{{ end }}
         {{- include "fusionkv.secretMounts" . | nindent 8 }}
         {{- include "fusionkv.otlpMount" .root | nindent 8 }}
+        {{- with $values.extraVolumeMounts }}{{ toYaml . | nindent 8 }}{{ end }}
+    {{- with $values.sidecars }}{{ toYaml . | nindent 4 }}{{ end }}
   volumes:
     - name: tmp
       emptyDir: {}
     {{- with .volumes }}{{ toYaml . | nindent 4 }}{{ end }}
     {{- include "fusionkv.secretVolumes" . | nindent 4 }}
     {{- include "fusionkv.otlpVolume" .root | nindent 4 }}
+    {{- with $values.extraVolumes }}{{ toYaml . | nindent 4 }}{{ end }}
+{{- end }}
+
+{{/* Labels and annotations of pods: `root`, `name`, `values`. */}}
+{{- define "fusionkv.podMetadata" -}}
+metadata:
+  labels:
+    {{- include "fusionkv.selector" . | nindent 4 }}
+    {{- with .values.podLabels }}{{ toYaml . | nindent 4 }}{{ end }}
+  {{- with .values.podAnnotations }}
+  annotations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+{{- end }}
+
+{{/* Where pods run: `root`, `name`, `values`. */}}
+{{- define "fusionkv.scheduling" -}}
+{{- $fields := pick .values "nodeSelector" "tolerations" "topologySpreadConstraints" "priorityClassName" "runtimeClassName" }}
+{{- range $field, $value := $fields }}
+{{- if $value }}
+{{ toYaml (dict $field $value) }}
+{{- end }}
+{{- end }}
+{{- if .values.affinity }}
+affinity: {{- toYaml .values.affinity | nindent 2 }}
+{{- else }}
+# On different nodes, where there are some.
+affinity:
+  podAntiAffinity:
+    preferredDuringSchedulingIgnoredDuringExecution:
+      - weight: 100
+        podAffinityTerm:
+          topologyKey: kubernetes.io/hostname
+          labelSelector:
+            matchLabels: {{- include "fusionkv.selector" . | nindent 14 }}
+{{- end }}
 {{- end }}
 
 {{- define "fusionkv.podName" -}}
@@ -379,11 +400,40 @@ spec:
 grpc: {port: {{ ternary 7079 .port (ne (include "fusionkv.speaksTLS" .) "") }}{{ with .service }}, service: {{ . }}{{ end }}}
 {{- end }}
 
+{{- define "fusionkv.ipFamilies" -}}
+{{- with .Values.ipFamilyPolicy -}}
+ipFamilyPolicy: {{ . }}
+{{- end }}
+{{- end }}
+
+{{/* Of several pods, one at a time may be moved; those that are not ready, at any time: `root`, `name`. */}}
+{{- define "fusionkv.disruption" -}}
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata: {{- include "fusionkv.metadata" . | nindent 2 }}
+spec:
+  maxUnavailable: 1
+  unhealthyPodEvictionPolicy: AlwaysAllow
+  selector:
+    matchLabels: {{- include "fusionkv.selector" . | nindent 6 }}
+{{- end }}
+
+{{/* How many pods an autoscaler has made, which an upgrade keeps: `root`, `name`, `kind`. Without a cluster, nothing. */}}
+{{- define "fusionkv.scaled" -}}
+{{- with lookup "apps/v1" .kind .root.Release.Namespace (include "fusionkv.fullname" .) -}}
+replicas: {{ .spec.replicas }}
+{{- end }}
+{{- end }}
+
 {{/* The service account of one component: no rights, no token. */}}
 {{- define "fusionkv.account" -}}
 apiVersion: v1
 kind: ServiceAccount
-metadata: {{- include "fusionkv.metadata" . | nindent 2 }}
+metadata:
+  {{- include "fusionkv.metadata" . | nindent 2 }}
+  {{- with (dig "serviceAccount" "annotations" dict (index .root.Values .name)) }}
+  annotations: {{- toYaml . | nindent 4 }}
+  {{- end }}
 automountServiceAccountToken: false
 {{- end }}
 
@@ -409,7 +459,8 @@ spec: {{- include "fusionkv.claim" .storage | nindent 2 }}
 
 {{/* Egress that every component needs: names, and the collector where there is one. */}}
 {{- define "fusionkv.egress" -}}
-- ports: [{port: 53, protocol: UDP}, {port: 53, protocol: TCP}]
+# DNS: OpenShift's listens at 5353.
+- ports: [{port: 53, protocol: UDP}, {port: 53, protocol: TCP}, {port: 5353, protocol: UDP}, {port: 5353, protocol: TCP}]
 {{- with .root.Values.otlp.endpoint }}
 - ports: [{port: {{ (urlParse .).host | splitList ":" | last }}, protocol: TCP}]
 {{- end }}
@@ -425,7 +476,7 @@ spec: {{- include "fusionkv.claim" .storage | nindent 2 }}
 restartPolicy: Never
 automountServiceAccountToken: false
 enableServiceLinks: false
-securityContext: {{- include "fusionkv.podSecurity" .root | nindent 2 }}
+securityContext: {{- toYaml .root.Values.podSecurityContext | nindent 2 }}
 {{- with .root.Values.image.pullSecrets }}
 imagePullSecrets: {{- toYaml . | nindent 2 }}
 {{- end }}
@@ -436,7 +487,7 @@ imagePullSecrets: {{- toYaml . | nindent 2 }}
 serviceAccountName: {{ include "fusionkv.fullname" . }}
 automountServiceAccountToken: false
 enableServiceLinks: false
-securityContext: {{- include "fusionkv.podSecurity" .root | nindent 2 }}
+securityContext: {{- toYaml .root.Values.podSecurityContext | nindent 2 }}
 {{- with .root.Values.image.pullSecrets }}
 imagePullSecrets: {{- toYaml . | nindent 2 }}
 {{- end }}
@@ -445,5 +496,5 @@ imagePullSecrets: {{- toYaml . | nindent 2 }}
 {{- define "fusionkv.jobContainer" -}}
 image: {{ include "fusionkv.image" . }}
 imagePullPolicy: {{ .root.Values.image.pullPolicy }}
-securityContext: {{- include "fusionkv.containerSecurity" .root | nindent 2 }}
+securityContext: {{- toYaml .root.Values.containerSecurityContext | nindent 2 }}
 {{- end }}
