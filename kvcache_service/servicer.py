@@ -87,7 +87,7 @@ class KVCacheServicer:
         for kind, count in Counter(kind for kind, _ in hits).items():
             self._store.counters.add("lookups", count, kind=kind.value)
         # A caller at a unix socket reads the disk tier's files itself.
-        self._store.prefetch([*slow], later=self._files is not None and context.peer().startswith("unix:"))
+        self._store.reader.prefetch([*slow], later=self._files is not None and context.peer().startswith("unix:"))
         messages = [pb.Hit(kind=_KINDS[kind], entry=entry) for kind, entry in hits]
         return pb.LookupResponse(hits=messages, lease=lease, lease_ms=lease_ms if lease else 0, arena=self._arena)
 
@@ -98,8 +98,8 @@ class KVCacheServicer:
         with self._fetching():
             if self._sharing is not None and self._store.residents.get(request.key) is None:
                 await self._sharing.pull(request.key)
-            with self._store.pinned(request.key, request.checksum) as entry:
-                async for frame in self._store.frames(entry):
+            with self._store.reader.pinned(request.key, request.checksum) as entry:
+                async for frame in self._store.reader.frames(entry):
                     yield frame
 
     async def Prefetch(self, request: pb.PrefetchRequest, context: grpc.aio.ServicerContext) -> pb.PrefetchResponse:
@@ -217,7 +217,7 @@ class KVCacheServicer:
 
     async def _promote(self, key: bytes) -> None:
         if (entry := self._store.residents.get(key)) is not None:
-            await self._store.promote(entry)
+            await self._store.reader.promote(entry)
         elif self._sharing is not None:
             with contextlib.suppress(ResourceExhausted):  # it is not in memory then
                 await self._sharing.pull(key)

@@ -130,8 +130,8 @@ class WriteBackQueue:
             await run(tier.write, record, first, blocks)
             first, batch = first + len(blocks), []
 
-        with self._store.pinned(record.key, record.checksum) as entry:
-            async for frame in self._store.frames(entry):
+        with self._store.reader.pinned(record.key, record.checksum) as entry:
+            async for frame in self._store.reader.frames(entry):
                 batch.append(bytes(frame))
                 if len(batch) == max(_BATCH_BYTES // FRAME_BYTES, frames_of_block):
                     await write()

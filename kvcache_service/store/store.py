@@ -1,38 +1,28 @@
-"""The store: lookups, leases, heat, reads, promotion, eviction, deletion, and I/O threads."""
+"""The store: lookups, leases, heat, eviction, deletion, and I/O threads."""
 
 import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any, TypeVar
-
-from opentelemetry import trace
 
 from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.index import heat
 from fusionkv.kvcache_service.index.record import EntryRecord, HitKind
 from fusionkv.kvcache_service.metrics import Counters
 from fusionkv.kvcache_service.store.entries import Leases, Residents, StoredEntry
-from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier, Unreachable
-from fusionkv.kvcache_service.tiers.extents import NoSpace
-from fusionkv.protos.observe import logs
+from fusionkv.kvcache_service.store.reading import Reader
+from fusionkv.kvcache_service.tiers.base import Recovered, Tier
 from fusionkv.protos.runtime.cancellation import background
-from fusionkv.protos.runtime.errors import DataLoss, NotFound, ResourceExhausted, Unavailable
-from fusionkv.protos.runtime.frames import FRAME_BYTES
+from fusionkv.protos.runtime.errors import ResourceExhausted, Unavailable
 
 log = logging.getLogger(__name__)
-tracer = trace.get_tracer(__name__)
-_faults = logs.RateLimitedLog(log)
 T = TypeVar("T")
 
 _IO_THREADS = 8
-# Lookups prefetched concurrently, each in one of the I/O threads. The others serve calls.
-_MAX_LOOKUPS = 4
-# Delay of promotions for a caller that reads the disk tier's files itself: its reads have priority.
-_LATER_SECONDS = 0.1
 _SWEEP_SECONDS = 1.0
 # Entries deleted per batch: about 5 ms on the event loop.
 _DELETE_BATCH = 1024
@@ -49,7 +39,7 @@ _SAVE_HEAT_SECONDS = 10.0
 class Store:
     """All entries of one process. Methods must be called on one event loop; blocking work runs in threads.
 
-    Entries are written by `writing.reserve`.
+    `reader` reads entries, and `writing.reserve` begins to write one.
 
     `clock` (monotonic seconds) determines leases and heat. Since heat persists, it is based on `wall` (seconds since
     the epoch), which is read only at start: later changes of the system clock have no effect on heat. If `wall` is
@@ -69,9 +59,7 @@ class Store:
         self.residents = Residents(tiers, self.counters)
         # In-progress commits by group (index.py).
         self.committing: dict[bytes, asyncio.Event] = {}
-        self.reads: dict[StoredEntry, asyncio.Task[bool]] = {}
-        self.prefetching: set[asyncio.Task[None]] = set()
-        self._prefetches = 0  # Lookups whose entries are being promoted
+        self.reader = Reader(self.residents, self.counters, self.in_thread, self.delete_damaged)
         self.leases = Leases(config.max_leases, clock, self.residents.reclaim)
         self._clock, self._wall = clock, wall
         self._epoch = wall() - clock()
@@ -176,17 +164,6 @@ class Store:
             self.demand.add(key)
         return [(kind, entry) for kind, entry, _ in hits], lease
 
-    @contextlib.contextmanager
-    def pinned(self, key: bytes, checksum: bytes = b"") -> Iterator[StoredEntry]:
-        """Pins an entry for reading. Raises NotFound if there is none, or none with this checksum."""
-        named = (self.residents.get(key), self.residents.replaced.get(key))
-        found = (each for each in named if each is not None and (each.visible or each.leases))
-        entry = next((each for each in found if checksum in (b"", each.record.checksum)), None)
-        if entry is None:
-            raise NotFound(f"no entry {key.hex()}: never stored, evicted, deleted, or stored anew with other bytes")
-        with self._pin(entry):
-            yield entry
-
     def check_integrity(self, idle: bool = False) -> None:
         """Checks that index, entries, tiers and leases agree. No thread may be working on the store.
 
@@ -198,126 +175,6 @@ class Store:
         self.residents.check_integrity(idle)
         self.leases.check_integrity(self.residents.with_withdrawn())
         assert not self.committing
-
-    @contextlib.contextmanager
-    def _pin(self, entry: StoredEntry) -> Iterator[None]:
-        entry.pins += 1
-        try:
-            yield
-        finally:
-            entry.pins -= 1
-            self.residents.reclaim(entry)
-
-    async def frames(self, entry: StoredEntry) -> AsyncIterator[memoryview]:
-        """Yields a pinned entry's bytes in frames of 1 MiB, each valid until the next one.
-
-        Bytes in a slow tier are verified before the first frame, and promoted if there is room.
-
-        Raises DataLoss if the bytes are damaged or cannot be read, after deleting the entry; Unavailable if the tier
-        is temporarily unreachable.
-        """
-        tier = self.residents.fastest(entry)
-        try:
-            if tier.blocking:
-                # Once for concurrent readers; not cancelled with the caller.
-                if entry not in self.reads:
-                    self._start_read(entry, self._reserve_above(entry))
-                if not await asyncio.shield(self.reads[entry]):
-                    raise DataLoss(f"entry {entry.record.key.hex()} was damaged on {tier.name}; it is deleted")
-                tier = self.residents.fastest(entry)
-            place = entry.places[tier.name]
-            for at in range(0, place.size, FRAME_BYTES):
-                length = min(FRAME_BYTES, place.size - at)
-                if tier.blocking:
-                    data = await self.in_thread(tier.read, place, at, length)
-                else:
-                    data = tier.read(place, at, length)
-                self.counters.add("bytes.fetched", length, tier=tier.name)
-                yield data
-        except Unreachable as error:
-            raise Unavailable(str(error)) from error
-        except OSError as error:
-            await self.delete_damaged(entry)
-            raise DataLoss(f"entry {entry.record.key.hex()}: {error}; it is deleted") from error
-
-    async def promote(self, entry: StoredEntry) -> None:
-        """Verifies a visible entry and promotes it to a fast tier, if there is room."""
-        with self.pinned(entry.record.key), contextlib.suppress(Unreachable):
-            slow = self.residents.fastest(entry).blocking and entry not in self.reads
-            if slow and (copies := self._reserve_above(entry)):
-                self._start_read(entry, copies)
-            if entry in self.reads:
-                await asyncio.shield(self.reads[entry])
-
-    def prefetch(self, entries: Sequence[StoredEntry], *, later: bool) -> None:
-        """Promotes a Lookup's entries in the background, unless those of too many Lookups are being promoted.
-
-        An entry is promoted only if a Fetch would promote it too.
-
-        later: The caller reads the entries itself, so they are promoted afterwards, for other Lookups. Otherwise they
-            are promoted at once, as long as this Lookup's lease is held.
-        """
-
-        async def promote() -> None:
-            if later:
-                await asyncio.sleep(_LATER_SECONDS)
-            if self._prefetches == _MAX_LOOKUPS:
-                return
-            self._prefetches += 1
-            try:
-                for entry in entries:
-                    if entry.visible and (later or entry.leases):
-                        await self.promote(entry)
-            finally:
-                self._prefetches -= 1
-
-        if entries:
-            background(self.prefetching, promote())
-
-    def _reserve_above(self, entry: StoredEntry) -> dict[Tier, Place]:
-        """Reserves a place in the fastest tier with room for an entry, dropping colder copies; empty if none has."""
-        for tier in self.residents.tiers:
-            if tier.name in entry.places:
-                break
-            with contextlib.suppress(NoSpace):
-                return {tier: self.residents.reserve(tier, entry.record.size, entry.heat)[0]}
-        return {}
-
-    def _start_read(self, entry: StoredEntry, copies: dict[Tier, Place]) -> None:
-        task = self.reads[entry] = asyncio.create_task(self._verify(entry, copies))
-        task.add_done_callback(lambda _: self.reads.pop(entry))
-
-    async def _verify(self, entry: StoredEntry, copies: dict[Tier, Place]) -> bool:
-        """Verifies an entry's bytes in its fastest tier, and copies them to the reserved places.
-
-        Deletes the entry if they are damaged, and returns False. Raises Unreachable if the tier is.
-        """
-        residents, record = self.residents, entry.record
-        tier = residents.fastest(entry)
-        source, intact = entry.places[tier.name], False
-        fault: Exception = DataLoss("checksum mismatch")
-        with self._pin(entry):
-            try:
-                with tracer.start_as_current_span("kvcache.read") as span:
-                    span.set_attributes({"fusionkv.tier": tier.name, "fusionkv.bytes": record.size})
-                    span.set_attribute("fusionkv.promoted", bool(copies))
-                    intact = await self.in_thread(tier.copy, source, copies) == record.checksum
-            except OSError as error:
-                fault = error
-            finally:
-                for above, place in copies.items():
-                    if intact and entry.visible:
-                        residents.add_copy(entry, above, place)
-                        self.counters.add("promotions", tier=above.name)
-                    else:
-                        residents.unreserve(above, place)
-            if not intact and not isinstance(fault, Unreachable):
-                self.counters.add("checksum.failures", tier=tier.name)
-                _faults.warning(f"entry {record.key.hex()} was damaged in the {tier.name} tier and is deleted", fault)
-                await self.delete_damaged(entry)
-        if isinstance(fault, Unreachable):
-            raise fault
-        return intact
 
     def withdraw(self, entries: Sequence[StoredEntry]) -> Coroutine[Any, Any, None]:
         """Deletes visible entries. They become invisible at once, before the result is awaited.
@@ -386,9 +243,8 @@ class Store:
 
     async def close(self) -> None:
         """Cancels prefetching, waits for work in progress, saves heat, and closes the tiers."""
-        for task in self.prefetching:
-            task.cancel()  # a read in progress is completed
-        while pending := [*self.tasks, *self.reads.values(), *self.prefetching]:
+        self.reader.cancel_prefetching()
+        while pending := [*self.tasks, *self.reader.pending]:
             await asyncio.gather(*pending, return_exceptions=True)
         await self.save_heat()
         self.threads.shutdown(wait=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fusionkv.kvcache_service.store import store
+from fusionkv.kvcache_service.store import reading
 from tests.kvcache_service.tools import MIB, Service, digest, nearby, payload, serving
 from tests.waiting import until
 
@@ -18,9 +18,9 @@ class Slow:
     """Holds up reads of the disk tier."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, service: Service) -> None:
-        self.gate, self.read = asyncio.Event(), service.store.in_thread
+        self.gate, self.read = asyncio.Event(), service.store.reader._in_thread
         self.waiting = 0
-        monkeypatch.setattr(service.store, "in_thread", self.in_thread)
+        monkeypatch.setattr(service.store.reader, "_in_thread", self.in_thread)
 
     async def in_thread(self, function: Any, *args: Any) -> Any:
         if function.__name__ == "copy":
@@ -57,12 +57,12 @@ async def test_what_a_lookup_finds_on_disk_rises_before_it_is_fetched(start: Any
 
 
 async def test_a_lookup_waits_for_nothing_and_too_much_is_not_begun(start: Any, monkeypatch: Any) -> None:
-    service, most = await start(memory=8 * MIB, disk=32 * MIB), store._MAX_LOOKUPS
+    service, most = await start(memory=8 * MIB, disk=32 * MIB), reading._MAX_LOOKUPS
     digests = await stored(service, *"abcdef")
     slow = Slow(monkeypatch, service)
     entries = [await service.entry(digest) for digest in digests]
     assert {entry.tier for entry in entries} == {"disk"}
-    assert slow.waiting == len(service.store.prefetching) == most
+    assert slow.waiting == len(service.store.reader.prefetching) == most
     fetching = asyncio.create_task(service.fetch(entries[0]))
     await until(lambda: service.store.residents.get(entries[0].key).pins == 3)  # the third is that fetch
     slow.gate.set()
@@ -81,10 +81,10 @@ async def test_one_read_ends_and_no_other_is_begun(how: str, tmp_path: Path, mon
         found = await service.find("s", "a")
         await until(lambda: slow.waiting == 1)
         if how == "the store closes":
-            for task in service.store.prefetching:
+            for task in service.store.reader.prefetching:
                 task.cancel()
-            await until(lambda: not service.store.prefetching)
-            assert service.store.reads
+            await until(lambda: not service.store.reader.prefetching)
+            assert service.store.reader.reads
         else:
             await service.client.release(found.lease)
         slow.gate.set()
@@ -102,17 +102,17 @@ async def test_what_a_caller_reads_in_the_files_rises_later(start: Any, tmp_path
         assert found.hits[0].entry.extent is not None
         await near.client.release(found.lease)
         await until(lambda: a in service.chunks("memory"))
-        assert time.monotonic() - asked >= store._LATER_SECONDS, "the caller's own reads come first"
+        assert time.monotonic() - asked >= reading._LATER_SECONDS, "the caller's own reads come first"
 
 
 async def test_what_rises_later_takes_no_place_of_other_lookups(start: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(store, "_LATER_SECONDS", 3600)
+    monkeypatch.setattr(reading, "_LATER_SECONDS", 3600)
     service = await start(memory=2 * MIB, disk=32 * MIB)
     (a,) = await stored(service, "a")
     async with nearby(service, tmp_path / "socket", send_file=False) as near:
-        for _ in range(store._MAX_LOOKUPS):
+        for _ in range(reading._MAX_LOOKUPS):
             await near.find("a")
         await service.find("a")
         await until(lambda: a in service.chunks("memory"))
-    for task in service.store.prefetching:
+    for task in service.store.reader.prefetching:
         task.cancel()

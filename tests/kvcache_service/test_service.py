@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from fusionkv.kvcache_service import metrics
 from fusionkv.kvcache_service.client import Entry, HitKind
-from fusionkv.kvcache_service.store import entries, store
+from fusionkv.kvcache_service.store import entries, reading, store
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime import errors
@@ -180,7 +180,7 @@ async def test_prefetch_brings_up_what_there_is_room_for(start: Any) -> None:
 
 async def test_what_prefetch_finds_damaged_is_deleted(start: Any, caplog: Any, monkeypatch: Any) -> None:
     # As if it were the first.
-    monkeypatch.setattr(store, "_faults", logs.RateLimitedLog(logging.getLogger("fusionkv")))
+    monkeypatch.setattr(reading, "_faults", logs.RateLimitedLog(logging.getLogger("fusionkv")))
     service = await start(memory=1 * MIB, disk=16 * MIB)
     key, _ = await service.put("S", payload("S", 900_000))
     service.clock.now += 1000
@@ -246,7 +246,7 @@ async def test_metrics_and_spans(start: Any, monkeypatch: pytest.MonkeyPatch) ->
     meters, tracers = MeterProvider([reader]), TracerProvider()
     tracers.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(metrics.metrics, "get_meter", meters.get_meter)
-    monkeypatch.setattr(store, "tracer", tracers.get_tracer("test"))
+    monkeypatch.setattr(reading, "tracer", tracers.get_tracer("test"))
     service = await start(memory=1 * MIB, disk=2 * MIB)
     metrics.observe_tiers(
         lambda: [(tier.name, tier.used_bytes, tier.capacity_bytes) for tier in service.store.residents.tiers]

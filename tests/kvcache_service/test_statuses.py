@@ -387,12 +387,12 @@ async def test_what_is_damaged_is_deleted_although_its_reader_left(start: Any, m
     monkeypatch.setattr(DiskTier, "copy", lambda *args: (asked.set(), go.wait(20), copy(*args))[-1])
 
     async def read() -> None:
-        with store.pinned(key) as entry:
-            await anext(store.frames(entry))
+        with store.reader.pinned(key) as entry:
+            await anext(store.reader.frames(entry))
 
     reading = asyncio.create_task(read())
     await until(asked.is_set)
-    loading = store.reads[damaged]
+    loading = store.reader.reads[damaged]
     reading.cancel()
     await asyncio.wait([reading])
     service.clock.now += 1000

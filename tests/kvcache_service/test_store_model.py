@@ -132,14 +132,14 @@ def make_machine(memory: int, disk: int) -> type[RuleBasedStateMachine]:
             key = data.draw(st.sampled_from(sorted(self.content)))
 
             async def read() -> bytes:
-                with self.store.pinned(key) as entry:
-                    return b"".join([bytes(frame) async for frame in self.store.frames(entry)])
+                with self.store.reader.pinned(key) as entry:
+                    return b"".join([bytes(frame) async for frame in self.store.reader.frames(entry)])
 
             assert self.loop.run_until_complete(read()) == self.content[key][2]
 
         @rule()
         def fetch_what_is_not_there(self) -> None:
-            with pytest.raises(NotFound), self.store.pinned(b"?" * 32):
+            with pytest.raises(NotFound), self.store.reader.pinned(b"?" * 32):
                 pass
 
         @precondition(lambda self: self.leases)
@@ -191,7 +191,7 @@ def make_machine(memory: int, disk: int) -> type[RuleBasedStateMachine]:
 
         @invariant()
         def integrity(self) -> None:
-            while self.store.reads or self.store.tasks:
+            while self.store.reader.reads or self.store.tasks:
                 self.loop.run_until_complete(asyncio.sleep(0))
             # An aborted put gives its place back when its thread is done.
             self.loop.run_until_complete(until(lambda: not self.store.residents._reserved))
