@@ -115,7 +115,7 @@ def cluster(folder: Path, remote: str, model: str) -> Iterator[Cluster]:
 
     shared = process(remote, REMOTES[remote])
     # A Mooncake Store keeps entries in memory that the cache services contribute.
-    lent = ("--remote-segment-bytes", "256MiB") if remote == "mooncake" else ()
+    lent = ("--remote-memory-bytes", "256MiB") if remote == "mooncake" else ()
     tier = ("--remote-url", f"{remote}://{shared.address}", *lent)
     caches = [
         process(f"kvcache-{n}", lambda port, n=n: serve("kvcache", port, "--data-dir", folder / f"node-{n}", *tier))

@@ -110,7 +110,7 @@ def _make_engine(config: Config, extra: str) -> RemoteEngine:
     if extra == "mooncake":
         from fusionkv.kvcache_service.remote.mooncake_engine import MooncakeEngine
 
-        return MooncakeEngine(config.remote_url, config.remote_segment_bytes)
+        return MooncakeEngine(config.remote_url, config.remote_memory_bytes)
     if extra == "object-store":
         from fusionkv.kvcache_service.remote.object_engine import ObjectEngine
 

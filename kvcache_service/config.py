@@ -48,7 +48,7 @@ class Config:
         "maximum milliseconds that a Lookup waits for the remote tier; past it, only local entries are found",
         low=1,
     )
-    remote_segment_bytes: int = setting(
+    remote_memory_bytes: int = setting(
         GIB, "memory that this service contributes to a Mooncake Store, beside its own tiers", bytes=True, low=0
     )
     max_entry_bytes: int = setting(GIB, "maximum size of an entry", bytes=True, low=1, high=GIB)

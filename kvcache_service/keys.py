@@ -21,7 +21,7 @@ def namespace(model: bytes, settings: Mapping[str, str], tenant: str) -> bytes:
         settings: Other properties chosen by the worker, such as dtype, layout and RoPE.
         tenant: Isolates users from each other.
     """
-    pairs = [part for key in sorted(settings) for part in (key.encode(), settings[key].encode())]
+    pairs = [text for key in sorted(settings) for text in (key.encode(), settings[key].encode())]
     return _digest(b"namespace", [model, tenant.encode(), *pairs])
 
 
@@ -74,11 +74,11 @@ def replica_key(namespace: bytes, system: bytes, chunk: bytes) -> bytes:
     return _digest(b"replicas", [namespace, system, chunk])
 
 
-def _digest(tag: bytes, parts: Sequence[bytes]) -> bytes:
+def _digest(tag: bytes, fields: Sequence[bytes]) -> bytes:
     # A single call of the hash: another costs as much as 64 bytes, and a Lookup of 20 chunks makes up to 40 digests.
     message = b""
-    for part in (tag, *parts):
-        message += len(part).to_bytes(8, "little") + part
+    for field in (tag, *fields):
+        message += len(field).to_bytes(8, "little") + field
     return hashlib.sha256(message).digest()
 
 

@@ -39,13 +39,13 @@ def alterations(config: Any) -> dict[str, str]:
     if callable(config.hf_overrides):
         raise ValueError("FusionKV can't tell what hf_overrides change if they are a function: give a dict")
     revision = config.revision if config.revision != "main" and not Path(config.model).is_dir() else ""
-    found = {
+    changes = {
         "quantization": str(config.quantization or ""),
         "hf_overrides": json.dumps(config.hf_overrides, sort_keys=True, default=str) if config.hf_overrides else "",
         "hf_config_path": str(config.hf_config_path or ""),
         "revision": revision or "",
     }
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in changes.items() if value}
 
 
 @dataclass(frozen=True, slots=True)

@@ -320,7 +320,7 @@ def systems(folder: Path) -> Iterator[dict[str, Callable[[], System] | str]]:
             ports = ("--rpc_port", str(at), "--metrics_port", str(metrics), "--rpc_address", "127.0.0.1")
             master = start(str(Path(mooncake.__path__[0], "mooncake_master")), *ports).listens(at)
             found["mooncake"] = lambda: Mooncake(at, master.pid)
-            lent = ("--remote-url", f"mooncake://127.0.0.1:{at}", "--remote-segment-bytes", "1GiB")
+            lent = ("--remote-url", f"mooncake://127.0.0.1:{at}", "--remote-memory-bytes", "1GiB")
             ours("fusionkv over mooncake", *lent, services=3, pids=[master.pid])
         except ImportError as error:
             found["mooncake"] = str(error)

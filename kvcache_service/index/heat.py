@@ -65,7 +65,7 @@ class ColdQueue:
 
     def coldest(self, evictable: Callable[[int], bool]) -> Generator[int]:
         """Yields rows for which `evictable` is true, coldest first. They remain members."""
-        seen: list[int] = []
+        popped: list[int] = []
         try:
             while self._heap:
                 item = heapq.heappop(self._heap)
@@ -73,16 +73,16 @@ class ColdQueue:
                 now = self._item(row)
                 # The row was removed, or its number was reused: the new entry has an item of its own, which is not
                 # above the stale one.
-                if self._places[row] < 0 or item > now or (seen and seen[-1] == item):
+                if self._places[row] < 0 or item > now or (popped and popped[-1] == item):
                     continue
                 if now != item:
                     heapq.heappush(self._heap, now)
                     continue
-                seen.append(item)
+                popped.append(item)
                 if evictable(row):
                     yield row
         finally:
-            for item in seen:
+            for item in popped:
                 heapq.heappush(self._heap, item)
 
     def check_integrity(self) -> None:

@@ -152,10 +152,10 @@ def _with_longest_suffix(members: Sequence[tuple[bytes, int]], path: Sequence[by
 
     If only the chunk is shared, an entry encoded without other chunks before it is preferred: it depends on none.
     """
-    wanted = b"".join(reversed(path))
-    at = bisect_left(members, (wanted, -1))
-    trail, row = max(members[max(at - 1, 0) : at + 1], key=lambda member: common(member[0], wanted))
-    if common(trail, wanted) == 1:
+    target = b"".join(reversed(path))
+    at = bisect_left(members, (target, -1))
+    trail, row = max(members[max(at - 1, 0) : at + 1], key=lambda member: common(member[0], target))
+    if common(trail, target) == 1:
         alone = path[-1] + path[0]
         at = bisect_left(members, (alone, -1))
         if at < len(members) and members[at][0] == alone:
@@ -164,8 +164,8 @@ def _with_longest_suffix(members: Sequence[tuple[bytes, int]], path: Sequence[by
 
 
 def _most_similar(versions: Sequence[tuple[bytes, int]], path: Sequence[bytes]) -> int | None:
-    wanted = b"".join(reversed(path))
-    (shared, _), row = max((similarity(trail, wanted), row) for trail, row in versions)
+    target = b"".join(reversed(path))
+    (shared, _), row = max((similarity(trail, target), row) for trail, row in versions)
     return row if shared else None
 
 

@@ -40,7 +40,7 @@ class MooncakeEngine(RemoteEngine):
     values; there is no time to live. Mooncake applies its own timeouts to calls.
     """
 
-    def __init__(self, url: str, segment_bytes: int) -> None:
+    def __init__(self, url: str, memory_bytes: int) -> None:
         """url: mooncake://MASTER:PORT?host=OWN&protocol=tcp|rdma&device=NAMES&metadata=URL, the last four optional.
 
         Raises ImportError if the package, or a library that it needs, is not installed; ValueError if the URL is
@@ -51,9 +51,12 @@ class MooncakeEngine(RemoteEngine):
         settings = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
         if not parts.hostname or not parts.port or parts.path or settings.keys() - _DEFAULTS:
             raise ValueError(f"expected mooncake://MASTER:PORT, optionally with {', '.join(_DEFAULTS)} in the query")
-        own = _DEFAULTS | settings
-        self._own, self._master = (own["host"], own["metadata"]), (own["protocol"], own["device"], parts.netloc)
-        self._segment_bytes = segment_bytes
+        options = _DEFAULTS | settings
+        self._local, self._master = (
+            (options["host"], options["metadata"]),
+            (options["protocol"], options["device"], parts.netloc),
+        )
+        self._memory_bytes = memory_bytes
         self._store: Any = None
         self._connecting = threading.Lock()
         self._staging = threading.local()
@@ -161,7 +164,7 @@ class MooncakeEngine(RemoteEngine):
             if self._store is None:
                 self._check_master()
                 store = self._make()
-                answer = store.setup(*self._own, self._segment_bytes, _BUFFER_BYTES, *self._master)
+                answer = store.setup(*self._local, self._memory_bytes, _BUFFER_BYTES, *self._master)
                 if answer:
                     with contextlib.suppress(Exception):
                         store.close()
@@ -176,7 +179,7 @@ class MooncakeEngine(RemoteEngine):
         """
         if time.monotonic() < self._next_join:
             raise Unreachable(f"the Mooncake Store at {self._master[-1]} can't be joined")
-        command = [sys.executable, "-P", "-m", __name__, *self._own, *self._master]
+        command = [sys.executable, "-P", "-m", __name__, *self._local, *self._master]
         try:
             subprocess.run(command, check=True, timeout=_JOIN_SECONDS, capture_output=True, stdin=subprocess.DEVNULL)
         except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
@@ -205,6 +208,6 @@ def _store_class() -> Any:
 
 if __name__ == "__main__":
     process.end_with_parent()
-    own, master = sys.argv[1:3], sys.argv[3:]
+    local, master = sys.argv[1:3], sys.argv[3:]
     # Without the client's own end, which would wait for the master.
-    os._exit(min(1, abs(_store_class()().setup(*own, 0, 0, *master))))
+    os._exit(min(1, abs(_store_class()().setup(*local, 0, 0, *master))))

@@ -140,10 +140,10 @@ def _receive(pool: redis.ConnectionPool, names: Sequence[str], into: Sequence[me
 def _expect(source: Any, expected: bytes) -> bool:
     """Whether a socket's next bytes are these."""
     while expected:
-        part = source.recv(len(expected))
-        if not part or not expected.startswith(part):
+        data = source.recv(len(expected))
+        if not data or not expected.startswith(data):
             return False
-        expected = expected[len(part) :]
+        expected = expected[len(data) :]
     return True
 
 

@@ -296,13 +296,14 @@ class Residents:
 
     def recover(self, entries: Iterable[Recovered]) -> None:
         """Makes persisted entries of the home tier visible."""
-        for found in entries:
+        for recovered in entries:
             try:
-                self._add_to_tier(self.index.add(found.record, found.heat), self.home.name, found.place)
+                row = self.index.add(recovered.record, recovered.heat)
+                self._add_to_tier(row, self.home.name, recovered.place)
             except KeyError:  # already found by key
-                row = self.index.row(found.record.key)
-                if row is not None and self._places[self.home.name][row] == found.place.offset:
-                    self._unrecovered.discard(row)
+                known = self.index.row(recovered.record.key)
+                if known is not None and self._places[self.home.name][known] == recovered.place.offset:
+                    self._unrecovered.discard(known)
 
     def end_recovery(self) -> None:
         """Deletes entries found by key but not recovered: the index is damaged, or their place overlaps another."""
@@ -350,9 +351,9 @@ class Residents:
 
     def _row(self, key: bytes) -> int | None:
         row = self.index.row(key)
-        if row is None and self.finder is not None and (found := self.finder(key)) is not None:
-            row = self.index.add(found.record, found.heat)
-            self._add_to_tier(row, self.home.name, found.place)
+        if row is None and self.finder is not None and (persisted := self.finder(key)) is not None:
+            row = self.index.add(persisted.record, persisted.heat)
+            self._add_to_tier(row, self.home.name, persisted.place)
             self._unrecovered.add(row)
         return row
 

@@ -13,7 +13,7 @@ PIECE_BYTES = 256 << 10
 
 
 class Checksum:
-    """Incremental checksum of bytes that arrive in parts of any size."""
+    """Incremental checksum of bytes that arrive in buffers of any size."""
 
     def __init__(self) -> None:
         self._root = xxhash.xxh3_128()
@@ -23,17 +23,17 @@ class Checksum:
     def update(self, data: bytes | bytearray | memoryview) -> None:
         rest = memoryview(data).cast("B")
         while len(rest):
-            part = rest[: PIECE_BYTES - self._begun]
-            if len(part) == PIECE_BYTES:
-                self._root.update(xxhash.xxh3_64_digest(part))
+            head = rest[: PIECE_BYTES - self._begun]
+            if len(head) == PIECE_BYTES:
+                self._root.update(xxhash.xxh3_64_digest(head))
             else:
-                self._piece.update(part)
-                self._begun += len(part)
+                self._piece.update(head)
+                self._begun += len(head)
                 if self._begun == PIECE_BYTES:
                     self._root.update(self._piece.digest())
                     self._piece.reset()
                     self._begun = 0
-            rest = rest[len(part) :]
+            rest = rest[len(head) :]
 
     def digest(self) -> bytes:
         """The checksum of all bytes so far, 16 bytes."""

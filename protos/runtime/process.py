@@ -148,10 +148,10 @@ def data_folder(path: Path, *files: str) -> None:
         OSError: the folder can't be created, or a file is something else: opening a FIFO would wait for its writer.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = path.stat()
-    allowed = 0o770 if found.st_mode & stat.S_IWGRP else 0o700
-    if found.st_uid == os.geteuid() and found.st_mode & 0o777 & ~allowed:
-        path.chmod(stat.S_IMODE(found.st_mode) & (allowed | 0o7000))
+    status = path.stat()
+    allowed = 0o770 if status.st_mode & stat.S_IWGRP else 0o700
+    if status.st_uid == os.geteuid() and status.st_mode & 0o777 & ~allowed:
+        path.chmod(stat.S_IMODE(status.st_mode) & (allowed | 0o7000))
     for file in (path / name for name in files):
         if file.exists() and not file.is_file():
             raise OSError(f"{file} is not a file: remove it")
@@ -272,10 +272,10 @@ def _listeners(port: int) -> set[int]:
 def is_near(host: str) -> bool:
     """Whether a host is this machine or has private addresses alone, as in a cluster: calls use no proxy."""
     try:
-        found = {str(where[0]).partition("%")[0] for *_, where in socket.getaddrinfo(host, None)}
+        addresses = {str(where[0]).partition("%")[0] for *_, where in socket.getaddrinfo(host, None)}
     except (OSError, UnicodeError):
         return False
-    return all(ipaddress.ip_address(address).is_private for address in found)
+    return all(ipaddress.ip_address(address).is_private for address in addresses)
 
 
 def say(line: str, stream: TextIO) -> None:

@@ -85,9 +85,9 @@ class ServerTLS:
         return context
 
     def _read(self) -> grpc.ServerCertificateConfiguration:
-        own = read_identity(self.cert, self.key)
+        identity = read_identity(self.cert, self.key)
         client_ca = read_ca(self.client_ca) if self.client_ca else None
-        return grpc.ssl_server_certificate_configuration([own], client_ca)
+        return grpc.ssl_server_certificate_configuration([identity], client_ca)
 
 
 class _Counted(ssl.SSLObject):
@@ -211,7 +211,7 @@ def read_identity(cert: Path, key: Path) -> tuple[bytes, bytes]:
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
     chain, secret = read_bytes(cert, "the certificate"), read_bytes(key, "the key")
-    own = _certificates(chain, "the certificate", cert)[0]
+    certificate = _certificates(chain, "the certificate", cert)[0]
     private = None
     # The library's error could quote the key.
     with contextlib.suppress(ValueError, TypeError):
@@ -219,7 +219,7 @@ def read_identity(cert: Path, key: Path) -> tuple[bytes, bytes]:
     if private is None:
         raise BadFile(f"the key {key} is not a PEM private key without a password")
     form = Encoding.DER, PublicFormat.SubjectPublicKeyInfo
-    if private.public_key().public_bytes(*form) != own.public_key().public_bytes(*form):
+    if private.public_key().public_bytes(*form) != certificate.public_key().public_bytes(*form):
         raise BadFile(f"the key {key} does not belong to the certificate {cert}")
     return secret, chain
 

@@ -31,7 +31,7 @@ class MooncakeMaster(Killable):
         self._host, self._before = host, before
         self.port = port or free_port()
         self.url = f"mooncake://{host}:{self.port}"
-        self.flags = ("--remote-segment-bytes", SEGMENT)
+        self.flags = ("--remote-memory-bytes", SEGMENT)
         self.start()
 
     def start(self) -> None:
