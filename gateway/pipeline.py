@@ -6,7 +6,8 @@ They follow OpenTelemetry's GenAI conventions, and never contain the text of a q
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -83,6 +84,17 @@ class AnswerEngine(Protocol):
         """Closes all connections, those to the workers too."""
 
 
+@dataclass(frozen=True, slots=True)
+class _PlannedPrompt:
+    """A worker's request for a prompt, the prompt's passages in order, and the name of the model."""
+
+    request: fusion_pb2.GenerateRequest
+    passages: Sequence[Passage]
+    model: str
+    retrieve_seconds: float
+    plan_seconds: float
+
+
 class Pipeline:
     """Answers questions over given passages or over the corpora in the retrieval engine."""
 
@@ -147,6 +159,48 @@ class Pipeline:
     ) -> AsyncGenerator[pb.GenerateResponse]:
         """Answers a request: Sources, an Explanation if requested, tokens, a Summary."""
         began, seconds_given = time.perf_counter(), deadline.remaining()
+        prompt = await self._planned(tenant, request, deadline)
+        # Only after planning: a prompt over the model's length is an error, not half an answer.
+        yield pb.GenerateResponse(sources=pb.Sources(passages=[source for _, source in prompt.passages]))
+        tokens = prompt_tokens(prompt.request)
+        tenant.meter.spend(tokens)
+        ttft, finished = 0.0, False
+        span = tracer.start_span(
+            f"chat {prompt.model}", kind=SpanKind.CLIENT, attributes=_request_attributes(prompt.request, prompt.model)
+        )
+        try:
+            async with contextlib.aclosing(self._engine.generate(prompt.request, deadline)) as responses:
+                async for response in _within(span, responses):
+                    if deadline.passed:  # the tokens that it waited for are there
+                        raise DeadlineExceeded(f"the answer was not read within {seconds_given:.1f} s")
+                    if response.HasField("token"):
+                        tenant.meter.spend(1)
+                        if not ttft:
+                            ttft = time.perf_counter() - began
+                            # Within the request's span, which becomes the exemplar.
+                            _ttft.record(ttft, {"fusionkv.recipe": recipe_label(prompt.request.recipe)})
+                        yield pb.GenerateResponse(token=response.token)
+                    elif response.HasField("explanation"):
+                        yield pb.GenerateResponse(explanation=response.explanation)
+                    else:
+                        _complete(response.summary, prompt, ttft, time.perf_counter() - began)
+                        span.set_attributes(answer_attributes(response.summary, prompt.model))
+                        _record_answer(response.summary, tenant.label)
+                        finished = True
+                        yield pb.GenerateResponse(summary=response.summary)
+        except Exception as error:
+            finished = True  # with an error, which the span records
+            if not ttft and isinstance(error, _UNSERVED):
+                tenant.meter.give_back(tokens)
+            raise
+        finally:
+            if not finished:
+                span.set_attribute("fusionkv.cancelled", True)
+            span.end()
+
+    async def _planned(self, tenant: Tenant, request: pb.GenerateRequest, deadline: Deadline) -> _PlannedPrompt:
+        """Checks a request, and retrieves and orders its passages. Raises as `retrieve` and `plan.build`."""
+        began = time.perf_counter()
         conversation = Conversation.of(request)
         plan.check(request, self._config.max_top_k)
         resolve = partial(self._recipe, request)
@@ -175,51 +229,19 @@ class Pipeline:
             with _charged(tenant):
                 worker_request = await asyncio.to_thread(plan.build, *parts)
             span.set_attributes({"fusionkv.chunks": len(passages), "fusionkv.recipe": recipe.name})
-        planned = time.perf_counter()
-        # Only after planning: a prompt over the model's length is an error, not half an answer.
-        yield pb.GenerateResponse(sources=pb.Sources(passages=[source for _, source in passages]))
-        prompt = prompt_tokens(worker_request)
-        tenant.meter.spend(prompt)
-        ttft = 0.0
-        model = vocabulary.model.name
-        span = tracer.start_span(
-            f"chat {model}", kind=SpanKind.CLIENT, attributes=_request_attributes(worker_request, model)
-        )
-        finished = False
-        try:
-            async with contextlib.aclosing(self._engine.generate(worker_request, deadline)) as responses:
-                async for response in _within(span, responses):
-                    if deadline.passed:  # the tokens that it waited for are there
-                        raise DeadlineExceeded(f"the answer was not read within {seconds_given:.1f} s")
-                    if response.HasField("token"):
-                        tenant.meter.spend(1)
-                        if not ttft:
-                            ttft = time.perf_counter() - began
-                            # Within the request's span, which becomes the exemplar.
-                            _ttft.record(ttft, {"fusionkv.recipe": recipe_label(recipe.name)})
-                        yield pb.GenerateResponse(token=response.token)
-                    elif response.HasField("explanation"):
-                        yield pb.GenerateResponse(explanation=response.explanation)
-                    else:
-                        summary, seconds = response.summary, response.summary.seconds
-                        seconds.retrieve, seconds.plan = retrieved - began, planned - retrieved
-                        seconds.ttft, seconds.total = ttft, time.perf_counter() - began
-                        summary.chunks_retrieved, summary.model = len(passages), model
-                        if trace.get_current_span().is_recording():
-                            summary.trace_id = telemetry.trace_id()
-                        span.set_attributes(answer_attributes(summary, model))
-                        _record_answer(summary, tenant.label)
-                        finished = True
-                        yield pb.GenerateResponse(summary=summary)
-        except Exception as error:
-            finished = True  # with an error, which the span records
-            if not ttft and isinstance(error, _UNSERVED):
-                tenant.meter.give_back(prompt)
-            raise
-        finally:
-            if not finished:
-                span.set_attribute("fusionkv.cancelled", True)
-            span.end()
+        seconds = retrieved - began, time.perf_counter() - retrieved
+        return _PlannedPrompt(worker_request, passages, vocabulary.model.name, *seconds)
+
+
+def _complete(summary: Summary, prompt: _PlannedPrompt, ttft: float, total: float) -> None:
+    """Sets what the gateway knows of an answer in the worker's summary; `ttft` and `total` are seconds."""
+    seconds = summary.seconds
+    seconds.retrieve, seconds.plan, seconds.ttft, seconds.total = (
+        prompt.retrieve_seconds, prompt.plan_seconds, ttft, total,
+    )  # fmt: skip
+    summary.chunks_retrieved, summary.model = len(prompt.passages), prompt.model
+    if trace.get_current_span().is_recording():
+        summary.trace_id = telemetry.trace_id()
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from opentelemetry import propagate, trace
 
 from fusionkv.kvcache_service.index.record import HitKind
 from fusionkv.kvcache_service.local import LocalTiers, copy_hashed, read_into
+from fusionkv.protos.deadline import Deadline
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.kvcache.v1.kvcache_pb2_grpc import KVCacheServiceStub
 from fusionkv.protos.runtime import cancellation, errors, frames, process, rpc
@@ -99,7 +100,7 @@ class CacheClient:
         elements = [pb.PathElement(digest=digest, variants=variants) for digest, variants in path]
         request = pb.LookupRequest(namespace=namespace, path=elements, lease_ms=lease_ms)
         sent = time.monotonic()
-        response = await self._call("Lookup", request, timeout)
+        response = await self._call("Lookup", request, Deadline.after(timeout))
         # The service measures the lease from the arrival of the request, or later.
         self._local.add_lease(response.lease, sent + response.lease_ms / 1000)
         shared = await self._local.open(response.arena)
@@ -116,7 +117,7 @@ class CacheClient:
             NotFound: The entry is gone, or was in a remote tier that is unreachable.
         """
         into = into.cast("B")
-        deadline = time.monotonic() + timeout
+        deadline = Deadline.after(timeout)
         if len(into) != entry.size:
             raise errors.InvalidArgument(f"the buffer holds {len(into)} bytes, the entry {entry.size}")
         if self.on_disk(entry) and await self.read(entry, partial(read_into, into), timeout=timeout):
@@ -124,10 +125,9 @@ class CacheClient:
         if entry.shared is not None:
             if await self._local.copy_leased(entry.shared, entry.lease, into):
                 return
-        elif await self._fetch_promoted(entry, into, deadline - time.monotonic()):
+        elif await self._fetch_promoted(entry, into, deadline):
             return
-        remaining = deadline - time.monotonic()
-        call = self._begin("Fetch", pb.FetchRequest(key=entry.key, checksum=entry.checksum), remaining)
+        call = self._begin("Fetch", pb.FetchRequest(key=entry.key, checksum=entry.checksum), deadline)
         try:
             with self._errors("fetch from"):
                 digest = await frames.fill(into, call)
@@ -136,7 +136,7 @@ class CacheClient:
         finally:
             call.cancel()
         if digest != entry.checksum:
-            remaining = min(deadline - time.monotonic(), _DELETE_DAMAGED_SECONDS)
+            remaining = min(deadline.remaining(), _DELETE_DAMAGED_SECONDS)
             with contextlib.suppress(errors.ServiceError):  # the damage is the error to report
                 await self.delete([entry.key], here=True, timeout=remaining)
             raise errors.DataLoss(f"entry {entry.key.hex()} arrived damaged from {self.address}; it is deleted there")
@@ -177,12 +177,12 @@ class CacheClient:
             ) from error
         return digest == entry.checksum and self._local.is_leased(entry.lease)
 
-    async def _fetch_promoted(self, entry: Entry, into: memoryview, timeout: float) -> bool:
+    async def _fetch_promoted(self, entry: Entry, into: memoryview, deadline: Deadline) -> bool:
         """Has an entry promoted, or copied from the remote tier, and copies it from shared memory, if it is there."""
         if not self._local.mapped:
             return False
         try:
-            response = await self._call("Prefetch", pb.PrefetchRequest(keys=[entry.key]), timeout)
+            response = await self._call("Prefetch", pb.PrefetchRequest(keys=[entry.key]), deadline)
         except errors.ServiceError:
             return False  # the stream, which is tried next, raises the error
         arena = await self._local.open(response.arena)
@@ -214,7 +214,7 @@ class CacheClient:
             The key, and whether the entry was stored: not if it exists or is superfluous.
         """
         data = data.cast("B")
-        deadline = time.monotonic() + timeout
+        deadline = Deadline.after(timeout)
         checksum = await asyncio.to_thread(checksum_of, data) if len(data) > _HASH_INLINE_BYTES else checksum_of(data)
         header = pb.PutHeader(
             namespace=namespace,
@@ -231,7 +231,7 @@ class CacheClient:
             async with asyncio.timeout(None) as put:
                 self._puts.add(put)
                 try:
-                    response = await self._send(header, data, deadline - time.monotonic())
+                    response = await self._send(header, data, deadline)
                 finally:
                     self._puts.discard(put)
         return response.key, response.outcome == pb.PutResponse.OUTCOME_STORED
@@ -239,7 +239,7 @@ class CacheClient:
     async def release(self, lease: int, *, timeout: float = 5.0) -> None:
         """Ends a lease; an unknown or expired one is ignored."""
         self._local.drop_lease(lease)
-        await self._call("Release", pb.ReleaseRequest(lease=lease), timeout)
+        await self._call("Release", pb.ReleaseRequest(lease=lease), Deadline.after(timeout))
 
     async def delete(
         self, keys: Sequence[bytes] = (), *, namespace: bytes = b"", here: bool = False, timeout: float = 30.0
@@ -248,12 +248,13 @@ class CacheClient:
 
         here: Keep entries in the remote tier.
         """
-        response = await self._call("Delete", pb.DeleteRequest(keys=keys, namespace=namespace, here=here), timeout)
+        request = pb.DeleteRequest(keys=keys, namespace=namespace, here=here)
+        response = await self._call("Delete", request, Deadline.after(timeout))
         return int(response.deleted)
 
     async def stats(self, *, timeout: float = 5.0) -> pb.StatsResponse:
         """Counters and gauges of the service."""
-        return await self._call("Stats", pb.StatsRequest(), timeout)
+        return await self._call("Stats", pb.StatsRequest(), Deadline.after(timeout))
 
     async def close(self) -> None:
         """Closes the connection; calls in progress and later ones raise Unavailable."""
@@ -264,7 +265,7 @@ class CacheClient:
             await channel.close()
         self._local.close()
 
-    async def _send(self, header: pb.PutHeader, data: memoryview, timeout: float) -> pb.PutResponse:
+    async def _send(self, header: pb.PutHeader, data: memoryview, deadline: Deadline) -> pb.PutResponse:
         """Sends the header of a Put, waits until the server has reserved space, then sends the data.
 
         If the server does not need the data, it responds at once. Sending data anyway would waste bandwidth and lose
@@ -275,7 +276,7 @@ class CacheClient:
         with span, self._errors("put at"):
             metadata: dict[str, str] = {}
             propagate.inject(metadata)
-            call = self._begin("Put", None, timeout, metadata=tuple(metadata.items()))
+            call = self._begin("Put", None, deadline, metadata=tuple(metadata.items()))
             try:
                 # The call has ended, and its status has the reason. InternalError: directly before the half-close.
                 with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.InternalError):
@@ -295,9 +296,9 @@ class CacheClient:
             finally:
                 call.cancel()
 
-    async def _call(self, method: str, request: Any, timeout: float) -> Any:
+    async def _call(self, method: str, request: Any, deadline: Deadline) -> Any:
         with self._errors(f"{method.lower()} at"):
-            return await self._begin(method, request, timeout)
+            return await self._begin(method, request, deadline)
 
     @contextlib.contextmanager
     def _errors(self, doing: str) -> Iterator[None]:
@@ -314,10 +315,9 @@ class CacheClient:
     def _unavailable(self, doing: str) -> errors.Unavailable:
         return errors.Unavailable(f"{doing} the cache service at {self.address}: the client is closed")
 
-    def _begin(self, method: str, request: Any, timeout: float, **more: Any) -> Any:
+    def _begin(self, method: str, request: Any, deadline: Deadline, **more: Any) -> Any:
         """Starts a call. The channel is created here, since it binds to the running event loop."""
-        if timeout <= 0:
-            # gRPC would interpret 0 as no deadline.
+        if deadline.passed:
             raise errors.DeadlineExceeded(f"no time left for {method.lower()} at the cache service at {self.address}")
         if self._closed:
             raise self._unavailable(f"{method.lower()} at")
@@ -333,7 +333,7 @@ class CacheClient:
             self._stub.Put = put_channel.stream_unary(
                 _SERVICE + "Put", request_serializer=_put_message, response_deserializer=pb.PutResponse.FromString
             )
-        return getattr(self._stub, method)(request, timeout=timeout, **more)
+        return getattr(self._stub, method)(request, timeout=deadline.remaining(), **more)
 
 
 def decode_hit(message: pb.Hit, lease: int, arena: memoryview | None) -> Hit:

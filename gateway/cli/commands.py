@@ -24,6 +24,7 @@ from fusionkv.gateway.cli.console import print_json, progress, retry_while_busy
 from fusionkv.gateway.client import results
 from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.gateway.client.results import Event, Explanation, Ingested, Item, Progress, Summary, Token, as_dict
+from fusionkv.protos.deadline import Deadline
 from fusionkv.protos.kvcache.v1.kvcache_pb2 import Tier
 from fusionkv.protos.runtime import cancellation
 from fusionkv.protos.runtime.errors import AlreadyExists, InvalidArgument, NotFound, ServiceError
@@ -69,7 +70,7 @@ async def ingest(args: argparse.Namespace) -> int:
             await _delete_vanished(client, args, total, current)
         total.seconds = round(time.perf_counter() - began, 3)
         if args.precompute is not None and total.documents:
-            encoded = await encode.corpus(client, args.json, args.corpus, args.precompute)
+            encoded = await encode.corpus(client, args.json, args.corpus, args.precompute, Deadline.after(0))
             total.encoded, total.encoded_before = encoded.done - encoded.skipped, encoded.skipped
     if args.json:
         print_json({"event": "summary", **asdict(total)})

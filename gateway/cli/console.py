@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fusionkv.gateway.cli import shown
+from fusionkv.protos.deadline import Deadline
 from fusionkv.protos.runtime.errors import NotFound, ResourceExhausted, Unavailable
 
 T = TypeVar("T")
@@ -63,33 +64,32 @@ def print_json(value: object) -> None:
 
 async def retry_while_busy(call: Callable[[], Awaitable[T]], seconds: float) -> T:
     """Repeats a call refused with a retry delay for up to `seconds`, and returns its result."""
-    end = time.monotonic() + seconds
+    deadline = Deadline.after(seconds)
     while True:
         try:
             return await call()
         except ResourceExhausted as error:
-            if error.retry_after is None or time.monotonic() + error.retry_after > end:
+            if error.retry_after is None or error.retry_after > deadline.remaining():
                 raise
             # Random, so that calls refused together are not retried together.
             pause = error.retry_after * random.uniform(1.0, 2.0)
         await asyncio.sleep(pause)
 
 
-async def retry_until_available(call: Callable[[], Awaitable[T]], end: float) -> T:
-    """Repeats a call that fails as UNAVAILABLE or NOT_FOUND until time.monotonic() is `end`; returns its result.
+async def retry_until_available(call: Callable[[], Awaitable[T]], deadline: Deadline) -> T:
+    """Repeats a call that fails as UNAVAILABLE or NOT_FOUND until a deadline; returns its result.
 
     Raises:
-        ServiceError: UNAVAILABLE or NOT_FOUND after `end`, any other error at once.
+        ServiceError: UNAVAILABLE or NOT_FOUND after the deadline, any other error at once.
     """
     reported = ""
     while True:
         try:
             return await call()
         except (Unavailable, NotFound) as error:
-            remaining = end - time.monotonic()
-            if remaining <= 0:
+            if deadline.passed:
                 raise
             if str(error) != reported:
                 reported = str(error)
-                shown.tell(f"waiting for up to {remaining:.0f} s more: {reported}")
-        await asyncio.sleep(min(_PAUSE, remaining))
+                shown.tell(f"waiting for up to {deadline.remaining():.0f} s more: {reported}")
+        await asyncio.sleep(min(_PAUSE, deadline.remaining()))

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import functools
-import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict
 
@@ -13,6 +12,7 @@ from fusionkv.gateway.cli.connect import UsageError
 from fusionkv.gateway.cli.console import print_json, progress, retry_until_available
 from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.gateway.client.results import Progress
+from fusionkv.protos.deadline import Deadline
 from fusionkv.protos.runtime.errors import NotFound
 
 
@@ -25,14 +25,14 @@ async def run(args: argparse.Namespace) -> int:
     async with connect.client(args) as client, _encoders(args) as own_encoders:
         for name in args.corpora if args.index is None else [args.corpora[args.index]]:
             # Per corpus: encoding the corpora before it may have taken hours.
-            end = time.monotonic() + args.wait
+            deadline = Deadline.after(args.wait)
             stored = 0
             if own_encoders:
-                encoding = functools.partial(_encode_with, client, args, name, own_encoders, end)
-                stored = await retry_until_available(encoding, end)
+                encoding = functools.partial(_encode_with, client, args, name, own_encoders, deadline)
+                stored = await retry_until_available(encoding, deadline)
             # After encoders, this call finds the KV that they stored.
-            precompute = functools.partial(corpus, client, args.json, name, args.recipe, end)
-            done = await retry_until_available(precompute, end)
+            precompute = functools.partial(corpus, client, args.json, name, args.recipe, deadline)
+            done = await retry_until_available(precompute, deadline)
             again = done.done - done.skipped
             if own_encoders and again:
                 shown.tell(
@@ -45,17 +45,17 @@ async def run(args: argparse.Namespace) -> int:
     return 0
 
 
-async def corpus(client: AsyncClient, quiet: bool, name: str, recipe: str, end: float = 0.0) -> Progress:
+async def corpus(client: AsyncClient, quiet: bool, name: str, recipe: str, deadline: Deadline) -> Progress:
     """Encodes a corpus with the gateway's workers, and shows the progress.
 
     Raises:
-        NotFound: the corpus is still empty, and time.monotonic() is less than `end`.
+        NotFound: the corpus is still empty before the deadline.
     """
     done = Progress(0, 0, 0)
     with progress(quiet) as show:
         async with contextlib.aclosing(client.precompute(name, recipe)) as events:
             async for done in events:
-                _check_there(name, done.total, end)
+                _check_there(name, done.total, deadline)
                 show(f"{name}: encoding", done.done, done.total)
                 if quiet:
                     print_json({"event": "precompute", **asdict(done)})
@@ -71,7 +71,11 @@ def _encoders(args: argparse.Namespace) -> contextlib.AbstractAsyncContextManage
 
 
 async def _encode_with(
-    client: AsyncClient, args: argparse.Namespace, name: str, own_encoders: Sequence[encoders.Encoder], end: float
+    client: AsyncClient,
+    args: argparse.Namespace,
+    name: str,
+    own_encoders: Sequence[encoders.Encoder],
+    deadline: Deadline,
 ) -> int:
     """Encodes a corpus with encoders, and shows the progress; returns the number of chunks that are newly stored.
 
@@ -84,7 +88,7 @@ async def _encode_with(
             nonlocal now
             async with contextlib.aclosing(client.plan_precompute(name, args.recipe)) as planned:
                 async for batch in planned:
-                    _check_there(name, batch.total, end)
+                    _check_there(name, batch.total, deadline)
                     now = Progress(now.done, batch.total, now.skipped)
                     if batch.requests:
                         yield [request.SerializeToString() for request in batch.requests]
@@ -100,10 +104,10 @@ async def _encode_with(
     return now.done - now.skipped
 
 
-def _check_there(corpus: str, chunks: int, end: float) -> None:
-    """Raises NotFound if a corpus has no chunks and time.monotonic() is less than `end`.
+def _check_there(corpus: str, chunks: int, deadline: Deadline) -> None:
+    """Raises NotFound if a corpus has no chunks before the deadline.
 
-    A corpus is created before its first document is stored; after `end`, it counts as an empty corpus.
+    A corpus is created before its first document is stored; after the deadline, it counts as an empty corpus.
     """
-    if not chunks and time.monotonic() < end:
+    if not chunks and not deadline.passed:
         raise NotFound(f"corpus {corpus!r} has no documents yet")

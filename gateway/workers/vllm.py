@@ -15,7 +15,6 @@ from typing import Any
 
 import aiohttp
 
-from fusionkv.fusion_worker.decode.text import TextStream
 from fusionkv.gateway.config import GatewayConfig, secret
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.gateway.workers.workers import Check, WorkerPool
@@ -86,12 +85,34 @@ class _Prefilled:
 
 
 class _Answer:
-    """Decodes the token ids of an answer to text as they arrive, and tracks how the answer ends."""
+    """One answer: its prompt and how vLLM gets the prompt's KV, its text so far, and how it ends.
 
-    def __init__(self, text: TextStream) -> None:
-        self._text = text
+    Attributes:
+        room: tokens that the model's length leaves for the answer.
+        limit: the most tokens of the answer.
+        remembered: salt and summary of an earlier prefill of this prompt, whose KV vLLM may still have.
+        salt: vLLM's `cache_salt` for the prompt.
+        prefilled: the KV that a worker made; None if vLLM has it already, or prefills the prompt itself.
+        reason: why no worker prefilled the prompt.
+        usage: vLLM's figures, set with the last token.
+    """
+
+    def __init__(self, request: pb.GenerateRequest, vocabulary: Vocabulary, max_tokens: int) -> None:
+        """max_tokens: limit of an answer whose request sets none."""
+        self.request = request
+        self.prompt = [*request.system.ids, *(i for c in request.chunks for i in c.ids), *request.question.ids]
+        self.room = vocabulary.model.max_tokens - len(self.prompt)
+        # As a worker sets it: vLLM refuses what exceeds the model's length.
+        self.limit = request.sampling.max_tokens or max(1, min(self.room, max_tokens))
+        self.exact_salt, self.fused_salt = _cache_salts(request, self.prompt)
+        self.salt = self.exact_salt
+        self.remembered: tuple[str, answer_pb2.Summary] | None = None
+        self.prefilled: _Prefilled | None = None
+        self.reason = ""
+        self.usage: dict[str, Any] = {}
         self.tokens = 0
         self.finish = ""
+        self._text = vocabulary.text(tuple(request.sampling.stop))
 
     def token(self, token: int, finish: str) -> pb.GenerateResponse:
         """Adds a token; `finish` is the engine's finish reason if it is the last."""
@@ -101,6 +122,12 @@ class _Answer:
         if self.finish:
             text += self._text.flush()
         return pb.GenerateResponse(token=answer_pb2.Token(id=token, text=text))
+
+    @property
+    def evicted(self) -> bool:
+        """Whether vLLM computed most of the prompt, which it tells with --enable-prompt-tokens-details alone."""
+        details = self.usage.get("prompt_tokens_details")
+        return details is not None and 2 * (details.get("cached_tokens") or 0) < self.usage.get("prompt_tokens", 0)
 
 
 class VLLMEngine:
@@ -121,7 +148,7 @@ class VLLMEngine:
         self._max_tokens = _MAX_TOKENS
         # Prompts whose KV vLLM received, and keeps in its prefix cache until it needs the room. A repeated prompt
         # needs no prefill by a worker; if vLLM has evicted its KV, vLLM computes it.
-        # They are stored with the salt of their KV, and the summary of their prefill.
+        # By their fused salt, with the salt of their KV, and the summary of their prefill.
         self._remembered: OrderedDict[str, tuple[str, answer_pb2.Summary]] = OrderedDict()
 
     async def model(self, deadline: Deadline, check: Check = lambda _: None) -> Vocabulary:
@@ -161,67 +188,29 @@ class VLLMEngine:
             FailedPrecondition: vLLM, or the worker, can't serve this request.
             DeadlineExceeded: the deadline passed.
         """
-        vocabulary = self._vocabulary or await self.model(deadline)
-        answer = _Answer(vocabulary.text(tuple(request.sampling.stop)))
-        prompt = [*request.system.ids, *(i for c in request.chunks for i in c.ids), *request.question.ids]
-        context, room = sum(len(chunk.ids) for chunk in request.chunks), vocabulary.model.max_tokens - len(prompt)
-        exact, fused = _cache_salts(request, prompt)
-        # As a worker sets it: vLLM refuses what exceeds the model's length.
-        prefilled, reason, limit = None, "", request.sampling.max_tokens or max(1, min(room, self._max_tokens))
-        remembered = None if request.explain else self._remembered.get(fused)
-        salt = remembered[0] if remembered else exact
+        answer = _Answer(request, self._vocabulary or await self.model(deadline), self._max_tokens)
+        if not request.explain and (remembered := self._remembered.get(answer.fused_salt)):
+            answer.remembered, answer.salt = remembered, remembered[0]
         async with contextlib.AsyncExitStack() as stack:
-            try:
-                if remembered is None:
-                    stream = self._workers.prefill(request, deadline)
-                    await stack.enter_async_context(contextlib.aclosing(stream))
-                    prefill_deadline = Deadline.after(self._prefill_seconds)
-                    worker, response = await _next(stream, prefill_deadline)
-                    if response.HasField("explanation"):
-                        yield pb.GenerateResponse(explanation=response.explanation)
-                        worker, response = await _next(stream, prefill_deadline)
-                    first, limit = response.first, response.first.max_tokens
-                    if not request.sampling.max_tokens and limit < room:
-                        self._max_tokens = limit
-                    yield answer.token(first.token.id, first.finish_reason)
-                    prompt.append(first.token.id)
-                    salt = exact if first.lossless else fused
-                    if not answer.finish:
-                        worker, response = await _next(stream, prefill_deadline)
-                    prefilled = _Prefilled(worker, response.kv, stream)
-            except _NO_PREFILL as error:
-                reason = str(error)
-                _faults.warning("vLLM prefills a prompt itself", error)
-            decoding, usage = time.monotonic(), dict[str, Any]()
-            if not answer.finish and answer.tokens < limit:
-                body = self._body(request, prompt, limit - answer.tokens, salt, prefilled)
-                tokens = await stack.enter_async_context(contextlib.aclosing(self._tokens(body, deadline, usage)))
+            if answer.remembered is None:
+                stream = await stack.enter_async_context(
+                    contextlib.aclosing(self._workers.prefill(request, deadline))
+                )
+                try:
+                    async with contextlib.aclosing(self._prefill(answer, stream)) as responses:
+                        async for response in responses:
+                            yield response
+                except _NO_PREFILL as error:
+                    answer.reason = str(error)
+                    _faults.warning("vLLM prefills a prompt itself", error)
+            decoding = time.monotonic()
+            if not answer.finish and answer.tokens < answer.limit:
+                tokens = await stack.enter_async_context(contextlib.aclosing(self._tokens(answer, deadline)))
                 async for token, finish in tokens:
                     yield answer.token(token, finish)
                     if answer.finish:
                         break
-            summary = _degraded(reason)
-            if prefilled is not None:
-                summary = await prefilled.summary()
-                if answer.tokens > 1 and not summary.degraded:
-                    self._remembered[fused] = salt, summary
-                    self._remembered.move_to_end(fused)
-                    if len(self._remembered) > _MAX_REMEMBERED:
-                        self._remembered.popitem(last=False)
-            elif remembered is not None:
-                # Sent by a vLLM with --enable-prompt-tokens-details.
-                details = usage.get("prompt_tokens_details")
-                if details is not None and 2 * (details.get("cached_tokens") or 0) < usage.get("prompt_tokens", 0):
-                    self._remembered.pop(fused, None)
-                    summary.degraded_reason = "vLLM has evicted the prompt's KV"
-                else:
-                    summary.CopyFrom(remembered[1])
-                    summary.ClearField("seconds")
-            if not summary.recipe:  # no worker has reported on the prompt
-                summary.recipe, summary.ratio, summary.context_tokens = request.recipe, 1.0, context
-                summary.prompt_tokens = prompt_tokens(request)
-                summary.tokens_recomputed = context
-            summary.finish_reason, summary.tokens_generated = answer.finish or "max_tokens", answer.tokens
+            summary = await self._summary(answer)
             summary.seconds.decode = time.monotonic() - decoding
             yield pb.GenerateResponse(summary=summary)
 
@@ -229,41 +218,83 @@ class VLLMEngine:
         await self._session.close()
         await self._workers.close()
 
-    def _body(
-        self, request: pb.GenerateRequest, prompt: list[int], tokens: int, salt: str, prefilled: _Prefilled | None
-    ) -> dict[str, Any]:
-        sampling = request.sampling
+    async def _prefill(self, answer: _Answer, stream: _Stream) -> AsyncGenerator[pb.GenerateResponse]:
+        """Streams a worker's first token, behind an explanation if requested. Raises as `_next`."""
+        deadline = Deadline.after(self._prefill_seconds)
+        worker, response = await _next(stream, deadline)
+        if response.HasField("explanation"):
+            yield pb.GenerateResponse(explanation=response.explanation)
+            worker, response = await _next(stream, deadline)
+        first = response.first
+        answer.limit = first.max_tokens
+        if not answer.request.sampling.max_tokens and answer.limit < answer.room:
+            self._max_tokens = answer.limit
+        yield answer.token(first.token.id, first.finish_reason)
+        answer.prompt.append(first.token.id)
+        answer.salt = answer.exact_salt if first.lossless else answer.fused_salt
+        if not answer.finish:
+            worker, response = await _next(stream, deadline)
+        answer.prefilled = _Prefilled(worker, response.kv, stream)
+
+    async def _summary(self, answer: _Answer) -> answer_pb2.Summary:
+        """The worker's summary of the prefill, or of an earlier one; a degraded one if vLLM prefilled the prompt."""
+        request, summary = answer.request, _degraded(answer.reason)
+        if answer.prefilled is not None:
+            summary = await answer.prefilled.summary()
+            if answer.tokens > 1 and not summary.degraded:
+                self._remember(answer.fused_salt, answer.salt, summary)
+        elif answer.remembered is not None:
+            if answer.evicted:
+                self._remembered.pop(answer.fused_salt, None)
+                summary.degraded_reason = "vLLM has evicted the prompt's KV"
+            else:
+                summary.CopyFrom(answer.remembered[1])
+                summary.ClearField("seconds")
+        if not summary.recipe:  # no worker has reported on the prompt
+            context = sum(len(chunk.ids) for chunk in request.chunks)
+            summary.recipe, summary.ratio, summary.context_tokens = request.recipe, 1.0, context
+            summary.prompt_tokens = prompt_tokens(request)
+            summary.tokens_recomputed = context
+        summary.finish_reason, summary.tokens_generated = answer.finish or "max_tokens", answer.tokens
+        return summary
+
+    def _remember(self, prompt: str, salt: str, summary: answer_pb2.Summary) -> None:
+        self._remembered[prompt] = salt, summary
+        self._remembered.move_to_end(prompt)
+        if len(self._remembered) > _MAX_REMEMBERED:
+            self._remembered.popitem(last=False)
+
+    def _body(self, answer: _Answer) -> dict[str, Any]:
+        sampling = answer.request.sampling
         body: dict[str, Any] = {
-            "prompt": prompt,
-            "max_tokens": tokens,
+            "prompt": answer.prompt,
+            "max_tokens": answer.limit - answer.tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p or 1.0,
             "top_k": sampling.top_k,
             "stream": True,
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
-            "cache_salt": salt,
+            "cache_salt": answer.salt,
             **self._model,
         }
         if sampling.HasField("seed"):
             body["seed"] = sampling.seed
-        if prefilled is not None:
-            body["kv_transfer_params"] = {"fusionkv": prefilled.parameters()}
+        if answer.prefilled is not None:
+            body["kv_transfer_params"] = {"fusionkv": answer.prefilled.parameters()}
         return body
 
-    async def _tokens(
-        self, body: dict[str, Any], deadline: Deadline, usage: dict[str, Any]
-    ) -> AsyncGenerator[tuple[int, str]]:
-        """Streams token ids, the last with its finish reason, and fills `usage`. Raises as `generate`."""
+    async def _tokens(self, answer: _Answer, deadline: Deadline) -> AsyncGenerator[tuple[int, str]]:
+        """Streams token ids, the last with its finish reason, and fills `answer.usage`. Raises as `generate`."""
         limits = aiohttp.ClientTimeout(total=deadline.remaining(), sock_connect=_CONNECT_SECONDS)
         try:
-            async with self._session.post(self._url, json=body, timeout=limits) as response:
+            async with self._session.post(self._url, json=self._body(answer), timeout=limits) as response:
                 if response.status != 200:
                     text = (await response.text(errors="replace"))[:300]
                     raise errors.from_http(response.status, f"vLLM at {self._url}: status {response.status}: {text}")
                 last: tuple[int, str] | None = None
                 async for event in _events(self._url, response.content):
-                    usage |= event.get("usage") or {}
+                    answer.usage |= event.get("usage") or {}
                     for choice in event.get("choices", ()):
                         ids, ended = choice.get("token_ids") or [], choice.get("finish_reason") or ""
                         for token in ids[:-1] if ended else ids:
