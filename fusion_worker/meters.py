@@ -2,12 +2,11 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-import torch
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
@@ -17,6 +16,7 @@ from fusionkv.protos.contract.names import recipe_label
 from fusionkv.protos.contract.recipes import Recipe
 from fusionkv.protos.observe import telemetry
 
+_MISS = "miss", "none"  # the origin of a chunk that was encoded
 _meter = metrics.get_meter(__name__)
 _degraded = _meter.create_counter(
     "fusionkv.worker.degraded", description="Answers prefilled in full because the cache failed"
@@ -38,44 +38,11 @@ _recomputed = _meter.create_histogram(
 )
 
 
-@dataclass(slots=True)
-class Stages:
-    """Statistics of loading, for the request's summary.
+class Stopwatch:
+    """The seconds of a request, by stage."""
 
-    Attributes:
-        hits, hit_tokens: chunks and tokens by (kind, tier). Compressed chunks count with the tokens of their text.
-        origins: kind and tier of every chunk, by its key.
-        missed: chunks that were neither in the pool nor in the cache service.
-        rejected: entries that no worker had signed.
-        encoded_tokens: tokens of missed chunks.
-        bytes_fetched: bytes fetched from the cache service.
-        seconds: by stage.
-    """
-
-    hits: Counter[tuple[str, str]] = field(default_factory=Counter)
-    hit_tokens: Counter[tuple[str, str]] = field(default_factory=Counter)
-    origins: dict[bytes, tuple[str, str]] = field(default_factory=dict)
-    missed: int = 0
-    rejected: int = 0
-    encoded_tokens: int = 0
-    bytes_fetched: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    def count(self, source: ChunkSource, present: bool) -> None:
-        """Counts a part. present: whether it is in the pool already."""
-        if source.is_system:
-            return
-        tokens = len(source.chunk)
-        if source.entry is None and not present:
-            self.encoded_tokens += tokens
-            self.missed += 1
-            self.origins.setdefault(source.key, ("miss", "none"))
-            return
-        kind = "exact" if source.lossless else "alternative"
-        tier = "device" if present or source.entry is None else source.entry.tier
-        self.origins.setdefault(source.key, (kind, tier))
-        self.hits[kind, tier] += 1
-        self.hit_tokens[kind, tier] += tokens
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
 
     @contextmanager
     def clock(self, name: str) -> Iterator[None]:
@@ -86,45 +53,97 @@ class Stages:
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
-    def start_over(self) -> None:
-        """Resets the counts before another lookup; seconds and bytes stay."""
-        self.hits.clear()
-        self.hit_tokens.clear()
-        self.origins.clear()
-        self.missed = self.encoded_tokens = 0
 
-
-@dataclass(slots=True)
-class Summary:
-    """The figures of a request. Seconds and counts are those of answer.v1.Summary.
+@dataclass(frozen=True, slots=True)
+class LoadFigures:
+    """Where the chunks of a prompt came from.
 
     Attributes:
-        degraded: why the cache was not used; empty if it was.
+        origins: kind and tier of every chunk, by its key.
+        hits, hit_tokens: chunks and tokens by (kind, tier).
+        missed: chunks that were neither in the pool nor in the cache service.
+        encoded_tokens: tokens of missed chunks.
+        rejected: entries that no worker had signed.
+        bytes_fetched: bytes fetched from the cache service.
+    """
+
+    origins: Mapping[bytes, tuple[str, str]] = field(default_factory=dict)
+    hits: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    hit_tokens: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    missed: int = 0
+    encoded_tokens: int = 0
+    rejected: int = 0
+    bytes_fetched: int = 0
+
+    @classmethod
+    def of(cls, sources: Iterable[tuple[ChunkSource, bool]], rejected: int, bytes_fetched: int) -> "LoadFigures":
+        """Counts the chunks of a prompt. sources: each with whether it was in the pool already."""
+        origins: dict[bytes, tuple[str, str]] = {}
+        hits, hit_tokens = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+        for source, present in sources:
+            if source.is_system or source.is_primer:
+                continue
+            origin = _origin(source, present)
+            origins.setdefault(source.key, origin)
+            hits[origin] += 1
+            hit_tokens[origin] += len(source.chunk)
+        missed, encoded_tokens = hits.pop(_MISS, 0), hit_tokens.pop(_MISS, 0)
+        return cls(origins, hits, hit_tokens, missed, encoded_tokens, rejected, bytes_fetched)
+
+
+def _origin(source: ChunkSource, present: bool) -> tuple[str, str]:
+    """The kind and the tier of a chunk. present: whether it was in the pool already."""
+    if source.entry is None and not present:
+        return _MISS
+    tier = "device" if present or source.entry is None else source.entry.tier
+    return "exact" if source.lossless else "alternative", tier
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillFigures:
+    """The figures of a request up to its first token.
+
+    Attributes:
+        ratio: share of context tokens to recompute, as used.
+        loaded: of the chunks that were used; none if the cache was not.
+        lossless, recomputed: context tokens.
         raised: why the ratio is higher than the requested one; empty if it is not.
-        first_logits: float [vocabulary] of the first token, kept for answers that are compared with full attention.
+        degraded: why the cache was not used; empty if it was.
     """
 
     prompt: Prompt
     recipe: Recipe
     ratio: float
-    stages: Stages = field(default_factory=Stages)
-    finish: str = ""
-    lossless: int = 0
-    recomputed: int = 0
-    generated: int = 0
-    degraded: str = ""
+    loaded: LoadFigures
+    lossless: int
+    recomputed: int
     raised: str = ""
-    first_logits: torch.Tensor | None = None
-
-    @property
-    def kept(self) -> int:
-        """Context tokens kept for decoding; 0 keeps all, as when full attention replaces the recipe."""
-        replaced = self.degraded or (self.ratio == 1.0 and self.raised)
-        return 0 if replaced else self.recipe.kept(self.prompt.context_tokens)
+    degraded: str = ""
 
     @property
     def reused(self) -> int:
         return self.prompt.context_tokens - self.lossless - self.recomputed
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The figures of a request. Seconds and counts are those of answer.v1.Summary.
+
+    Attributes:
+        seconds: by stage.
+        unused: why another engine did not use the KV that was handed over; empty if it did, or there was none.
+    """
+
+    prefill: PrefillFigures
+    finish: str
+    generated: int
+    seconds: Mapping[str, float]
+    unused: str = ""
+
+    @property
+    def degraded(self) -> str:
+        """Why the cache or the handed-over KV was not used; empty if both were."""
+        return self.prefill.degraded or self.unused
 
 
 def degraded(recipe: str) -> None:
@@ -137,25 +156,25 @@ def refused(reason: str) -> None:
     _refused.add(1, {"fusionkv.reason": reason})
 
 
-def first_token(summary: Summary) -> None:
+def first_token(figures: PrefillFigures, seconds: Mapping[str, float]) -> None:
     """Records the stages and the context tokens of a request, within its span, which becomes the exemplar."""
-    attributes = {"fusionkv.recipe": recipe_label(summary.recipe.name)}
-    for stage, seconds in summary.stages.seconds.items():
+    attributes = {"fusionkv.recipe": recipe_label(figures.recipe.name)}
+    for stage, duration in seconds.items():
         if stage == "ttft":
-            _ttft.record(seconds, attributes)
+            _ttft.record(duration, attributes)
         else:
-            _stage.record(seconds, {"fusionkv.stage": stage})
+            _stage.record(duration, {"fusionkv.stage": stage})
     for kind in ("lossless", "reused", "recomputed"):
-        _tokens.add(getattr(summary, kind), attributes | {"fusionkv.kind": kind})
-    if summary.prompt.context_tokens:
-        _recomputed.record(summary.recomputed / summary.prompt.context_tokens, attributes)
+        _tokens.add(getattr(figures, kind), attributes | {"fusionkv.kind": kind})
+    if figures.prompt.context_tokens:
+        _recomputed.record(figures.recomputed / figures.prompt.context_tokens, attributes)
 
 
 def answered(summary: Summary) -> None:
     """Records the mean time between two tokens at the end of an answer."""
     if summary.generated > 1:
-        seconds = summary.stages.seconds["decode"] / (summary.generated - 1)
-        _per_token.record(seconds, {"fusionkv.recipe": recipe_label(summary.recipe.name)})
+        seconds = summary.seconds["decode"] / (summary.generated - 1)
+        _per_token.record(seconds, {"fusionkv.recipe": recipe_label(summary.prefill.recipe.name)})
 
 
 def observe(requests: Callable[[], tuple[int, int]], pool: KVPool) -> None:

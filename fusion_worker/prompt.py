@@ -135,6 +135,12 @@ class LoadedChunk:
     source: ChunkSource
     pooled: PooledChunk
 
+    @property
+    def loaded(self) -> bool:
+        """Whether its KV is in the pool: written, and without an error."""
+        ready = self.pooled.ready
+        return ready.done() and not ready.cancelled() and ready.exception() is None
+
     def segments(self, hidden: torch.Tensor | None = None) -> tuple[KVSegment, ...]:
         """Its keys at their positions in the prompt. hidden: bool [tokens], tokens that are recomputed elsewhere."""
         position, shift = self.source.position, self.source.position - self.pooled.base

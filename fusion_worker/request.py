@@ -15,16 +15,16 @@ from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.jobs import NextToken, Sampled
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.compute.plan import PrefillPlan
-from fusionkv.fusion_worker.compute.planner import Planner, Scored
+from fusionkv.fusion_worker.compute.planner import Planner
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.decode.eviction import evict
 from fusionkv.fusion_worker.decode.sampling import NotFinite, Sampler, SamplingParams
 from fusionkv.fusion_worker.decode.text import TextStream
 from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.load.lookup import CacheFault
-from fusionkv.fusion_worker.meters import Stages, Summary
+from fusionkv.fusion_worker.meters import LoadFigures, PrefillFigures, Stopwatch, Summary
 from fusionkv.fusion_worker.models import Model
-from fusionkv.fusion_worker.prompt import Prompt, PromptLayout
+from fusionkv.fusion_worker.prompt import Prompt
 from fusionkv.fusion_worker.quality.explain import explain
 from fusionkv.fusion_worker.quality.ratio_guard import Allowed, RatioGuard
 from fusionkv.fusion_worker.quality.shadow import Sample, Shadow
@@ -134,10 +134,24 @@ class Admission:
             )
 
 
-class _Prefilled(NamedTuple):
-    """A request after its prefill; `first` is the first token."""
+class _Planned(NamedTuple):
+    """A plan of a prompt's prefill.
 
-    summary: Summary
+    loaded: figures of the chunks that it uses. kept: context tokens to keep after the first token; 0 keeps all.
+    degraded: why the cache is not used; empty if it is.
+    """
+
+    plan: PrefillPlan
+    loaded: LoadFigures = LoadFigures()
+    kept: int = 0
+    degraded: str = ""
+
+
+class _Prefilled(NamedTuple):
+    """A request after its prefill. stopwatch: goes on. first: the first token."""
+
+    figures: PrefillFigures
+    stopwatch: Stopwatch
     plan: PrefillPlan
     sampler: Sampler
     first: Sampled
@@ -178,18 +192,19 @@ class Answerer:
             ResourceExhausted: the queue is full, the deadline can't be met, or the prompt does not fit the pool.
             FailedPrecondition: the model's logits are not finite.
         """
-        answer: list[int] = []
+        answer, finish = list[int](), ""
         async with self._prefilled(request, deadline) as prefilled:
-            summary = prefilled.summary
             if request.explained:
                 yield self._explain(prefilled)
-            async with aclosing(self._decode(prefilled, request.params)) as tokens:
-                async for token in tokens:
+            async with aclosing(self._decode(prefilled, request)) as tokens:
+                async for token, ending in tokens:
                     answer.append(token.id)
+                    finish = ending
                     yield token
+        summary = Summary(prefilled.figures, finish, len(answer), dict(prefilled.stopwatch.seconds))
         meters.answered(summary)
-        if summary.first_logits is not None:
-            self.shadow.offer(Sample(request.prompt, tuple(answer), summary.first_logits, prefilled.allowed))
+        if (logits := prefilled.first.logits) is not None:
+            self.shadow.offer(Sample(request.prompt, tuple(answer), logits, prefilled.allowed))
         yield summary
 
     async def prefill(
@@ -207,164 +222,175 @@ class Answerer:
         request = replace(request, params=replace(request.params, max_tokens=1))
         with self.handover.room(prompt.tokens) as held:
             async with self._prefilled(request, deadline) as prefilled:
-                summary = prefilled.summary
                 if request.explained:
                     yield self._explain(prefilled)
                 text = TextStream(self._model.tokenizer, request.params.stop)
-                token = self._next_token(prefilled.first.token, text, summary, request.params)
-                more = summary.finish == "max_tokens" and max_tokens > 1
-                finish, lossless = "" if more else summary.finish, not summary.reused
-                yield FirstToken(token=token, finish_reason=finish, lossless=lossless, max_tokens=max_tokens)
+                token, finish = self._next_token(prefilled.first.token, text, last=True)
+                more = finish == "max_tokens" and max_tokens > 1
+                yield FirstToken(
+                    token=token,
+                    finish_reason="" if more else finish,
+                    lossless=not prefilled.figures.reused,
+                    max_tokens=max_tokens,
+                )
                 kv = await self.handover.fill(held, prefilled.plan, prompt) if more else None
+            unused = ""
             if kv is not None:
                 yield kv
                 unused = await self.handover.released(held)
-                summary.degraded = summary.degraded or unused
-            yield summary
+            yield Summary(prefilled.figures, finish, 1, dict(prefilled.stopwatch.seconds), unused)
 
     @asynccontextmanager
     async def _prefilled(self, request: Request, deadline: Deadline) -> AsyncIterator[_Prefilled]:
         """Computes an answer's first token; frees what the request holds on exit. Raises as `answer` does."""
-        prompt, recipe, params = request.prompt, request.recipe, request.params
+        prompt, recipe = request.prompt, request.recipe
         arrived = time.perf_counter()
-        summary = Summary(prompt, recipe, request.ratio)
         allowed = self._ratio_guard.ratio(recipe, prompt.corpus, request.ratio)
-        summary.ratio, summary.raised = allowed.ratio, allowed.why
-        stages, sampler = summary.stages, Sampler(params)
+        request = replace(request, ratio=allowed.ratio)
+        stopwatch, sampler = Stopwatch(), Sampler(request.params)
         async with AsyncExitStack() as stack:
-            with tracer.start_as_current_span("fusionkv.queue"), stages.clock("queue"):
+            with tracer.start_as_current_span("fusionkv.queue"), stopwatch.clock("queue"):
                 await stack.enter_async_context(self.admission.place(deadline))
             held = await stack.enter_async_context(AsyncExitStack())
-            plan = await self._prepare(held, summary, params)
+            planned = await self._prepare(held, request, stopwatch, raised=bool(allowed.why))
             try:
-                first = await self._first(plan, summary, sampler, params)
+                first = await self._first(planned, request, sampler, stopwatch)
             except NotFinite as error:
-                if not plan.layout.parts:
+                if not planned.plan.layout.parts:
                     raise
                 # Only reused KV may be to blame.
-                await self._loader.discard(plan.layout.parts)
+                await self._loader.loads.discard(planned.plan.layout.parts)
                 await held.aclose()
-                self._degrade(summary, CacheFault(f"with the reused KV, {error}"))
-                plan = await self._plain(held, summary, params)
-                first = await self._first(plan, summary, sampler, params)
-            stages = summary.stages  # replaced if the cache failed
-            stages.seconds["ttft"] = time.perf_counter() - arrived
-            self.admission.first_token(stages.seconds["ttft"] - stages.seconds["queue"])
-            meters.first_token(summary)
-            yield _Prefilled(summary, plan, sampler, first, allowed)
+                planned = await self._fall_back(held, request, stopwatch, CacheFault(f"with the reused KV, {error}"))
+                first = await self._first(planned, request, sampler, stopwatch)
+            stopwatch.seconds["ttft"] = time.perf_counter() - arrived
+            self.admission.first_token(stopwatch.seconds["ttft"] - stopwatch.seconds["queue"])
+            plan = planned.plan
+            figures = PrefillFigures(
+                prompt,
+                recipe,
+                ratio=1.0 if planned.degraded else request.ratio,
+                loaded=planned.loaded,
+                lossless=plan.lossless_tokens,
+                recomputed=len(plan.chosen),
+                raised=allowed.why,
+                degraded=planned.degraded,
+            )
+            meters.first_token(figures, stopwatch.seconds)
+            yield _Prefilled(figures, stopwatch, plan, sampler, first, allowed)
 
-    async def _first(self, plan: PrefillPlan, summary: Summary, sampler: Sampler, params: SamplingParams) -> Sampled:
-        """Computes a plan's rows and the first token."""
-        shadowed, votes = self._shadowed(summary, params), len(summary.prompt.question) if summary.kept else 0
-        with tracer.start_as_current_span("fusionkv.prefill") as span, summary.stages.clock("prefill"):
-            span.set_attribute("fusionkv.rows", len(plan.ids))
-            first = await self._engine.run(plan.prefill(NextToken(sampler, shadowed, votes)))
-            summary.recomputed = len(plan.chosen)
-        if first.logits is not None:
-            summary.first_logits = first.logits.clone()  # not a view of all rows of the step
-        return first
+    async def _first(self, planned: _Planned, request: Request, sampler: Sampler, stopwatch: Stopwatch) -> Sampled:
+        """Computes a plan's rows and the first token; with its logits, if the answer is to be repeated."""
+        votes = len(request.prompt.question) if planned.kept else 0
+        output = NextToken(sampler, self._shadowed(request, planned), votes)
+        with tracer.start_as_current_span("fusionkv.prefill") as span, stopwatch.clock("prefill"):
+            span.set_attribute("fusionkv.rows", len(planned.plan.ids))
+            first = await self._engine.run(planned.plan.prefill(output))
+        if first.logits is None:
+            return first
+        return replace(first, logits=first.logits.clone())  # not a view of all rows of the step
 
-    def _shadowed(self, summary: Summary, params: SamplingParams) -> bool:
+    def _shadowed(self, request: Request, planned: _Planned) -> bool:
         """Whether to repeat the answer with full attention: only a greedy answer that may differ from it."""
-        may_differ = not summary.recipe.lossless and summary.ratio < 1.0 and not summary.degraded
-        return may_differ and params.temperature == 0.0 and self.shadow.wants()
+        may_differ = not request.recipe.lossless and request.ratio < 1.0 and not planned.degraded
+        return may_differ and request.params.temperature == 0.0 and self.shadow.wants()
 
-    async def _prepare(self, stack: AsyncExitStack, summary: Summary, params: SamplingParams) -> PrefillPlan:
-        """Loads the context as the recipe says; plans a full prefill when the cache fails (fail open)."""
-        prompt, recipe = summary.prompt, summary.recipe
-        kept = summary.kept
-        if recipe.encode is not None:
+    async def _prepare(self, stack: AsyncExitStack, request: Request, stopwatch: Stopwatch, raised: bool) -> _Planned:
+        """Loads the context as the recipe says; plans a full prefill when the cache fails (fail open).
 
-            def fresh(stale: int) -> int:
-                chosen = budget(summary.ratio, prompt.context_tokens, stale)
-                links = recipe.links * len(prompt.chunks)
-                return chosen + links + len(prompt.question) + params.max_tokens + kept
+        raised: whether the ratio is higher than the requested one.
+        """
+        recipe, ratio, max_tokens = request.recipe, request.ratio, request.params.max_tokens
+        if recipe.encode is None:
+            return _Planned(await self._plain(stack, request, stopwatch))
+        prompt = request.prompt
+        kept = 0 if raised and ratio == 1.0 else recipe.kept(prompt.context_tokens)
 
-            early = self._planner.score_early(prompt, recipe, summary.ratio)
-            try:
-                # Frees the slots before the plain prefill waits for room: the auxiliary model may fail after loading.
-                async with AsyncExitStack() as held:
-                    loading = self._loader.prompt(prompt, fresh, summary.stages, recipe.encode)
-                    plan = await self._plan(await held.enter_async_context(loading), summary, early)
-                    await stack.enter_async_context(held.pop_all())
-                    return plan
-            except CacheFault as fault:
-                self._degrade(summary, fault)
-            finally:
-                if early is not None:
-                    early.cancel()
-        return await self._plain(stack, summary, params)
+        def fresh(stale: int) -> int:
+            chosen = budget(ratio, prompt.context_tokens, stale)
+            links = recipe.links * len(prompt.chunks)
+            return chosen + links + len(prompt.question) + max_tokens + kept
 
-    def _degrade(self, summary: Summary, fault: CacheFault) -> None:
-        """Notes that the prompt is prefilled in full."""
+        early = self._planner.score_early(prompt, recipe, ratio)
+        try:
+            # Frees the slots before the plain prefill waits for room: the auxiliary model may fail after loading.
+            async with AsyncExitStack() as held:
+                loading = self._loader.prompt(prompt, fresh, stopwatch, recipe.encode)
+                loaded = await held.enter_async_context(loading)
+                with tracer.start_as_current_span("fusionkv.select") as span, stopwatch.clock("select"):
+                    scored = await early if early is not None else None
+                    plan = await self._planner.fuse(loaded.layout, prompt, recipe, ratio, scored)
+                    span.set_attributes({"fusionkv.rows": plan.scored_rows, "fusionkv.tokens": len(plan.chosen)})
+                await stack.enter_async_context(held.pop_all())
+                return _Planned(plan, loaded.figures, kept)
+        except CacheFault as error:
+            fault = error
+        finally:
+            if early is not None:
+                early.cancel()
+        return await self._fall_back(stack, request, stopwatch, fault)
+
+    async def _fall_back(
+        self, stack: AsyncExitStack, request: Request, stopwatch: Stopwatch, fault: CacheFault
+    ) -> _Planned:
+        """Plans a full prefill because the cache failed, and reports that."""
         _faults.warning("the cache failed; the prompt is prefilled in full", fault)
-        summary.degraded, summary.ratio = str(fault), 1.0
-        summary.lossless = 0
-        # The hits were not used: keep only the seconds.
-        summary.stages = Stages(seconds=summary.stages.seconds)
-        meters.degraded(summary.recipe.name)
+        meters.degraded(request.recipe.name)
         trace.get_current_span().set_attribute("fusionkv.degraded", str(fault))
+        return _Planned(await self._plain(stack, request, stopwatch), degraded=str(fault))
 
-    async def _plain(self, stack: AsyncExitStack, summary: Summary, params: SamplingParams) -> PrefillPlan:
+    async def _plain(self, stack: AsyncExitStack, request: Request, stopwatch: Stopwatch) -> PrefillPlan:
         """Plans a full prefill without reused KV."""
-        prompt = summary.prompt
-        with summary.stages.clock("load"):
-            layout = await stack.enter_async_context(self._loader.plain(prompt.tokens + params.max_tokens))
+        prompt = request.prompt
+        with stopwatch.clock("load"):
+            loading = self._loader.plain(prompt.tokens + request.params.max_tokens)
+            layout = await stack.enter_async_context(loading)
         return self._planner.plain(layout, prompt)
 
-    async def _plan(
-        self, layout: PromptLayout, summary: Summary, early: "asyncio.Task[Scored] | None"
-    ) -> PrefillPlan:
-        """Selects the tokens to recompute, and fills in the summary's token counts."""
-        prompt = summary.prompt
-        with tracer.start_as_current_span("fusionkv.select") as span, summary.stages.clock("select"):
-            scored = await early if early is not None else None
-            plan = await self._planner.fuse(layout, prompt, summary.recipe, summary.ratio, scored)
-            span.set_attributes({"fusionkv.rows": plan.scored_rows, "fusionkv.tokens": len(plan.chosen)})
-        summary.lossless = prompt.context_tokens - int(plan.stale.sum())
-        return plan
-
     def _explain(self, prefilled: _Prefilled) -> Explanation:
-        summary = prefilled.summary
-        return explain(summary.prompt, prefilled.plan, summary.stages, self._model.tokenizer)
+        figures = prefilled.figures
+        return explain(figures.prompt, prefilled.plan, figures.loaded.origins, self._model.tokenizer)
 
-    async def _decode(self, prefilled: _Prefilled, params: SamplingParams) -> AsyncGenerator[Token]:
-        summary, plan, sampled = prefilled.summary, prefilled.plan, prefilled.first
-        text = TextStream(self._model.tokenizer, params.stop)
-        started = time.perf_counter()
+    async def _decode(self, prefilled: _Prefilled, request: Request) -> AsyncGenerator[tuple[Token, str]]:
+        """Yields the answer's tokens, each with why it is the last one; empty if it is not."""
+        plan, sampled, output = prefilled.plan, prefilled.first, NextToken(prefilled.sampler)
+        text = TextStream(self._model.tokenizer, request.params.stop)
+        started, generated = time.perf_counter(), 0
         # Not made the current span: a generator runs in its caller's context.
         span = tracer.start_span("fusionkv.decode")
         try:
             with self._engine.streaming():
                 while True:
-                    token = self._next_token(sampled.token, text, summary, params)
-                    yield token
-                    if summary.finish:
+                    generated += 1
+                    last = generated == request.params.max_tokens
+                    token, finish = self._next_token(sampled.token, text, last)
+                    yield token, finish
+                    if finish:
                         break
                     if sampled.votes is not None:
-                        assert summary.recipe.keep is not None
-                        keep, tp = summary.recipe.keep, self._engine.tp
+                        assert request.recipe.keep is not None
+                        keep, tp = request.recipe.keep, self._engine.tp
                         plan = await evict(plan, keep, sampled.votes, self._pool, self._model, tp)
-                    sampled = await self._engine.run(plan.next([token.id], NextToken(prefilled.sampler)))
+                    sampled = await self._engine.run(plan.next([token.id], output))
                     plan = plan.followed_by([token.id])
         finally:
-            span.set_attribute("fusionkv.tokens", summary.generated)
+            span.set_attribute("fusionkv.tokens", generated)
             span.end()
-        summary.stages.seconds["decode"] = time.perf_counter() - started
+        prefilled.stopwatch.seconds["decode"] = time.perf_counter() - started
 
-    def _next_token(self, token: int, text: TextStream, summary: Summary, params: SamplingParams) -> Token:
-        """A token with the text that it completes; sets `summary.finish` at the last token."""
-        summary.generated += 1
+    def _next_token(self, token: int, text: TextStream, last: bool) -> tuple[Token, str]:
+        """A token with the text that it completes, and why the answer ends with it; empty if it goes on.
+
+        last: whether it is the last token that the request allows.
+        """
         if token in self._model.ends:
-            summary.finish = "end"
-            return Token(id=token, text=text.flush())
+            return Token(id=token, text=text.flush()), "end"
         piece = text.push(token)
         if text.stopped:
-            summary.finish = "stop_string"
-        elif summary.generated == params.max_tokens:
-            summary.finish = "max_tokens"
-            piece += text.flush()
-        return Token(id=token, text=piece)
+            return Token(id=token, text=piece), "stop_string"
+        if last:
+            return Token(id=token, text=piece + text.flush()), "max_tokens"
+        return Token(id=token, text=piece), ""
 
 
 def _averaged(before: float | None, value: float) -> float:

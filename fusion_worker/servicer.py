@@ -283,28 +283,28 @@ def _handle(request: pb.HoldPrefillRequest | pb.FetchPrefillRequest | pb.Release
 
 
 def _summary(summary: Summary, replaced: str) -> answer_pb2.Summary:
-    stages, prompt = summary.stages, summary.prompt
+    prefill, loaded = summary.prefill, summary.prefill.loaded
     return answer_pb2.Summary(
         finish_reason=summary.finish,
-        seconds=answer_pb2.StageSeconds(**stages.seconds),
+        seconds=answer_pb2.StageSeconds(**summary.seconds),
         hits=[
-            answer_pb2.TierHits(kind=kind, tier=tier, chunks=chunks, tokens=stages.hit_tokens[kind, tier])
-            for (kind, tier), chunks in sorted(stages.hits.items())
+            answer_pb2.TierHits(kind=kind, tier=tier, chunks=chunks, tokens=loaded.hit_tokens[kind, tier])
+            for (kind, tier), chunks in sorted(loaded.hits.items())
         ],
-        chunks_missed=stages.missed,
-        prompt_tokens=prompt.tokens,
-        context_tokens=prompt.context_tokens,
-        tokens_lossless=summary.lossless,
-        tokens_reused=summary.reused,
-        tokens_recomputed=summary.recomputed,
-        tokens_encoded=stages.encoded_tokens,
+        chunks_missed=loaded.missed,
+        prompt_tokens=prefill.prompt.tokens,
+        context_tokens=prefill.prompt.context_tokens,
+        tokens_lossless=prefill.lossless,
+        tokens_reused=prefill.reused,
+        tokens_recomputed=prefill.recomputed,
+        tokens_encoded=loaded.encoded_tokens,
         tokens_generated=summary.generated,
-        bytes_fetched=stages.bytes_fetched,
+        bytes_fetched=loaded.bytes_fetched,
         degraded=bool(summary.degraded),
         degraded_reason=summary.degraded,
-        recipe=summary.recipe.name,
-        ratio=summary.ratio,
-        ratio_raised=summary.raised,
-        entries_rejected=stages.rejected,
+        recipe=prefill.recipe.name,
+        ratio=prefill.ratio,
+        ratio_raised=prefill.raised,
+        entries_rejected=loaded.rejected,
         recipe_replaced=replaced,
     )

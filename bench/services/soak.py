@@ -98,8 +98,8 @@ class Soak:
             if summary.degraded or ids != self._expected[number]:
                 self.wrong.append(f"{case.recipe}: {ids}, alone {self._expected[number]} {summary.degraded}")
             self.seen["answers"] += 1
-            self.seen["chunks encoded"] += summary.stages.missed
-            for (_, tier), count in summary.stages.hits.items():
+            self.seen["chunks encoded"] += summary.prefill.loaded.missed
+            for (_, tier), count in summary.prefill.loaded.hits.items():
                 self.seen[f"chunks from {tier}"] += count
 
 

@@ -117,7 +117,7 @@ class _Pair(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        return self.baseline.stages.seconds["ttft"] / self.run.stages.seconds["ttft"]
+        return self.baseline.seconds["ttft"] / self.run.seconds["ttft"]
 
 
 def _middle(pairs: Sequence[_Pair]) -> _Pair:
@@ -129,19 +129,19 @@ def _row(
     model: models.Model, prompt: Prompt, pair: _Pair, chosen: Sequence[int], name: str, ratio: float
 ) -> dict[str, object]:
     summary = pair.run
-    seconds = summary.stages.seconds
+    seconds = summary.seconds
     return {
         "name": name,
         "context": prompt.context_tokens,
         "r": ratio,
-        "baseline_s": round(pair.baseline.stages.seconds["ttft"], 4),
+        "baseline_s": round(pair.baseline.seconds["ttft"], 4),
         "value_s": round(seconds["ttft"], 4),
         "ratio": round(pair.ratio, 2),
         "ideal": round(ideal(model, prompt, chosen), 2),
         "mean_position": round(statistics.mean(chosen)) if chosen else None,
         "stages_s": {stage: round(seconds.get(stage, 0.0), 4) for stage in ("lookup", "load", "select", "prefill")},
-        "bytes_fetched": summary.stages.bytes_fetched,
-        "tokens_recomputed": summary.recomputed,
+        "bytes_fetched": summary.prefill.loaded.bytes_fetched,
+        "tokens_recomputed": summary.prefill.recomputed,
     }
 
 

@@ -52,7 +52,7 @@ async def measure(model: models.Model, count: int, prompt_chunks: int) -> list[d
             finally:
                 await servicer.close()
     rate = passages.tokens / seconds
-    floor = sum(prompt.tokens for prompt in prompts) / sum(each.stages.seconds["prefill"] for each in plain)
+    floor = sum(prompt.tokens for prompt in prompts) / sum(each.seconds["prefill"] for each in plain)
     return [
         {
             "chunks": count,
@@ -60,7 +60,7 @@ async def measure(model: models.Model, count: int, prompt_chunks: int) -> list[d
             "encoded_tokens_per_s": round(rate),
             "plain_prefill_tokens_per_s": round(floor),
             "ratio": round(rate / floor, 2),
-            "computed_again": again.stages.encoded_tokens,
+            "computed_again": again.prefill.loaded.encoded_tokens,
         }
     ]
 

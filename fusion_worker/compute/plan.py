@@ -46,6 +46,12 @@ class PrefillPlan:
     def context_tokens(self) -> int:
         return sum(len(part.source.chunk) for part in self.layout.parts if not part.source.is_system)
 
+    @property
+    def lossless_tokens(self) -> int:
+        """Context tokens whose KV equals that of full attention; 0 if nothing is reused."""
+        system = sum(len(part.source.chunk) for part in self.layout.parts if part.source.is_system)
+        return len(self.stale) - system - int(self.stale.sum()) if self.layout.parts else 0
+
     def visible(self) -> tuple[KVSegment, ...]:
         """The keys that a row after all rows so far sees."""
         own = lay_out(self.positions[self.evicted :].to(self.device), behind(self.layout.fresh, self.evicted))

@@ -13,7 +13,7 @@ from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.compute.planner import Planner
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.load.loader import Loader
-from fusionkv.fusion_worker.meters import Stages
+from fusionkv.fusion_worker.meters import Stopwatch
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.protos.contract.recipes import find_recipe
@@ -74,7 +74,7 @@ async def _by_engine(model: Model, prompt: Prompt, config: WorkerConfig) -> list
     found = []
     try:
         for ratio in (1.0, 0.0):
-            async with loader.prompt(prompt, lambda _: prompt.tokens, Stages()) as layout:
+            async with loader.prompt(prompt, lambda _: prompt.tokens, Stopwatch()) as (layout, _):
                 plan = await planner.fuse(layout, prompt, find_recipe("epic"), ratio)
                 found.append((await engine.run(plan.prefill(Logits(1))))[0].cpu())
     finally:

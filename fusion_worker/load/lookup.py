@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import Protocol
 
-from fusionkv.fusion_worker.meters import Stages
 from fusionkv.fusion_worker.prompt import Chunk, ChunkSource, Primer, Prompt
 from fusionkv.fusion_worker.transfer.signatures import DELETE_SECONDS, Signer
 from fusionkv.fusion_worker.transfer.storage import Storage
@@ -37,6 +37,12 @@ RESTORED = b"restored"
 _MAX_NAMED = 1 << 16
 
 
+class Rejecting(Protocol):
+    """Counts entries that no worker had signed."""
+
+    rejected: int
+
+
 class Lookups:
     """Makes the keys of a prompt's parts and looks them up. Without a cache service every part is a miss."""
 
@@ -66,7 +72,7 @@ class Lookups:
         namespace: bytes,
         encode: Encode,
         deadline: Deadline = NO_DEADLINE,
-        stages: Stages | None = None,
+        load: Rejecting | None = None,
         primer: Primer | None = None,
     ) -> AsyncIterator[list[ChunkSource]]:
         """Looks up all parts but an empty system prompt; leases them while the context is open.
@@ -77,7 +83,7 @@ class Lookups:
                 hit. Misses are encoded after all parts before them with `InPlace` and `Versions`, otherwise after
                 the system prompt only, or, except for the first chunk, after it and the primer with `Primed`.
             deadline: of the lookup, besides the timeout of all lookups.
-            stages: counts entries that were rejected because no worker signed them.
+            load: counts entries that were rejected because no worker signed them.
             primer: the corpus's, for `Primed`.
 
         Raises:
@@ -86,7 +92,7 @@ class Lookups:
         made = [self._made(encode, prompt, i, primer) for i in range(len(prompt.parts))]
         variants = [(own,) if own else p.variants for own, p in zip(made, prompt.parts, strict=True)]
         async with self._lookup(
-            namespace, [(p.digest, v) for p, v in zip(prompt.parts, variants, strict=True)], deadline, stages
+            namespace, [(p.digest, v) for p, v in zip(prompt.parts, variants, strict=True)], deadline, load
         ) as hits:
             path = tuple(part.digest for part in prompt.parts)
             exact = keys.path_keys(namespace, path)
@@ -258,7 +264,7 @@ class Lookups:
 
     @asynccontextmanager
     async def _lookup(
-        self, namespace: bytes, path: Path, deadline: Deadline = NO_DEADLINE, stages: Stages | None = None
+        self, namespace: bytes, path: Path, deadline: Deadline = NO_DEADLINE, load: Rejecting | None = None
     ) -> AsyncIterator[Sequence[Hit]]:
         if self._cache is None:
             yield [_MISS] * len(path)
@@ -279,8 +285,8 @@ class Lookups:
             hits: Sequence[Hit] = lookup.hits
             if self._signer is not None:
                 hits, rejected = self._signer.genuine(namespace, path, hits)
-                if stages is not None:
-                    stages.rejected += len(rejected)
+                if load is not None:
+                    load.rejected += len(rejected)
                 # While such an entry exists, it hides signed ones (exact hits win), and a Put of its key stores
                 # nothing.
                 if rejected:

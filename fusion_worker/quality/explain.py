@@ -1,21 +1,23 @@
 """Explains a prompt token by token: whether its KV was reused or recomputed, and its score."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from tokenizers import Tokenizer
 
 from fusionkv.fusion_worker.compute.plan import PrefillPlan
-from fusionkv.fusion_worker.meters import Stages
 from fusionkv.fusion_worker.prompt import Prompt
 from fusionkv.protos.answer.v1.answer_pb2 import ExplainedChunk, Explanation
 
 
-def explain(prompt: Prompt, plan: PrefillPlan, stages: Stages, tokenizer: Tokenizer) -> Explanation:
+def explain(
+    prompt: Prompt, plan: PrefillPlan, origins: Mapping[bytes, tuple[str, str]], tokenizer: Tokenizer
+) -> Explanation:
+    """origins: kind and tier of every chunk, by its key."""
     sources = [part.source for part in plan.layout.parts if not part.source.is_system]
     lossless = [source.lossless for source in sources] or [False] * len(prompt.chunks)
-    origins = [stages.origins[source.key] for source in sources] or [("", "")] * len(prompt.chunks)
-    chunks = zip(prompt.chunks, chosen(prompt, plan), origins, lossless, strict=True)
+    kinds = [origins[source.key] for source in sources] or [("", "")] * len(prompt.chunks)
+    chunks = zip(prompt.chunks, chosen(prompt, plan), kinds, lossless, strict=True)
     # The system prompt comes first, so its reused KV is lossless.
     reused = bool(plan.layout.parts)
     explained = [

@@ -13,7 +13,7 @@ from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.decode.text import Characters
 from fusionkv.fusion_worker.load.loader import Loader
-from fusionkv.fusion_worker.meters import Stages
+from fusionkv.fusion_worker.meters import Stopwatch
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.kvcache_service.client import CacheClient
@@ -77,7 +77,7 @@ class Auxiliary:
         if not ids or not question:
             return torch.zeros(len(chunk))
         chunk_prompt = Prompt(Chunk(system), (Chunk(ids),), question, tenant)
-        async with self._loader.prompt(chunk_prompt, lambda _: len(question), Stages()) as layout:
+        async with self._loader.prompt(chunk_prompt, lambda _: len(question), Stopwatch()) as (layout, _):
             job = ForwardJob(
                 ids=torch.tensor(question),
                 positions=torch.arange(chunk_prompt.question_start, chunk_prompt.tokens),

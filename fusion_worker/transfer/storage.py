@@ -28,18 +28,18 @@ class Storage:
     def __init__(self, pool: KVPool, kind: str, tp: TPGroup | None = None) -> None:
         """kind: plain, int8 or fp8. tp: copies on all ranks; None for one rank, and on ranks other than 0."""
         self._tp = tp or TPGroup()
-        self._pool = pool
+        self.pool = pool
         self._stream = torch.cuda.Stream(pool.kv.device) if pool.kv.is_cuda else None
         self._name, self._kind = kind, KINDS.get(kind)
         self.settings = {} if self._kind is None else {"store": kind}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Unpickles on another rank as the storage of that rank's pool."""
-        return Storage, (self._pool, self._name)
+        return Storage, (self.pool, self._name)
 
     @property
     def device(self) -> torch.device:
-        return self._pool.kv.device
+        return self.pool.kv.device
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -63,7 +63,7 @@ class Storage:
 
     def size(self, tokens: int) -> int:
         """Bytes of an entry of `tokens` tokens."""
-        heads = self._pool.shape.kv_heads * self._tp.ranks.count
+        heads = self.pool.shape.kv_heads * self._tp.ranks.count
         return heads * sum(blocks * each for blocks, each in self._arrays(tokens))
 
     def buffer(self, size: int) -> torch.Tensor:
@@ -126,18 +126,18 @@ class Storage:
         """Writes this rank's part, uint8 [bytes] in host memory or on the device, to the chunk's slots."""
         with self.beside():
             if self._kind is None:
-                self._write(runs, self._kv(part.view(self._pool.shape.dtype), tokens))
+                self._write(runs, self._kv(part.view(self.pool.shape.dtype), tokens))
             else:
                 # Dequantised on the device: half as many bytes are copied there.
-                self._write(runs, self._unpack(part.to(self._pool.kv.device), tokens))
+                self._write(runs, self._unpack(part.to(self.pool.kv.device), tokens))
 
     def _kv(self, numbers: torch.Tensor, tokens: int, ranks: int = 1) -> torch.Tensor:
-        shape = self._pool.shape
+        shape = self.pool.shape
         return numbers.view(shape.layers, 2, tokens, shape.kv_heads * ranks, shape.head_dim)
 
     def _arrays(self, tokens: int) -> list[tuple[int, int]]:
         """Shapes of an entry's arrays, each [blocks, kv_heads, bytes]: blocks and bytes."""
-        shape = self._pool.shape
+        shape = self.pool.shape
         blocks = 2 * shape.layers * tokens
         if self._kind is None:
             return [(blocks, shape.head_dim * shape.dtype.itemsize)]
@@ -146,13 +146,13 @@ class Storage:
 
     def _cut(self, entry: torch.Tensor, tokens: int, ranks: int = 1) -> Sequence[torch.Tensor]:
         """The arrays of an entry with the heads of `ranks` ranks: uint8 each."""
-        heads = self._pool.shape.kv_heads * ranks
+        heads = self.pool.shape.kv_heads * ranks
         return entry.split([blocks * heads * each for blocks, each in self._arrays(tokens)])
 
     def _join(self, parts: Sequence[torch.Tensor], tokens: int) -> torch.Tensor:
         if len(parts) == 1:
             return parts[0]
-        arrays, heads = self._arrays(tokens), self._pool.shape.kv_heads
+        arrays, heads = self._arrays(tokens), self.pool.shape.kv_heads
         cut = [self._cut(part, tokens) for part in parts]
         joined = [
             torch.cat([piece.view(blocks, heads, each) for piece in pieces], dim=1).view(-1)
@@ -170,14 +170,14 @@ class Storage:
 
     def _in_slots(self, runs: Sequence[SlotRange], tokens: int) -> torch.Tensor:
         """A chunk's KV in the pool itself, or a copy where it lies in several runs."""
-        pieces = [self._pool.kv[:, :, run.start : run.start + run.length] for run in runs]
+        pieces = [self.pool.kv[:, :, run.start : run.start + run.length] for run in runs]
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2))[:, :, :tokens]
 
     def _write(self, runs: Sequence[SlotRange], kv: torch.Tensor) -> None:
         at, tokens = 0, kv.shape[2]
         for run in runs:
             count = min(run.length, tokens - at)
-            self._pool.kv[:, :, run.start : run.start + count].copy_(kv[:, :, at : at + count])
+            self.pool.kv[:, :, run.start : run.start + count].copy_(kv[:, :, at : at + count])
             at += count
 
     def _pack(self, kv: torch.Tensor) -> torch.Tensor:
@@ -188,7 +188,7 @@ class Storage:
 
     def _unpack(self, data: torch.Tensor, tokens: int) -> torch.Tensor:
         assert self._kind is not None
-        shape = self._pool.shape
+        shape = self.pool.shape
         numbers, *scales = self._cut(data, tokens)
         # The scales begin at any byte, but a view as bfloat16 must be aligned.
         keys, values = (part.clone().view(torch.bfloat16).view(shape.layers, -1, shape.kv_heads) for part in scales)

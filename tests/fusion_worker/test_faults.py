@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusionkv.fusion_worker.meters import Stages
+from fusionkv.fusion_worker.load.prompt_load import PromptLoad
 from fusionkv.fusion_worker.prompt import Chunk, ChunkSource
 from fusionkv.kvcache_service.client import Entry
 from tests.chaos.network import Relay
@@ -128,7 +128,7 @@ async def test_a_request_beside_one_that_fails(line: Line, behind: Any, monkeypa
     """Two requests wait for one fetch; one is cancelled, the fetch fails, the other is answered all the same."""
     parts = prompt(120)
     rig = await behind("llama", parts, lookup_timeout=30, fetch_timeout=FETCH)
-    cache, both = rig.servicer.loader._cache, asyncio.Barrier(2)
+    cache, both = rig.servicer.cache, asyncio.Barrier(2)
     look_up = cache.lookup
 
     async def together(*args: Any, **more: Any) -> Any:
@@ -184,7 +184,7 @@ async def test_loads_that_end_before_their_first_step_hold_nothing(start: Any) -
     chunks = [Chunk(tuple(random_ids(20, number))) for number in range(3)]
     path = tuple(chunk.digest for chunk in chunks)
     parts = [ChunkSource(c, 20 * n, 20 * n, path[: n + 1], c.digest, alone=False) for n, c in enumerate(chunks)]
-    async with rig.servicer.loader._admit(parts, 4, Stages(), b""):
+    async with PromptLoad(rig.pool, rig.servicer.loader.loads).admit(parts, 4):
         pass
     await rig.settled()
     rig.pool.clear()  # of what was loaded to its end all the same
@@ -196,22 +196,22 @@ async def test_a_load_that_nobody_waits_for_ends(line: Line, behind: Any) -> Non
     slow = {"lookup_timeout": LOOKUP, "fetch_timeout": 60.0, "cache_seconds": 60.0}
     rig = await behind("llama", parts, max_loads=1, **slow)
     line.down = line.stall
-    loader = rig.servicer.loader
+    loads = rig.servicer.loader.loads
     # Nothing is fetched before both wait for it: from its first bytes on a lookup would not pass either.
-    async with loader.turns:
+    async with loads.turns:
         waiting = [asyncio.create_task(rig.ask(*parts)) for _ in range(2)]
-        await rig.until(lambda: any(pooled.pins == 3 for pooled in loader._loads))
+        await rig.until(lambda: any(pooled.pins == 3 for pooled in loads._loads))
     await rig.until(lambda: bool(line.touched))
     waiting[0].cancel()
     await asyncio.wait([waiting[0]])
     await asyncio.sleep(0.05)
-    assert loader._loads, "the other still waits for it"
+    assert loads._loads, "the other still waits for it"
     started = time.perf_counter()
     waiting[1].cancel()
     await asyncio.wait([waiting[1]])
     await rig.settled()
     assert time.perf_counter() - started < 30, "far from the fetch's timeout"
-    assert not loader._loads
+    assert not loads._loads
     assert rig.pool.idle < len(parts[1][0]), "nothing of the chunk is left"
     line.heal()
     await undegraded(rig, parts, expected=oracle("llama").full_attention(parts))
@@ -223,10 +223,10 @@ async def test_an_entry_that_is_gone_when_its_lease_has_ended_is_a_miss(
     parts, service = prompt(40, 30), start_cache(launch, tmp_path, "--lease-ms", "50")
     await (await start("llama", cache=service.address)).fill(*parts)
     rig = await start("llama", cache=service.address, max_loads=1)
-    loader, leases = rig.servicer.loader, rig.servicer.cache._local._leases
-    async with loader.turns:
+    loads, leases = rig.servicer.loader.loads, rig.servicer.cache._local._leases
+    async with loads.turns:
         waiting = asyncio.create_task(rig.ask(*parts, ratio=0.0, expected=oracle("llama").full_reuse(parts)))
-        await rig.until(lambda: len(loader._loads) == 3 and time.monotonic() > max(leases.values()))
+        await rig.until(lambda: len(loads._loads) == 3 and time.monotonic() > max(leases.values()))
         await rig.servicer.cache.delete(namespace=rig.namespace)
     s = (await waiting).summary
     assert (s.degraded_reason, s.chunks_missed) == ("", 2)
@@ -279,13 +279,14 @@ async def test_no_room_to_wait(cached: Any) -> None:
     assert (await (await cached("llama")).ask(*parts)).summary.chunks_missed == 1
 
 
-def test_an_entry_that_is_gone_is_a_miss_of_the_second_lookup() -> None:
+async def test_an_entry_that_is_gone_is_a_miss_of_the_second_lookup(start: Any) -> None:
     """In the explanation as well."""
-    chunk, stages = Chunk(tuple(random_ids(20, 1))), Stages()
+    rig, chunk = await start("llama"), Chunk(tuple(random_ids(20, 1)))
+    load = PromptLoad(rig.pool, rig.servicer.loader.loads)
     entry = Entry(chunk.digest, 1, 20, 0, b"", "remote", b"")
     gone = ChunkSource(chunk, 0, 0, (b"system", chunk.digest), chunk.digest, entry=entry, lossless=True)
-    stages.count(gone, present=False)
-    stages.start_over()
-    stages.count(dataclasses.replace(gone, entry=None), present=False)
-    assert (stages.missed, stages.encoded_tokens, stages.hits) == (1, 20, {})
-    assert stages.origins == {chunk.digest: ("miss", "none")}
+    for source in (gone, dataclasses.replace(gone, entry=None)):
+        async with load.admit([source], 0):
+            figures = load.figures()
+    assert (figures.missed, figures.encoded_tokens, figures.hits) == (1, 20, {})
+    assert figures.origins == {chunk.digest: ("miss", "none")}

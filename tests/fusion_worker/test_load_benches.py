@@ -65,7 +65,7 @@ async def test_a_prefix_cache_has_every_path_from_the_second_time_on() -> None:
         for question in range(2):
             servicer.pool.clear()
             _, summary = await station.answer(passages.prompt([2, 0, 1], question))
-            found.append((summary.stages.missed, summary.lossless))
+            found.append((summary.prefill.loaded.missed, summary.prefill.lossless))
             await servicer.wait_idle()
     assert found == [(2, 48), (0, 48)], "the first stands where it was encoded"
 

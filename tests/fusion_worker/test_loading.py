@@ -12,8 +12,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from fusionkv.fusion_worker import models as worker_models
-from fusionkv.fusion_worker.load import loader
-from fusionkv.fusion_worker.meters import Stages
+from fusionkv.fusion_worker.load import chunk_loads, loader
 from fusionkv.fusion_worker.prompt import LoadedChunk
 from tests.fusion_worker.oracle import byte_tokenizer, network, oracle, random_ids
 
@@ -25,14 +24,14 @@ class Gate:
 
     def __init__(self, rig: Any, tokens: int) -> None:
         self.arrived, self.opened = asyncio.Event(), asyncio.Event()
-        self._fetch, self._tokens = rig.servicer.loader.fetch, tokens
-        rig.servicer.loader.fetch = self.fetch
+        self._fetch, self._tokens = rig.servicer.loader.fetcher.fetch, tokens
+        rig.servicer.loader.fetcher.fetch = self.fetch
 
-    async def fetch(self, part: LoadedChunk, stages: Stages) -> None:
+    async def fetch(self, part: LoadedChunk) -> None:
         if part.pooled.tokens == self._tokens:
             self.arrived.set()
             await self.opened.wait()
-        await self._fetch(part, stages)
+        await self._fetch(part)
 
 
 async def test_a_request_whose_kv_is_loading_costs_the_engine_nothing(cached: Any) -> None:
@@ -105,7 +104,8 @@ async def test_the_second_model_scores_while_the_first_one_s_kv_loads(cached: An
 def exported(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(loader, "tracer", provider.get_tracer("test"))
+    for module in (loader, chunk_loads):
+        monkeypatch.setattr(module, "tracer", provider.get_tracer("test"))
     yield exporter
     provider.shutdown()
 
@@ -139,9 +139,9 @@ async def test_a_failed_load_says_why(start: Any, exported: InMemorySpanExporter
     async def broken(*_: Any) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(rig.servicer.loader, "_encode", broken)
+    monkeypatch.setattr(rig.servicer.loader.loads, "_encode", broken)
     with pytest.raises(RuntimeError, match="broken"):
         await rig.ask(random_ids(4, 1), [random_ids(8, 3)], random_ids(3, 2), recipe="full_reuse")
     done = exported.get_finished_spans()
     assert {s.status.status_code for s in done if s.name == "fusionkv.encode_chunk"} == {trace.StatusCode.ERROR}
-    assert not rig.servicer.loader._loads
+    assert not rig.servicer.loader.loads._loads

@@ -96,7 +96,7 @@ async def reading(near: Any, parts: Parts, file: type[HostFile] = HostFile) -> t
     await near.fill(parts)
     near.restart()
     rig, kind = await near.worker(), type("File", (file,), {"reads": []})
-    rig.servicer.loader._direct = DirectReader(rig.servicer.loader.storage, kind)
+    rig.servicer.loader.fetcher._direct = DirectReader(rig.servicer.loader.storage, kind)
     return rig, kind.reads
 
 

@@ -333,8 +333,8 @@ async def test_what_a_stranger_left_on_disk_is_not_even_read(near: Any, parts: P
 async def test_without_a_copy_in_host_memory_nothing_is_read(near: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seals are verified on the CPU, so GPUDirect is for workers that don't sign."""
     monkeypatch.setattr(DirectReader, "find", lambda storage: DirectReader(storage, HostFile))
-    assert (await near.worker()).servicer.loader._direct is not None
-    assert (await near.worker(signing=True)).servicer.loader._direct is None
+    assert (await near.worker()).servicer.loader.fetcher._direct is not None
+    assert (await near.worker(signing=True)).servicer.loader.fetcher._direct is None
 
 
 async def test_what_a_stranger_put_at_another_service_is_deleted_in_the_remote_tier(

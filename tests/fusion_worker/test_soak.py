@@ -85,8 +85,8 @@ def test_the_soak_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 
 async def test_a_wrong_answer_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     async def answer(_servicer: Any, case: soak.Case) -> tuple[tuple[int, ...], Any]:
-        stages = SimpleNamespace(missed=0, hits={})
-        return (1, 2), SimpleNamespace(degraded="the cache failed" if case.recipe == "epic" else "", stages=stages)
+        prefill = SimpleNamespace(loaded=SimpleNamespace(missed=0, hits={}))
+        return (1, 2), SimpleNamespace(degraded="the cache failed" if case.recipe == "epic" else "", prefill=prefill)
 
     monkeypatch.setattr(soak, "answer", answer)
     # However slow the machine is, one client asks five times.

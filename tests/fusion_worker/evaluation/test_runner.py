@@ -20,7 +20,7 @@ from fusionkv.fusion_worker.evaluate.data.samples import Block, Library, Sample,
 from fusionkv.fusion_worker.evaluate.data.stories import Sample as Story
 from fusionkv.fusion_worker.evaluate.report.cells import NO_CONTEXT, Cell, Measured
 from fusionkv.fusion_worker.evaluate.runner import Runner
-from fusionkv.fusion_worker.load import loader as loading
+from fusionkv.fusion_worker.load import chunk_loads
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.request import Request
 from fusionkv.fusion_worker.servicer import FusionServicer
@@ -320,13 +320,13 @@ def test_neighbours_come_from_the_whole_file_and_only_those_needed_are_encoded(
     small = dataclasses.replace(task, samples=task.samples[:1])
     asked = cells(("full_attention", 1.0), ("full_reuse+similarity_guided(2)", 0.0))
     encoded: list[object] = []
-    start = loading.Loader._start
+    start = chunk_loads.ChunkLoads.start
 
-    def counted(self: loading.Loader, part: loading.LoadedChunk, *rest: object) -> None:
+    def counted(self: chunk_loads.ChunkLoads, part: chunk_loads.LoadedChunk, *rest: object) -> None:
         encoded.append(part.source.chunk.digest)
         start(self, part, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(loading.Loader, "_start", counted)
+    monkeypatch.setattr(chunk_loads.ChunkLoads, "start", counted)
     found = {}
     for name, more in (("own", ()), ("file", others)):
         encoded.clear()
