@@ -1,8 +1,6 @@
 """Which entries live in which tier, which are leased, and which to evict."""
 
-import contextlib
 import heapq
-import itertools
 import math
 import secrets
 import weakref
@@ -10,20 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from fusionkv.kvcache_service.index.heat import ColdQueue
 from fusionkv.kvcache_service.index.index import Index
 from fusionkv.kvcache_service.index.record import EntryRecord, HitKind
 from fusionkv.kvcache_service.keys import entry_key, path_keys
 from fusionkv.kvcache_service.metrics import Counters
+from fusionkv.kvcache_service.store.contents import TierContents
 from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier
-from fusionkv.kvcache_service.tiers.extents import NoSpace, aligned
 from fusionkv.protos.runtime.errors import ResourceExhausted
-
-# Number of the coldest entries among which room is searched; then the coldest range is taken. More would block the
-# event loop: among a million of the smallest entries, a search for 64 MiB took a minute.
-_MAX_VICTIMS = 1024
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -123,10 +114,12 @@ class Residents:
         self.touched: set[int] = set()  # rows whose heat is to be saved
         self.replaced: weakref.WeakValueDictionary[bytes, StoredEntry] = weakref.WeakValueDictionary()
         """Invisible entries that were replaced by another; clients with a lease may still fetch them."""
-        self._reserved: dict[tuple[str, int], int] = {}
         rows = self.index.rows
         self._places = {tier.name: column for tier, column in zip(self.tiers, rows.places, strict=True)}
-        self._cold = {tier.name: ColdQueue(rows.heats, self._places[tier.name]) for tier in tiers}
+        self._contents = {
+            tier.name: TierContents(tier, rows, self._places[tier.name], self._evictable, self._held)
+            for tier in tiers
+        }
 
     def __len__(self) -> int:
         return len(self.index.rows)
@@ -165,16 +158,16 @@ class Residents:
         return next(tier for tier in self.tiers if tier.name in entry.places)
 
     def count(self, tier: Tier) -> int:
-        return len(self._cold[tier.name])
+        return len(self._contents[tier.name])
+
+    @property
+    def reserved(self) -> int:
+        """Number of reserved places."""
+        return sum(len(contents.reserved) for contents in self._contents.values())
 
     def hottest(self, count: int) -> list[bytes]:
         """Keys of the `count` hottest entries."""
-        rows = self.index.rows
-        heats, offsets = np.frombuffer(rows.heats), np.frombuffer(self._places[self.home.name], np.int64)
-        members = np.flatnonzero(offsets >= 0)
-        if len(members) > count:
-            members = members[np.argpartition(-heats[members], count)[:count]]
-        return [rows.key(row) for row in members[np.argsort(-heats[members])].tolist()]
+        return [self.index.rows.key(row) for row in self._contents[self.home.name].hottest(count)]
 
     def reserve(
         self, tier: Tier, size: int, colder_than: float = math.inf
@@ -187,24 +180,9 @@ class Residents:
             The place, and key and place of entries evicted from the home tier. `Tier.forget` must be called for these
             before the place is written.
         """
-        rows, places = self.index.rows, self._places[tier.name]
-        candidates: dict[int, int] = {}
-
-        def victims(coldest: Iterable[int]) -> Iterator[Place]:
-            for row in coldest:
-                candidates[places[row]] = row
-                yield Place(places[row], rows.size(row))
-
-        with contextlib.closing(self._cold[tier.name].coldest(self._evictable)) as coldest:
-            colder = itertools.takewhile(lambda row: rows.heats[row] < colder_than, coldest)
-            try:
-                place, freed = tier.reserve(size, victims(itertools.islice(colder, _MAX_VICTIMS)))
-            except NoSpace:
-                if len(candidates) < _MAX_VICTIMS:
-                    raise
-                place, freed = tier.reserve(size, victims(self._range(tier, size, colder_than)))
+        place, rows = self._contents[tier.name].reserve(size, colder_than)
         evicted: list[tuple[bytes, Place]] = []
-        for entry in (self._entry(candidates[offset]) for offset in freed):
+        for entry in map(self._entry, rows):
             vacated = self._remove_from_tier(entry, tier)
             if tier is self.home:
                 self._counters.add("evictions", tier=tier.name)
@@ -212,7 +190,6 @@ class Residents:
                 self.withdraw(entry)
             else:
                 self._counters.add("demotions", tier=tier.name)
-        self._reserved[tier.name, place.offset] = place.size
         return place, evicted
 
     def with_withdrawn(self) -> list[StoredEntry]:
@@ -237,69 +214,37 @@ class Residents:
             offsets = {name: column[row] for name, column in self._places.items() if column[row] >= 0}
             assert {name: place.offset for name, place in entry.places.items()} == offsets
         for tier in self.tiers:
-            held: dict[Place, bytes | None] = {
-                Place(offset, size): None for (name, offset), size in self._reserved.items() if name == tier.name
-            }
             owners = [entry for entry in self.with_withdrawn() if tier.name in entry.places]
-            for entry in owners:
-                place = entry.places[tier.name]
-                assert place not in held, "two entries at one place, or a reserved place is an entry's"
-                assert place.size == entry.record.size
-                held[place] = entry.record.key if entry.visible else None
-            tier.check_integrity(held)
-            self._cold[tier.name].check_integrity()
-            assert self.count(tier) == sum(entry.visible for entry in owners)
+            places = {entry.places[tier.name]: entry.record.key if entry.visible else None for entry in owners}
+            assert len(places) == len(owners), "two entries at one place"
+            assert all(entry.places[tier.name].size == entry.record.size for entry in owners)
+            self._contents[tier.name].check_integrity(places, sum(entry.visible for entry in owners))
         if idle:
-            assert not self._reserved, "a reservation leaked"
+            assert not self.reserved, "a reservation leaked"
             assert all(entry.pins == 0 for entry in self.with_withdrawn()), "a pin leaked"
-
-    def _range(self, tier: Tier, size: int, colder_than: float) -> list[int]:
-        """Rows of the entries in the range of `Extents.coldest_range`; none if there is no range."""
-        rows, offsets = self.index.rows, np.frombuffer(self._places[tier.name], np.int64)
-        members = np.flatnonzero(offsets >= 0)
-        starts, sizes = offsets[members], rows.sizes()[members].astype(np.int64)
-        heats = np.frombuffer(rows.heats, np.float64)[members]
-        held = [row for row, entry in self._entries.items() if entry.held]
-        heats[(heats >= colder_than) | np.isin(members, held)] = math.inf
-        others = [entry.places[tier.name] for entry in self._withdrawn if tier.name in entry.places]
-        others += [Place(offset, length) for (name, offset), length in self._reserved.items() if name == tier.name]
-        start, end = tier.coldest_range(
-            size,
-            np.append(starts, np.array([place.offset for place in others], np.int64)),
-            np.append(sizes, np.array([place.size for place in others], np.int64)),
-            np.append(heats, np.full(len(others), math.inf)),
-        )
-        chosen: list[int] = members[(starts < end) & (starts + sizes > start)].tolist()
-        return chosen
 
     def eviction_candidates(self, tier: Tier, limit_bytes: int, limit: int) -> list[StoredEntry]:
         """The coldest entries without holds to delete for a tier to use `limit_bytes`; at most `limit` entries."""
-        rows: list[int] = []
-        excess = tier.used_bytes - limit_bytes
-        with contextlib.closing(self._cold[tier.name].coldest(self._evictable)) as coldest:
-            while excess > 0 and len(rows) < limit and (row := next(coldest, None)) is not None:
-                rows.append(row)
-                excess -= aligned(self.index.rows.size(row))
-        return [self._entry(row) for row in rows]
+        return [self._entry(row) for row in self._contents[tier.name].surplus(limit_bytes, limit)]
 
     def unreserve(self, tier: Tier, place: Place) -> None:
         """Frees a reserved place."""
-        del self._reserved[tier.name, place.offset]
+        del self._contents[tier.name].reserved[place.offset]
         tier.free(place)
 
     def add_copy(self, entry: StoredEntry, tier: Tier, place: Place) -> None:
         """Makes a reserved place a copy of an entry."""
-        del self._reserved[tier.name, place.offset]
+        del self._contents[tier.name].reserved[place.offset]
         entry.places[tier.name] = place
         if entry.row is not None:
-            self._add_to_tier(entry.row, tier.name, place)
+            self._contents[tier.name].add(entry.row, place)
 
     def recover(self, entries: Iterable[Recovered]) -> None:
         """Makes persisted entries of the home tier visible."""
         for recovered in entries:
             try:
                 row = self.index.add(recovered.record, recovered.heat)
-                self._add_to_tier(row, self.home.name, recovered.place)
+                self._contents[self.home.name].add(row, recovered.place)
             except KeyError:  # already found by key
                 known = self.index.row(recovered.record.key)
                 if known is not None and self._places[self.home.name][known] == recovered.place.offset:
@@ -320,7 +265,7 @@ class Residents:
         entry.row = self.index.add(entry.record, entry.heat)
         self._entries[entry.row] = entry
         for name, place in entry.places.items():
-            self._add_to_tier(entry.row, name, place)
+            self._contents[name].add(entry.row, place)
 
     def set_heat(self, entry: StoredEntry, heat: float) -> None:
         """Raises the heat of a visible entry."""
@@ -335,7 +280,7 @@ class Residents:
         self.index.remove(entry.record.key)
         del self._entries[row]
         for name in entry.places:
-            self._cold[name].remove(row)
+            self._contents[name].remove(row)
         self._withdrawn.add(entry)
         self.reclaim(entry)
 
@@ -353,7 +298,7 @@ class Residents:
         row = self.index.row(key)
         if row is None and self.finder is not None and (persisted := self.finder(key)) is not None:
             row = self.index.add(persisted.record, persisted.heat)
-            self._add_to_tier(row, self.home.name, persisted.place)
+            self._contents[self.home.name].add(row, persisted.place)
             self._unrecovered.add(row)
         return row
 
@@ -372,13 +317,13 @@ class Residents:
         entry = self._entries.get(row)
         return entry is None or not entry.held
 
-    def _add_to_tier(self, row: int, name: str, place: Place) -> None:
-        self._places[name][row] = place.offset
-        self._cold[name].add(row)
+    def _held(self, tier: Tier) -> tuple[list[int], list[Place]]:
+        """Rows of visible entries with holds, and places of invisible ones in a tier."""
+        rows = [row for row, entry in self._entries.items() if entry.held]
+        return rows, [entry.places[tier.name] for entry in self._withdrawn if tier.name in entry.places]
 
     def _remove_from_tier(self, entry: StoredEntry, tier: Tier) -> Place:
         """Removes a visible entry from a tier; returns the place, for the caller to free."""
         assert entry.row is not None
-        self._places[tier.name][entry.row] = -1
-        self._cold[tier.name].remove(entry.row)
+        self._contents[tier.name].remove(entry.row)
         return entry.places.pop(tier.name)

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from fusionkv.kvcache_service import metrics
 from fusionkv.kvcache_service.client import Entry, HitKind
-from fusionkv.kvcache_service.store import entries, reading, store
+from fusionkv.kvcache_service.store import contents, reading, store
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime import errors
@@ -116,7 +116,7 @@ async def test_the_coldest_goes_first(start: Any) -> None:
 
 @pytest.mark.parametrize("disk", [0, 4 * MIB])
 async def test_among_many_small_ones_the_coldest_range_goes(start: Any, monkeypatch: Any, disk: int) -> None:
-    monkeypatch.setattr(entries, "_MAX_VICTIMS", 4)
+    monkeypatch.setattr(contents, "_MAX_VICTIMS", 4)
     service, count = await start(memory=1 * MIB, disk=disk), (disk or MIB) // 16_384
     for n in range(count):
         await service.put(["S", f"{n}"], payload(n, 16_000))

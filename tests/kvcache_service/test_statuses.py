@@ -171,7 +171,7 @@ async def test_limits_on_calls_at_once(start: Any) -> None:
     fetch.cancel()
     put = service.stub.Put(timeout=60)
     await put.write(head(path=[S, A]))
-    await until(lambda: bool(service.store.residents._reserved))
+    await until(lambda: bool(service.store.residents.reserved))
     with pytest.raises(errors.ResourceExhausted, match="raise max_puts"):
         await service.put("SB", b"b")
     await put.write(part(b"abc"))
@@ -249,7 +249,7 @@ async def test_of_two_writers_the_first_to_commit_wins(service: Any) -> None:
     for put, content in zip(puts, data, strict=True):
         await put.write(head(content))
     # Both have reserved their space, in memory and on disk.
-    await until(lambda: len(service.store.residents._reserved) == 4)
+    await until(lambda: service.store.residents.reserved == 4)
     for i in (1, 0):
         await puts[i].write(pb.PutRequest(data=data[i]))
         await puts[i].done_writing()
@@ -286,9 +286,9 @@ async def test_a_caller_that_hangs_up_leaves_nothing(start: Any, sent: int) -> N
     await put.write(head(data))
     for at in range(0, sent, MIB):
         await put.write(pb.PutRequest(data=data[at : min(at + MIB, sent)]))
-    await until(lambda: len(service.store.residents._reserved) == 2)
+    await until(lambda: service.store.residents.reserved == 2)
     put.cancel()
-    await until(lambda: not service.store.residents._reserved)
+    await until(lambda: not service.store.residents.reserved)
     await service.settled()
     assert service.store.residents.home.used_bytes == 0
     assert (await service.put("S", data))[1]

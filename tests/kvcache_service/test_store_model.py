@@ -194,7 +194,7 @@ def make_machine(memory: int, disk: int) -> type[RuleBasedStateMachine]:
             while self.store.reader.reads or self.store.tasks:
                 self.loop.run_until_complete(asyncio.sleep(0))
             # An aborted put gives its place back when its thread is done.
-            self.loop.run_until_complete(until(lambda: not self.store.residents._reserved))
+            self.loop.run_until_complete(until(lambda: not self.store.residents.reserved))
             self.store.check_integrity(idle=True)
             assert len(self.store.leases) >= len(self.leases)
 

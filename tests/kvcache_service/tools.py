@@ -111,9 +111,7 @@ class Service(Caller):
         """Waits until nothing is under way, then asserts that everything agrees."""
         residents = self.store.residents
         store = self.store
-        await until(
-            lambda: not (store.tasks or store.reader.reads or store.reader.prefetching or residents._reserved)
-        )
+        await until(lambda: not (store.tasks or store.reader.reads or store.reader.prefetching or residents.reserved))
         await until(lambda: all(entry.pins == 0 for entry in residents.with_withdrawn()))
         self.store.check_integrity(idle=True)
 
