@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import yaml
 
-from tests.deploy.rendering import CHART, CONFIGS, PORTS, VERSIONS, Objects, Render, env_of, template
+from tests.deploy.rendering import CHART, CONFIGS, EXAMPLES, PORTS, VERSIONS, Objects, Render, env_of, template
 
 pytestmark = pytest.mark.slow
 SERVED = (*CONFIGS, "vllm")
@@ -58,7 +58,8 @@ def test_fields_of_pods_are_passed_on(render: Render, version: str) -> None:
         if name != "vllm":
             assert pod["containers"][1:] == [more]
             assert pod["initContainers"][-1] == more
-    assert [each["name"] for each in found.pod("worker")["initContainers"]] == ["model", "more"]
+    download, _ = found.pod("worker")["initContainers"]
+    assert env_of(download)["HTTPS_PROXY"] == "http://proxy:3128"
 
 
 def test_a_cluster_may_choose_the_users(render: Render) -> None:
@@ -163,6 +164,24 @@ def test_the_openai_endpoint_has_a_route_or_an_ingress(render: Render) -> None:
             render({"gateway": way})
     with pytest.raises(ValueError, match="BackendTLSPolicy"):
         render({"gateway": {"http": {"port": 8080}, "httpRoute": ROUTE}, "certManager": {"enabled": True}})
+
+
+def test_all_services_reach_what_is_added(render: Render) -> None:
+    rule = {"to": [{"ipBlock": {"cidr": "10.1.0.0/16"}}], "ports": [{"port": 3128, "protocol": "TCP"}]}
+    found = render({"networkPolicy": {"egress": [rule]}})
+    for name in CONFIGS:
+        assert rule in found["NetworkPolicy"][name]["spec"]["egress"]
+
+
+def test_helm_4_makes_the_same(helm: str, tmp_path: Path) -> None:
+    sdk = pytest.importorskip("helm_python", reason="Helm 4: pip install helm-python-sdk")
+    chart = sdk.Chart.load(str(CHART))
+    for file in EXAMPLES:
+        values = yaml.safe_load(file.read_text())
+        made = chart.render(values, name="rel", namespace="ns")
+        texts = [text for name, text in made.items() if name.endswith(".yaml")]
+        documents = [document for text in texts for document in yaml.safe_load_all(text) if document]
+        assert Objects(documents) == Objects(template(helm, tmp_path, values)), file.name
 
 
 def test_services_and_further_objects(render: Render) -> None:

@@ -123,6 +123,7 @@ revision: {{ $revision }}
     - name: HF_TOKEN
       valueFrom: {secretKeyRef: {name: {{ . }}, key: token}}
     {{- end }}
+    {{- with $worker.extraEnv }}{{ toYaml . | nindent 4 }}{{ end }}
   resources: {{- toYaml .resources | nindent 4 }}
   volumeMounts:
     - {name: models, mountPath: /models}
@@ -463,6 +464,9 @@ spec: {{- include "fusionkv.claim" .storage | nindent 2 }}
 - ports: [{port: 53, protocol: UDP}, {port: 53, protocol: TCP}, {port: 5353, protocol: UDP}, {port: 5353, protocol: TCP}]
 {{- with .root.Values.otlp.endpoint }}
 - ports: [{port: {{ (urlParse .).host | splitList ":" | last }}, protocol: TCP}]
+{{- end }}
+{{- with .root.Values.networkPolicy.egress }}
+{{ toYaml . }}
 {{- end }}
 {{- end }}
 
