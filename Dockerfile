@@ -47,7 +47,7 @@ RUN python -m venv --without-pip /opt/fusionkv \
 
 FROM packages AS kvcache-packages
 RUN --mount=type=cache,target=/root/.cache/pip pip --python /opt/fusionkv/bin/python install \
-    -c constraints.txt -r package.txt -r cache.txt -r object-store.txt -r prometheus.txt
+    -c constraints.txt -r package.txt -r cache.txt -r kv-events.txt -r object-store.txt -r prometheus.txt
 
 FROM kvcache-packages AS kvcache-mooncake-packages
 RUN --mount=type=cache,target=/root/.cache/pip pip --python /opt/fusionkv/bin/python install \

@@ -11,6 +11,7 @@ import stat
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fusionkv.kvcache_service.config import OBJECT_SCHEMES, Config
 from fusionkv.kvcache_service.local import FileServer, arena_path, segments_path, share_memory, share_segments
@@ -25,6 +26,9 @@ from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.kvcache_service.tiers.sealed_disk import DiskKeys, SealedDiskTier
 from fusionkv.protos.observe import handshakes, telemetry
 from fusionkv.protos.runtime import process, rpc, settings
+
+if TYPE_CHECKING:
+    from fusionkv.kvcache_service.events import EventPublisher
 
 log = logging.getLogger(__name__)
 NAME = "fusionkv-kvcache"
@@ -122,6 +126,21 @@ def _make_engine(config: Config, extra: str) -> RemoteEngine:
     return RedisEngine(config.remote_url, ttl=ttl, timeout=timeout, password=password)
 
 
+def make_events(config: Config, store: Store) -> "EventPublisher | None":
+    """Publishes changes of the store, if configured. Raises OSError if that is impossible."""
+    if not config.events_endpoint:
+        return None
+    try:
+        from fusionkv.kvcache_service.events import EventPublisher
+    except ImportError as error:
+        raise OSError(f"events_endpoint needs a package: pip install 'fusionkv[kv-events]' ({error})") from error
+    # A topic as llm-d reads it: the pod, and what would be the model.
+    publisher = store.residents.listener = EventPublisher(
+        config.events_endpoint, f"kv@{socket.gethostname()}@fusionkv"
+    )
+    return publisher
+
+
 async def run(config: Config) -> None:
     """Serves until SIGTERM, drains, and closes the store.
 
@@ -130,6 +149,7 @@ async def run(config: Config) -> None:
     for address in config.listen:
         remove_stale_socket(address)
     store = make_store(config)
+    events = make_events(config, store)
     loading = asyncio.create_task(store.open())
     observe_tiers(lambda: [(tier.name, tier.used_bytes, tier.capacity_bytes) for tier in store.residents.tiers])
     background = [asyncio.create_task(_after(loading, store.sweep))]
@@ -158,6 +178,8 @@ async def run(config: Config) -> None:
                 await task
         if sharing is not None:
             await sharing.close()
+        if events is not None:
+            await asyncio.to_thread(events.close)
         # Until the index is loaded, nothing on the disk was changed, and nothing must be closed.
         if store.ready.is_set():
             await store.close()

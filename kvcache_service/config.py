@@ -51,6 +51,11 @@ class Config:
     remote_memory_bytes: int = setting(
         GIB, "memory that this service contributes to a Mooncake Store, beside its own tiers", bytes=True, low=0
     )
+    events_endpoint: str = setting(
+        "",
+        "tcp://address:port or ipc:///path where the service publishes which entries are stored and removed, as KV "
+        "events in vLLM's format over ZeroMQ; replays are at the next port. Empty publishes nothing",
+    )
     max_entry_bytes: int = setting(GIB, "maximum size of an entry", bytes=True, low=1, high=GIB)
     max_path: int = setting(256, "maximum number of elements in a path", low=1, high=65535)
     max_puts: int = setting(64, "maximum number of Puts at the same time", low=1)

@@ -7,6 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from fusionkv.kvcache_service.index.index import Index
 from fusionkv.kvcache_service.index.record import EntryRecord, HitKind
@@ -97,6 +98,14 @@ class Leases:
         assert counts == {id(entry): entry.leases for entry in entries if entry.leases}, "leases and counts disagree"
 
 
+class TierListener(Protocol):
+    """Is told on the event loop which visible entries come to a tier, and leave it."""
+
+    def stored(self, record: EntryRecord, tier: str) -> None: ...
+
+    def removed(self, key: bytes, tier: str) -> None: ...
+
+
 class Residents:
     """Entries and their places in the tiers, fastest first. The last tier is the home: every entry is in it.
 
@@ -107,6 +116,7 @@ class Residents:
         self.tiers, self.home = tuple(tiers), tiers[-1]
         self.index = Index(len(tiers))
         self._counters = counters
+        self.listener: TierListener | None = None
         self._entries: weakref.WeakValueDictionary[int, StoredEntry] = weakref.WeakValueDictionary()
         self._withdrawn: set[StoredEntry] = set()
         self.finder: Callable[[bytes], Recovered | None] | None = None  # during recovery: searches the home tier
@@ -237,14 +247,14 @@ class Residents:
         del self._contents[tier.name].reserved[place.offset]
         entry.places[tier.name] = place
         if entry.row is not None:
-            self._contents[tier.name].add(entry.row, place)
+            self._add_to_tier(entry.row, tier.name, place)
 
     def recover(self, entries: Iterable[Recovered]) -> None:
         """Makes persisted entries of the home tier visible."""
         for recovered in entries:
             try:
                 row = self.index.add(recovered.record, recovered.heat)
-                self._contents[self.home.name].add(row, recovered.place)
+                self._add_to_tier(row, self.home.name, recovered.place)
             except KeyError:  # already found by key
                 known = self.index.row(recovered.record.key)
                 if known is not None and self._places[self.home.name][known] == recovered.place.offset:
@@ -265,7 +275,7 @@ class Residents:
         entry.row = self.index.add(entry.record, entry.heat)
         self._entries[entry.row] = entry
         for name, place in entry.places.items():
-            self._contents[name].add(entry.row, place)
+            self._add_to_tier(entry.row, name, place)
 
     def set_heat(self, entry: StoredEntry, heat: float) -> None:
         """Raises the heat of a visible entry."""
@@ -281,6 +291,8 @@ class Residents:
         del self._entries[row]
         for name in entry.places:
             self._contents[name].remove(row)
+            if self.listener is not None:
+                self.listener.removed(entry.record.key, name)
         self._withdrawn.add(entry)
         self.reclaim(entry)
 
@@ -298,7 +310,7 @@ class Residents:
         row = self.index.row(key)
         if row is None and self.finder is not None and (persisted := self.finder(key)) is not None:
             row = self.index.add(persisted.record, persisted.heat)
-            self._contents[self.home.name].add(row, persisted.place)
+            self._add_to_tier(row, self.home.name, persisted.place)
             self._unrecovered.add(row)
         return row
 
@@ -322,8 +334,15 @@ class Residents:
         rows = [row for row, entry in self._entries.items() if entry.held]
         return rows, [entry.places[tier.name] for entry in self._withdrawn if tier.name in entry.places]
 
+    def _add_to_tier(self, row: int, name: str, place: Place) -> None:
+        self._contents[name].add(row, place)
+        if self.listener is not None:
+            self.listener.stored(self.index.rows.record(row), name)
+
     def _remove_from_tier(self, entry: StoredEntry, tier: Tier) -> Place:
         """Removes a visible entry from a tier; returns the place, for the caller to free."""
         assert entry.row is not None
         self._contents[tier.name].remove(entry.row)
+        if self.listener is not None:
+            self.listener.removed(entry.record.key, tier.name)
         return entry.places.pop(tier.name)

@@ -19,7 +19,7 @@ from tests.commands import run_python
 EXTRAS = {
     "protos": {"prometheus"},
     "kernels": {"worker", "gpu"},
-    "kvcache_service": {"cache", "mooncake", "object-store"},
+    "kvcache_service": {"cache", "kv-events", "mooncake", "object-store"},
     "fusion_worker": {"worker", "gguf", "gpu", "gds", "ray"},
     "gateway": {"embed", "gateway", "http", "langchain", "llama-index", "milvus"},
     "vllm_connector": {"vllm", "worker"},

@@ -20,7 +20,11 @@ pytestmark = pytest.mark.system
 SIZES = (1, 4096, 100_000, 1 << 20, (3 << 20) + 17)
 
 
-@pytest.fixture(params=list(REMOTES))
+# Its server takes seconds to start, for each test anew.
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) if kind == "object store" else kind for kind in REMOTES]
+
+
+@pytest.fixture(params=SLOW)
 async def remote(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Remote]:
     started = made(request.param, tmp_path / "remote")
     yield started
