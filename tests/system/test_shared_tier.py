@@ -151,6 +151,28 @@ async def test_the_remote_tier_is_killed_and_comes_back_empty(two: Services, rem
     await until(healed)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("remote", ["redis", "object store", "directory"], indirect=True)
+async def test_the_remote_tier_is_killed_in_the_middle_of_copies(two: Services, remote: Remote) -> None:
+    """Each entry is a miss, or its bytes; afterwards each service answers with its own."""
+    a, b = two.clients
+    names = range(12)
+    await fill(a, names, (3 << 20) + 17)
+    await two.settled()
+    asked, killed = [asyncio.create_task(fetched(b, name)) for name in names], False
+    began = time.monotonic()
+    for answered in asyncio.as_completed(asked):
+        await answered
+        if not killed:
+            await asyncio.to_thread(remote.kill9)
+            killed = True
+    assert time.monotonic() - began < 60
+    for name, task in zip(names, asked, strict=True):
+        assert task.result() in (None, payload(name, (3 << 20) + 17))
+    assert await same(a, names, (3 << 20) + 17)
+    assert sum([(await client.stats()).checksum_failures for client in two.clients]) == 0
+
+
 @pytest.mark.long
 @pytest.mark.slow
 async def test_a_remote_tier_that_stands_still_costs_a_lookup_its_time_once(two: Services, remote: Remote) -> None:
