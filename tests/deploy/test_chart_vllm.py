@@ -108,7 +108,9 @@ def test_the_connector_takes_what_it_is_told(render: Render, root: Path) -> None
     assert transfer(render({"vllm": {"enabled": True, "prefixes": False}}))[1] == {}
     _, secured = transfer(render({**ON, "certManager": {"enabled": True}}))
     assert secured.keys() == {"cache", "tls_ca", "tls_cert", "tls_key", "tls_worker"}
-    (options,) = [node for node in ast.parse(code).body if isinstance(node, ast.ClassDef) and node.name == "Options"]
+    (options,) = [
+        node for node in ast.parse(code).body if isinstance(node, ast.ClassDef) and node.name == "ConnectorOptions"
+    ]
     assert secured.keys() <= {node.target.id for node in options.body if isinstance(node, ast.AnnAssign)}  # type: ignore[union-attr]
 
 
