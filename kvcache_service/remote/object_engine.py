@@ -5,7 +5,7 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -22,8 +22,9 @@ from fusionkv.kvcache_service.tiers.base import Unreachable
 A = TypeVar("A")
 R = TypeVar("R")
 
-# Requests at the same time: of lookups, each a few KiB; and of all others.
-_LOOKUPS, _TRANSFERS = 32, 16
+# Requests at the same time: of lookups, of copies, and of renewals and deletions, which may be 1,500 at once: nothing
+# else must wait for them.
+_LOOKUPS, _COPIES, _OTHERS = 32, 16, 16
 # A value is read in ranges of this size, and written in parts of it: S3 refuses parts below 5 MiB.
 _PART_BYTES, _PARTS = 8 << 20, 2
 _BATCH = 1000
@@ -57,13 +58,17 @@ class ObjectEngine(RemoteEngine):
         self._url = url
         self._patience = 3 * timeout + 1
         self._lookups = ThreadPoolExecutor(_LOOKUPS, "kvcache-objects-lookup")
-        self._transfers = ThreadPoolExecutor(_TRANSFERS, "kvcache-objects")
+        self._copies = ThreadPoolExecutor(_COPIES, "kvcache-objects-copy")
+        self._others = ThreadPoolExecutor(_OTHERS, "kvcache-objects")
+        self._ended = 0  # calls
         parts = _checked(url)
         self._directory = unquote(parts.path) if parts.scheme == "file" else ""
         self._device = 0
         if self._directory:
-            with os.scandir(self._directory):
-                self._device = os.stat(self._directory).st_dev
+            try:
+                self._device = self._lookups.submit(_device, self._directory).result(_CHECK_SECONDS)
+            except TimeoutError as error:
+                raise OSError(f"{self._directory} does not answer") from error
         self._store = _opened(url, parts.scheme, timeout)
         with contextlib.suppress(Unreachable, TimeoutError):
             self._lookups.submit(self.probe).result(_CHECK_SECONDS)
@@ -78,9 +83,7 @@ class ObjectEngine(RemoteEngine):
             for name, view in zip(names, into, strict=True)
             for at in range(0, len(view), _PART_BYTES)
         ]
-        arrived = self._each(
-            self._transfers, self._get_range, [(name, at, len(part)) for name, _, part, at in ranges]
-        )
+        arrived = self._each(self._copies, self._get_range, [(name, at, len(part)) for name, _, part, at in ranges])
         for (_, size, part, _), found in zip(ranges, arrived, strict=True):
             if found is None or found[0] != size or len(found[1]) != len(part):
                 return False
@@ -88,14 +91,14 @@ class ObjectEngine(RemoteEngine):
         return True
 
     def put(self, values: Sequence[tuple[str, bytes]]) -> None:
-        list(self._each(self._transfers, self._put, values))
+        list(self._each(self._copies, self._put, values))
 
     def touch(self, names: Sequence[str]) -> list[bool]:
         """Says whether each exists, and renews nothing."""
-        return list(self._each(self._transfers, self._exists, names))
+        return list(self._each(self._others, self._exists, names))
 
     def remove(self, names: Sequence[str]) -> None:
-        list(self._each(self._transfers, self._remove, names))
+        list(self._each(self._others, self._remove, names))
 
     def remove_all(self, prefix: str) -> None:
         """prefix: ends before a ":", where folders end."""
@@ -105,7 +108,7 @@ class ObjectEngine(RemoteEngine):
                 try:
                     obstore.delete(self._store, paths)
                 except FileNotFoundError:  # of a directory that another service deletes, too
-                    list(self._each(self._transfers, partial(_remove, self._store), paths))
+                    list(self._each(self._others, partial(_remove, self._store), paths))
 
     def probe(self) -> None:
         """Lists the bucket: the absence of an object says nothing, since a missing bucket has none either."""
@@ -114,7 +117,7 @@ class ObjectEngine(RemoteEngine):
                 break
 
     def close(self) -> None:
-        for threads in (self._lookups, self._transfers):
+        for threads in (self._lookups, self._copies, self._others):
             threads.shutdown(wait=False, cancel_futures=True)
 
     def _get(self, name: str) -> bytes | None:
@@ -154,19 +157,28 @@ class ObjectEngine(RemoteEngine):
         """Results in order, of calls at the same time."""
 
         def one(argument: A) -> R:
-            with self._errors():
-                return call(argument)
+            try:
+                with self._errors():
+                    return call(argument)
+            finally:
+                self._ended += 1
 
         calls = [threads.submit(one, argument) for argument in given]
         try:
             for running in calls:
-                # Requests have a timeout, but a file system that has lost its server answers nothing at all.
-                yield running.result(self._patience)
-        except TimeoutError as error:
-            raise Unreachable(f"{self._url} does not answer within {self._patience:g} s") from error
+                yield self._result(running)
         finally:
             for running in calls:
                 running.cancel()
+
+    def _result(self, running: Future[R]) -> R:
+        """Waits as long as any calls end: requests have a timeout, but a file system without its server has none."""
+        while True:
+            ended = self._ended
+            if not wait([running], self._patience).done and self._ended == ended:
+                raise Unreachable(f"{self._url} does not answer within {self._patience:g} s")
+            if running.done():
+                return running.result()
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
@@ -217,6 +229,12 @@ def _opened(url: str, scheme: str, timeout: float) -> Any:
         return from_url(url, **options)
     except BaseError as error:
         raise ValueError(_reason(error)) from error
+
+
+def _device(directory: str) -> int:
+    """Number of a directory's file system. Raises OSError if it is none."""
+    with os.scandir(directory):
+        return os.stat(directory).st_dev
 
 
 def _remove(store: Any, path: str) -> None:

@@ -1,5 +1,6 @@
 """KV events: read by vLLM's own definitions, in order, replayed, and of no consequence to the service."""
 
+import asyncio
 import contextlib
 import os
 import time
@@ -256,6 +257,7 @@ def test_a_service_does_not_start_if_it_cannot_publish(tmp_path: Path) -> None:
 
 @pytest.mark.system
 async def test_a_service_publishes_where_it_is_told(launch: Any, tmp_path: Path) -> None:
+    """From its start on, when it publishes what its disk has."""
     from fusionkv.kvcache_service.client import CacheClient
     from tests.ports import free_port
     from tests.system.cache_process import flags, payload, put
@@ -264,8 +266,15 @@ async def test_a_service_publishes_where_it_is_told(launch: Any, tmp_path: Path)
     more = ("--listen", f"127.0.0.1:{free_port()}", "--events-endpoint", endpoint)
     service = launch(*flags(tmp_path / "data", *more))
     client = CacheClient(service.address)
-    with contextlib.closing(Subscriber(endpoint)) as subscriber:
-        await put(client, "x", payload("x", 1000))
-        await until(lambda: any(isinstance(event, BlockStored) for event in subscriber.replay(0)))
+    await put(client, "x", payload("x", 1000))
     await client.close()
-    service.stop()
+    await asyncio.to_thread(service.stop)
+    launch(*service.argv[3:])
+
+    def stored(subscriber: Subscriber) -> bool:
+        first, *others = subscriber.replay(0)
+        assert isinstance(first, AllBlocksCleared)
+        return [event.medium for event in others if isinstance(event, BlockStored)] == ["STORAGE"]
+
+    with contextlib.closing(Subscriber(endpoint)) as subscriber:
+        await until(lambda: stored(subscriber))
