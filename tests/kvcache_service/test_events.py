@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -256,13 +255,12 @@ def test_a_service_does_not_start_if_it_cannot_publish(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-async def test_a_service_publishes_where_it_is_told(launch: Any, tmp_path: Path) -> None:
+async def test_a_service_publishes_where_it_is_told(launch: Any, tmp_path: Path, endpoint: str) -> None:
     """From its start on, when it publishes what its disk has."""
     from fusionkv.kvcache_service.client import CacheClient
     from tests.ports import free_port
     from tests.system.cache_process import flags, payload, put
 
-    endpoint = f"ipc:///tmp/fusionkv-events-{os.getpid()}"
     more = ("--listen", f"127.0.0.1:{free_port()}", "--events-endpoint", endpoint)
     service = launch(*flags(tmp_path / "data", *more))
     client = CacheClient(service.address)
