@@ -58,7 +58,7 @@ async def test_an_entry_that_a_thread_fills_comes_back(tmp_path: Path, memory: i
         def read(at: int, into: memoryview) -> None:
             into[:] = data[at : at + len(into)]
 
-        await writer.fill(read, threads)
+        await writer.fill(read, threads, 4 << 20)
         assert await writer.commit()
         place = store.residents.get(made.key).places["disk"]
         assert bytes(tier.read(place, 0, size)) == data

@@ -52,6 +52,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "fusion.ReleasePrefill": {"handle": bytes(16), "ranks": 1},
     "fusion.Encode": {"chunk": TOKENS, "before": [TOKENS], "mode": EXACT},
     "fusion.Encode corpus": {"chunk": TOKENS, "before": [{"ids": [2]}], "mode": fusion.EncodeRequest.MODE_PRIMED},
+    "fusion.ForgetCorpus": {"corpus": "c"},
     "fusion.GetModel": {},
     "fusion.RenderTemplate": {},
     "kvcache.Lookup": {"namespace": DIGEST, "path": [{"digest": DIGEST}] * 2},
