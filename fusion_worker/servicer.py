@@ -39,7 +39,6 @@ from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted, U
 
 SERVICE = pb.DESCRIPTOR.services_by_name["FusionService"]
 # A page of a listing.
-_MAX_CORPORA = 1000
 _MAX_REASON = 512  # characters
 # Renderings of chat templates that run or wait, one after another.
 _MAX_RENDERINGS = 16

@@ -17,16 +17,14 @@ class CachedAttention:
     question's rows, the heads and the layers.
 
     Attributes:
-        first, stop: The layers to sum over, as shares of the model's depth. At least one layer is summed over.
+        first: The first layer to sum over, as a share of the model's depth. At least the last layer is summed over.
     """
 
     first: float = 0.0
-    stop: float = 1.0
 
     def of(self, count: int) -> frozenset[int]:
         """Indices of these layers in a model of `count` layers."""
-        stop = max(1, round(self.stop * count))
-        return frozenset(range(min(round(self.first * count), stop - 1), stop))
+        return frozenset(range(min(round(self.first * count), count - 1), count))
 
 
 @dataclass(frozen=True, slots=True)

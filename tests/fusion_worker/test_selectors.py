@@ -35,7 +35,7 @@ def test_attention_fades_with_the_tokens_before_in_the_chunk() -> None:
     assert scores(QuestionAttention(), attended) is attended.attention
 
 
-def test_layers_are_counted_from_either_end() -> None:
+def test_layers_are_counted_from_the_last_one() -> None:
     assert CachedAttention().of(3) == {0, 1, 2}
     assert CachedAttention(first=1.0).of(5) == {4}
-    assert [CachedAttention(0.25, 0.75).of(layers) for layers in (8, 1)] == [{2, 3, 4, 5}, {0}]
+    assert [CachedAttention(first=0.25).of(layers) for layers in (8, 1)] == [{2, 3, 4, 5, 6, 7}, {0}]
