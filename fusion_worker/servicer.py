@@ -38,7 +38,6 @@ from fusionkv.protos.runtime.checksum import Checksum
 from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted, Unavailable
 
 SERVICE = pb.DESCRIPTOR.services_by_name["FusionService"]
-# A page of a listing.
 _MAX_REASON = 512  # characters
 # Renderings of chat templates that run or wait, one after another.
 _MAX_RENDERINGS = 16
