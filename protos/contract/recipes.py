@@ -159,7 +159,7 @@ class Recipe:
 # attention in 44 of 60 answers, and SmolLM2 as near as with them (docs/quality.md, docs/journal/selection.md).
 DEEP = CachedAttention(first=1 / 3)
 # The relative error of a token's reused values falls with the tokens before it in its chunk, to the power of 0.27 to
-# 0.47 on SmolLM2 and Qwen2.5-Coder-0.5B (docs/journal/selection.md).
+# 0.47 on SmolLM2 and Qwen2.5-Coder-0.5B; not measured on other models (docs/journal/selection.md).
 FADE = 0.5
 
 RECIPES: dict[str, Recipe] = {
