@@ -1,8 +1,9 @@
 """The file of `fusionkv check` in a model's directory: which recipes are safe, and what `default` means."""
 
+import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from fusionkv.fusion_worker.quality.defaults import UNMEASURED, Choice, Default
@@ -12,6 +13,8 @@ from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
 
 FILE = "fusionkv-check.json"
 SAFE, UNSAFE, UNDECIDED = "safe", "unsafe", "not enough evidence"
+# Of what all recipes do: a verdict says nothing of a recipe that has changed since.
+_RECIPES = hashlib.sha256(repr([replace(r, description="") for r in RECIPES.values()]).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +61,14 @@ class Verdict:
         recipes: verdicts by recipe, for one or more ratios, ascending.
         auxiliary: fingerprint in hex of the auxiliary model of the check; empty without one.
         default: what `default` means on the model.
+        definitions: digest of what all recipes did at the time of the check.
     """
 
     fingerprint: str
     recipes: dict[str, tuple[Judged, ...]]
     auxiliary: str = ""
     default: Default = UNMEASURED
+    definitions: str = _RECIPES
 
     @classmethod
     def read(cls, directory: Path, fingerprint: bytes, auxiliary: bytes = b"") -> "Verdict":
@@ -72,7 +77,7 @@ class Verdict:
         auxiliary: fingerprint of the auxiliary model in use. Verdicts that depend on another one are left out.
 
         Raises:
-            FailedPrecondition: the file can't be read, or is for another model.
+            FailedPrecondition: the file can't be read, or is for another model or of recipes that have changed.
         """
         path, again = directory / FILE, f"run `fusionkv check {directory}` again"
         if not path.exists():
@@ -83,11 +88,13 @@ class Verdict:
             chosen = data["default"]
             default = Default(Choice(**chosen["choice"]), chosen["why"])
             find_recipe(default.choice.recipe).ratio_for(default.choice.ratio)
-            verdict = cls(data["fingerprint"], judged, data["auxiliary"], default)
+            verdict = cls(data["fingerprint"], judged, data["auxiliary"], default, data["definitions"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError, InvalidArgument) as error:
             raise FailedPrecondition(f"can't read {path} ({error}): {again}") from error
         if verdict.fingerprint != fingerprint.hex():
             raise FailedPrecondition(f"{path} is for another model, or this model has changed since: {again}")
+        if verdict.definitions != _RECIPES:
+            raise FailedPrecondition(f"{path} is of recipes that have changed since: {again}, or delete the file")
         if verdict.auxiliary != auxiliary.hex():
             for name in [n for n, r in RECIPES.items() if r.needs == SecondModel()]:
                 verdict.recipes.pop(name, None)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import shutil
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ def test_a_verdict_beside_its_model(tmp_path: Path) -> None:
     assert Verdict.read(tmp_path, b"f") == made
     with pytest.raises(FailedPrecondition, match="is for another model, or this model has changed"):
         Verdict.read(tmp_path, b"g")
+    replace(made, definitions="those of another version").write(tmp_path / FILE)
+    with pytest.raises(FailedPrecondition, match="is of recipes that have changed since"):
+        Verdict.read(tmp_path, b"f")
 
 
 def test_only_what_is_unsafe_has_consequences() -> None:
@@ -87,8 +91,8 @@ def test_cacheclip_is_judged_by_the_second_model_in_use(tmp_path: Path) -> None:
 def written(recipes: dict[str, Any] | None = None, **default: Any) -> str:
     """A file of verdicts, with other values for what `default` means."""
     choice = {"recipe": "epic", "ratio": 0.2} | default
-    means = {"choice": choice, "why": ""}
-    return json.dumps({"fingerprint": "66", "auxiliary": "", "recipes": recipes or {}, "default": means})
+    own = {"recipes": recipes or {}, "default": {"choice": choice, "why": ""}}
+    return json.dumps({"fingerprint": "66", "auxiliary": "", "definitions": Verdict("", {}).definitions} | own)
 
 
 def test_a_file_of_verdicts(tmp_path: Path) -> None:
