@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fusionkv.kvcache_service.config import OBJECT_SCHEMES, Config
+from fusionkv.kvcache_service.data_plane.listener import DataPlane
 from fusionkv.kvcache_service.local import FileServer, arena_path, segments_path, share_memory, share_segments
 from fusionkv.kvcache_service.metrics import observe_remote, observe_tiers
 from fusionkv.kvcache_service.remote.sharing import Sharing
@@ -159,10 +160,15 @@ async def run(config: Config) -> None:
         if config.remote_url:
             sharing = make_sharing(config, store)
             background.append(asyncio.create_task(_after(loading, sharing.run)))
+        servicer = KVCacheServicer(store, sharing)
+        plain = [address for address in config.listen if address.startswith("unix:") or config.server_tls is None]
+        if plain:
+            servicer.data_plane = DataPlane(f"{NAME}-data", servicer, plain, config.data_port, config.data_host)
         await rpc.serve(
             NAME,
             config.listen,
-            {SERVICE.full_name: handler(KVCacheServicer(store, sharing))},
+            {SERVICE.full_name: handler(servicer)},
+            beside=[servicer.data_plane] if servicer.data_plane else [],
             drain_seconds=config.drain_seconds,
             on_stop=sharing.write_backs.flush if sharing else None,
             tls=config.server_tls,

@@ -3,14 +3,16 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from opentelemetry import propagate, trace
 
+from fusionkv.kvcache_service.data_plane.connection import Broken, Connection, Connections, Refused
 from fusionkv.kvcache_service.index.record import HitKind
 from fusionkv.kvcache_service.local import LocalTiers, copy_hashed, read_into
 from fusionkv.protos.deadline import Deadline
@@ -23,6 +25,7 @@ from fusionkv.protos.runtime.tls import ClientTLS
 __all__ = ["CacheClient", "Entry", "Hit", "HitKind", "Lookup"]
 
 tracer = trace.get_tracer(__name__)
+T = TypeVar("T")
 
 _SERVICE = "/kvcache.v1.KVCacheService/"
 _KINDS = {pb.HitKind.Value(f"HIT_KIND_{kind.name}"): kind for kind in HitKind}
@@ -87,6 +90,7 @@ class CacheClient:
         self._closed = False
         self._puts: set[asyncio.Timeout] = set()
         self._local = LocalTiers(address)
+        self._data: Connections | None = None
 
     async def lookup(
         self,
@@ -100,7 +104,7 @@ class CacheClient:
         elements = [pb.PathElement(digest=digest, variants=variants) for digest, variants in path]
         request = pb.LookupRequest(namespace=namespace, path=elements, lease_ms=lease_ms)
         sent = time.monotonic()
-        response = await self._call("Lookup", request, Deadline.after(timeout))
+        response = await self._exchange("lookup", request, Deadline.after(timeout))
         # The service measures the lease from the arrival of the request, or later.
         self._local.add_lease(response.lease, sent + response.lease_ms / 1000)
         shared = await self._local.open(response.arena)
@@ -127,17 +131,10 @@ class CacheClient:
                 return
         elif await self._fetch_promoted(entry, into, deadline):
             return
-        call = self._begin("Fetch", pb.FetchRequest(key=entry.key, checksum=entry.checksum), deadline)
-        try:
-            with self._errors("fetch from"):
-                digest = await frames.fill(into, call)
-        except ValueError as error:
-            raise errors.DataLoss(f"fetch from the cache service at {self.address}: {error}") from error
-        finally:
-            call.cancel()
+        digest = await self._receive(pb.FetchRequest(key=entry.key, checksum=entry.checksum), into, deadline)
         if digest != entry.checksum:
             remaining = min(deadline.remaining(), _DELETE_DAMAGED_SECONDS)
-            with contextlib.suppress(errors.ServiceError):  # the damage is the error to report
+            with suppress(errors.ServiceError):  # the damage is the error to report
                 await self.delete([entry.key], here=True, timeout=remaining)
             raise errors.DataLoss(f"entry {entry.key.hex()} arrived damaged from {self.address}; it is deleted there")
 
@@ -227,19 +224,13 @@ class CacheClient:
             offered=offered,
             signature=signature,
         )
-        with self._errors("put at"):
-            async with asyncio.timeout(None) as put:
-                self._puts.add(put)
-                try:
-                    response = await self._send(header, data, deadline)
-                finally:
-                    self._puts.discard(put)
+        response = await self._send(header, data, deadline)
         return response.key, response.outcome == pb.PutResponse.OUTCOME_STORED
 
     async def release(self, lease: int, *, timeout: float = 5.0) -> None:
         """Ends a lease; an unknown or expired one is ignored."""
         self._local.drop_lease(lease)
-        await self._call("Release", pb.ReleaseRequest(lease=lease), Deadline.after(timeout))
+        await self._exchange("release", pb.ReleaseRequest(lease=lease), Deadline.after(timeout))
 
     async def delete(
         self, keys: Sequence[bytes] = (), *, namespace: bytes = b"", here: bool = False, timeout: float = 30.0
@@ -259,17 +250,94 @@ class CacheClient:
     async def close(self) -> None:
         """Closes the connection; calls in progress and later ones raise Unavailable."""
         self._closed = True
+        if self._data is not None:
+            self._data.close()
         for put in self._puts:
             put.reschedule(0)  # grpc.aio would let it wait for ever
         for channel in self._channels:
             await channel.close()
         self._local.close()
 
+    async def _exchange(self, name: str, request: Any, deadline: Deadline) -> Any:
+        """A call with one response: on the data plane, or by gRPC if that is not possible."""
+        asked = pb.DataRequest(**{name: request})
+        try:
+            response = await self._on_data_plane(asked, lambda connection: connection.call(asked), deadline)
+        except Broken:
+            return await self._call(name.capitalize(), request, deadline)
+        return getattr(response, name)
+
+    async def _receive(self, request: pb.FetchRequest, into: memoryview, deadline: Deadline) -> bytes | None:
+        """Fills `into` with the bytes of an entry; returns their checksum, or None if the sizes differ."""
+        asked = pb.DataRequest(fetch=request)
+
+        async def receive(connection: Connection) -> bytes:
+            response = await connection.call(asked)
+            if response.bytes != len(into):
+                raise Broken(f"{response.bytes} bytes of an entry of {len(into)}")
+            return await connection.receive(into)
+
+        with suppress(Broken):
+            return await self._on_data_plane(asked, receive, deadline)
+        call = self._begin("Fetch", request, deadline)
+        try:
+            with self._errors("fetch from"):
+                return await frames.fill(into, call)
+        except ValueError as error:
+            raise errors.DataLoss(f"fetch from the cache service at {self.address}: {error}") from error
+        finally:
+            call.cancel()
+
     async def _send(self, header: pb.PutHeader, data: memoryview, deadline: Deadline) -> pb.PutResponse:
         """Sends the header of a Put, waits until the server has reserved space, then sends the data.
 
-        If the server does not need the data, it responds at once. Sending data anyway would waste bandwidth and lose
-        the status: grpc.aio reports INTERNAL for a write after the end of its call.
+        If the server does not need the data, it responds at once.
+        """
+        asked = pb.DataRequest(put=header)
+
+        async def send(connection: Connection) -> pb.PutResponse:
+            response = await connection.call(asked)
+            if response.WhichOneof("result") == "reserved":
+                await connection.send(data)
+                response = await connection.response()
+            return response.put
+
+        with suppress(Broken):
+            return await self._on_data_plane(asked, send, deadline)
+        with self._errors("put at"):
+            async with asyncio.timeout(None) as put:
+                self._puts.add(put)
+                try:
+                    return await self._send_by_grpc(header, data, deadline)
+                finally:
+                    self._puts.discard(put)
+
+    async def _on_data_plane(
+        self, request: pb.DataRequest, work: Callable[[Connection], Awaitable[T]], deadline: Deadline
+    ) -> T:
+        """Runs `work` on a connection, which makes this request there. Raises Broken if gRPC is to be used."""
+        name = str(request.WhichOneof("call"))
+        self._check(name, deadline)
+        if self._data is None:
+            # Here, since it binds to the running event loop.
+            self._data = Connections(self.address, partial(self._call, "Connect", pb.ConnectRequest()))
+        doing, method = f"{name} at the cache service at {self.address}", name.capitalize()
+        attributes = {"rpc.system": "fusionkv", "rpc.service": "kvcache.v1.KVCacheService", "rpc.method": method}
+        with tracer.start_as_current_span(_SERVICE + method, kind=trace.SpanKind.CLIENT, attributes=attributes):
+            context: dict[str, str] = {}
+            propagate.inject(context)
+            request.traceparent = context.get("traceparent", "")
+            try:
+                return await self._data.run(work, deadline)
+            except Refused as error:
+                raise errors.of_number(error.status, f"{doing}: {error}") from error
+            except TimeoutError as error:
+                raise errors.DeadlineExceeded(f"{doing}: no response in time") from error
+
+    async def _send_by_grpc(self, header: pb.PutHeader, data: memoryview, deadline: Deadline) -> pb.PutResponse:
+        """As `_send`. Data that the server does not need would lose the status.
+
+        grpc.aio reports INTERNAL for a write after the end of its call.
         """
         rpc_of = {"rpc.system": "grpc", "rpc.service": "kvcache.v1.KVCacheService", "rpc.method": "Put"}
         span = tracer.start_as_current_span(_SERVICE + "Put", kind=trace.SpanKind.CLIENT, attributes=rpc_of)
@@ -279,7 +347,7 @@ class CacheClient:
             call = self._begin("Put", None, deadline, metadata=tuple(metadata.items()))
             try:
                 # The call has ended, and its status has the reason. InternalError: directly before the half-close.
-                with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.InternalError):
+                with suppress(asyncio.InvalidStateError, grpc.aio.InternalError):
                     await call.write(pb.PutRequest(header=header))
                     if RESERVED in await call.initial_metadata():
                         for frame in frames.split(data):
@@ -315,12 +383,16 @@ class CacheClient:
     def _unavailable(self, doing: str) -> errors.Unavailable:
         return errors.Unavailable(f"{doing} the cache service at {self.address}: the client is closed")
 
+    def _check(self, method: str, deadline: Deadline) -> None:
+        """Raises DeadlineExceeded or Unavailable if a call is not worth a try."""
+        if deadline.passed:
+            raise errors.DeadlineExceeded(f"no time left for {method} at the cache service at {self.address}")
+        if self._closed:
+            raise self._unavailable(f"{method} at")
+
     def _begin(self, method: str, request: Any, deadline: Deadline, **more: Any) -> Any:
         """Starts a call. The channel is created here, since it binds to the running event loop."""
-        if deadline.passed:
-            raise errors.DeadlineExceeded(f"no time left for {method.lower()} at the cache service at {self.address}")
-        if self._closed:
-            raise self._unavailable(f"{method.lower()} at")
+        self._check(method.lower(), deadline)
         if not self._channels:
             process.keep_freed_memory()
             channel = rpc.dial(self.address, tls=self._tls)

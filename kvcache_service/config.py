@@ -14,6 +14,18 @@ _SCHEMES = ("redis", "rediss", "unix", "mooncake", *OBJECT_SCHEMES)
 @dataclass(frozen=True, slots=True)
 class Config:
     listen: tuple[str, ...] = setting(("127.0.0.1:7070",), "addresses to listen on: host:port or unix:/path")
+    data_port: int = setting(
+        0,
+        "port of the data plane, which carries KV bytes beside gRPC at the hosts of listen; 0 chooses one. With TLS, "
+        "KV bytes are carried by gRPC",
+        low=0,
+        high=65535,
+    )
+    data_host: str = setting(
+        "",
+        "host at which clients reach data_port; empty: the host at which they call the service. For services that "
+        "share an address, such as that of a Kubernetes Service",
+    )
     data_dir: Path = setting(Path(".fusionkv/kvcache"), "directory of the disk tier; a directory serves one process")
     memory_bytes: int = setting(GIB, "size of the memory tier", bytes=True, low=1 << 20)
     disk_bytes: int = setting(16 * GIB, "size of the disk tier; 0 keeps entries in memory only", bytes=True, low=0)

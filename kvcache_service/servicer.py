@@ -4,12 +4,13 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import grpc
 
 from fusionkv.kvcache_service.client import RESERVED
+from fusionkv.kvcache_service.data_plane.listener import DataPlane, Receive
 from fusionkv.kvcache_service.index import record as records
 from fusionkv.kvcache_service.index.record import EntryRecord, HitKind
 from fusionkv.kvcache_service.keys import DIGEST_BYTES
@@ -21,8 +22,15 @@ from fusionkv.kvcache_service.tiers.disk import SEGMENT_BYTES, DiskTier, readabl
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.protos.contract.limits import check_variants
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
-from fusionkv.protos.runtime import frames, rpc
-from fusionkv.protos.runtime.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, ServiceError
+from fusionkv.protos.runtime import rpc
+from fusionkv.protos.runtime.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    ResourceExhausted,
+    ServiceError,
+)
+from fusionkv.protos.runtime.frames import encode_frame, frame_or
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVCacheService"]
 
@@ -40,8 +48,8 @@ def handler(servicer: "KVCacheServicer") -> grpc.GenericRpcHandler:
     return rpc.handlers(
         SERVICE,
         servicer,
-        deserialisers={"Put": frames.frame_or(pb.PutRequest.FromString)},
-        serialisers={"Fetch": frames.encode_frame},
+        deserialisers={"Put": frame_or(pb.PutRequest.FromString)},
+        serialisers={"Fetch": encode_frame},
     )
 
 
@@ -49,7 +57,11 @@ class KVCacheServicer:
     """Implements KVCacheService (protos/kvcache) with one store."""
 
     def __init__(self, store: Store, sharing: Sharing | None = None) -> None:
-        """sharing: access to a remote tier; None without one."""
+        """sharing: access to a remote tier; None without one.
+
+        data_plane: set before the service is served, if it has one.
+        """
+        self.data_plane: DataPlane | None = None
         self._store = store
         self._config = store.config
         self._sharing = sharing
@@ -60,6 +72,19 @@ class KVCacheServicer:
         self._started = time.monotonic()
 
     async def Lookup(self, request: pb.LookupRequest, context: grpc.aio.ServicerContext) -> pb.LookupResponse:
+        return await self.lookup(request, near=_is_near(context))
+
+    async def lookup(
+        self,
+        request: pb.LookupRequest,
+        *,
+        near: bool,
+        waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> pb.LookupResponse:
+        """near: whether the caller is at a unix socket, and reads the disk tier's files itself.
+
+        waiting: entered while the remote tier is asked.
+        """
         path = [element.digest for element in request.path]
         _check_path(request.namespace, path, self._config.max_path)
         for element in request.path:
@@ -67,8 +92,11 @@ class KVCacheServicer:
         lease_ms = min(request.lease_ms or self._config.lease_ms, self._config.max_lease_ms)
         variants = [list(element.variants) for element in request.path]
         local, lease = self._store.lookup(request.namespace, path, variants, lease_ms / 1000)
+        remote: Mapping[int, tuple[HitKind, EntryRecord]] = {}
         try:
-            remote = await self._sharing.lookup(request.namespace, path, variants, local) if self._sharing else {}
+            if self._sharing is not None:
+                with waiting():
+                    remote = await self._sharing.lookup(request.namespace, path, variants, local)
         except BaseException:  # the caller hung up, and never learns of the lease
             self._store.leases.release(lease)
             raise
@@ -86,12 +114,18 @@ class KVCacheServicer:
                     slow[entry] = None
         for kind, count in Counter(kind for kind, _ in hits).items():
             self._store.counters.add("lookups", count, kind=kind.value)
-        # A caller at a unix socket reads the disk tier's files itself.
-        self._store.reader.prefetch([*slow], later=self._files is not None and context.peer().startswith("unix:"))
+        self._store.reader.prefetch([*slow], later=self._files is not None and near)
         messages = [pb.Hit(kind=_KINDS[kind], entry=entry) for kind, entry in hits]
         return pb.LookupResponse(hits=messages, lease=lease, lease_ms=lease_ms if lease else 0, arena=self._arena)
 
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[memoryview]:
+        async with self.reading(request) as (_, frames):
+            async for frame in frames:
+                yield frame
+
+    @contextlib.asynccontextmanager
+    async def reading(self, request: pb.FetchRequest) -> AsyncIterator[tuple[int, AsyncIterator[memoryview]]]:
+        """Pins an entry; yields its size and its bytes, in frames as of `Reader.frames`."""
         _check_digests([request.key], "the key")
         if len(request.checksum) not in (0, records.CHECKSUM_BYTES):
             raise InvalidArgument(f"the checksum has {len(request.checksum)} bytes, 16 are required")
@@ -99,8 +133,7 @@ class KVCacheServicer:
             if self._sharing is not None and self._store.residents.get(request.key) is None:
                 await self._sharing.pull(request.key)
             with self._store.reader.pinned(request.key, request.checksum) as entry:
-                async for frame in self._store.reader.frames(entry):
-                    yield frame
+                yield entry.record.size, self._store.reader.frames(entry)
 
     async def Prefetch(self, request: pb.PrefetchRequest, context: grpc.aio.ServicerContext) -> pb.PrefetchResponse:
         _check_digests(request.keys, "a key")
@@ -114,7 +147,25 @@ class KVCacheServicer:
 
     async def Put(self, requests: PutMessages, context: grpc.aio.ServicerContext) -> pb.PutResponse:
         requests = _with_stall_limit(requests)
-        record = record_of(await anext(requests, None), self._config.max_path)
+        header = _header(await anext(requests, None))
+
+        async def receive(writer: writing.Writer) -> None:
+            await context.send_initial_metadata(((RESERVED, "1"),))
+            try:
+                async for message in requests:
+                    if not isinstance(message, memoryview):
+                        raise InvalidArgument("a message after the header that is not data")
+                    await writer.write(message)
+            except ServiceError:
+                writer.abort()
+                await _drain(requests, writer.size)
+                raise
+
+        return await self.store(header, receive)
+
+    async def store(self, header: pb.PutHeader, receive: Receive) -> pb.PutResponse:
+        """Stores an entry, whose bytes are received once space is reserved."""
+        record = record_of(header, self._config.max_path)
         writer = None
         stored = False
         self._puts += 1
@@ -124,14 +175,10 @@ class KVCacheServicer:
             await self._store.wait_until_open()
             writer = writing.reserve(self._store, record)
             if writer is not None:
-                await context.send_initial_metadata(((RESERVED, "1"),))
-                stored = await _receive(requests, writer)
-        except ServiceError as error:
-            if isinstance(error, ResourceExhausted):
-                self._store.counters.add("puts", kind="refused")
-            if writer is not None:
-                writer.abort()
-                await _drain(requests, record.size)
+                await receive(writer)
+                stored = await writer.commit()
+        except ResourceExhausted:
+            self._store.counters.add("puts", kind="refused")
             raise
         finally:
             self._puts -= 1
@@ -144,7 +191,15 @@ class KVCacheServicer:
             self._store.counters.add("bytes.put", record.size)
         return pb.PutResponse(outcome=f"OUTCOME_{outcome.upper()}", key=record.key)
 
+    async def Connect(self, request: pb.ConnectRequest, context: grpc.aio.ServicerContext) -> pb.ConnectResponse:
+        if self.data_plane is None:
+            raise FailedPrecondition("this service has no data plane")
+        return self.data_plane.admit(near=_is_near(context))
+
     async def Release(self, request: pb.ReleaseRequest, context: grpc.aio.ServicerContext) -> pb.ReleaseResponse:
+        return self.release(request)
+
+    def release(self, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
         self._store.leases.release(request.lease)
         return pb.ReleaseResponse()
 
@@ -249,12 +304,9 @@ def _entry_message(record: EntryRecord, tier: pb.Tier, **more: Any) -> pb.Entry:
     )
 
 
-async def _receive(requests: PutMessages, writer: writing.Writer) -> bool:
-    async for message in requests:
-        if not isinstance(message, memoryview):
-            raise InvalidArgument("a message after the header that is not data")
-        await writer.write(message)
-    return await writer.commit()
+def _is_near(context: grpc.aio.ServicerContext) -> bool:
+    """Whether a caller is at a unix socket, so that it may read the disk tier's files itself."""
+    return str(context.peer()).startswith("unix:")
 
 
 async def _with_stall_limit(requests: PutMessages) -> PutMessages:
@@ -295,11 +347,15 @@ def _check_path(namespace: bytes, elements: Sequence[bytes], limit: int) -> None
     _check_digests(elements, "a digest of the path")
 
 
-def record_of(first: pb.PutRequest | memoryview | None, max_path: int) -> EntryRecord:
-    """Record of the header in a Put's first message."""
+def _header(first: pb.PutRequest | memoryview | None) -> pb.PutHeader:
+    """The header in a Put's first message."""
     if first is None or isinstance(first, memoryview) or not first.HasField("header"):
         raise InvalidArgument("the first message must be the header")
-    header = first.header
+    return first.header
+
+
+def record_of(header: pb.PutHeader, max_path: int) -> EntryRecord:
+    """Record of a Put's header."""
     _check_path(header.namespace, header.path, max_path)
     if header.variant:
         _check_digests([header.variant], "the variant")

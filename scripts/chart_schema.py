@@ -11,7 +11,7 @@ from fusionkv.kvcache_service.config import Config
 SCHEMA = Path(__file__).parent.parent / "k8s/fusionkv/values.schema.json"
 # Settings that the chart sets itself.
 OWN: tuple[tuple[str, type, set[str]], ...] = (
-    ("kvcache", Config, {"listen", "health_listen", "metrics_listen", "data_dir"}),
+    ("kvcache", Config, {"listen", "health_listen", "metrics_listen", "data_dir", "data_port", "data_host"}),
     ("worker", WorkerConfig, {"listen", "health_listen", "metrics_listen", "model", "cache", "tensor_parallel"}),
     ("gateway", GatewayConfig, {"listen", "health_listen", "http_listen", "metrics_listen", "data_dir", "workers"}),
 )

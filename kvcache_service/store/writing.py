@@ -126,19 +126,38 @@ class Writer:
         home = store.residents.home
         self._pending = store.in_thread(home.forget, evicted) if evicted else None
 
+    @property
+    def size(self) -> int:
+        """Bytes of the entry."""
+        return self._entry.record.size
+
+    def space(self, size: int) -> memoryview:
+        """Memory to receive the next `size` bytes in: where they are stored, if the entry has a place in memory."""
+        for tier, place in self._places.items():
+            if isinstance(tier, MemoryTier):
+                return tier.space(place, self._received, size)
+        return memoryview(bytearray(size))
+
+    async def filled(self, space: memoryview) -> None:
+        """Appends the bytes that were received in `space`. Raises ResourceExhausted as `write` does."""
+        await self._append(space)
+
     async def write(self, data: memoryview) -> None:
         """Appends bytes, which must not change afterwards.
 
         Raises InvalidArgument if there are more than the header specifies, ResourceExhausted if earlier ones could
         not be written.
         """
-        record = self._entry.record
-        if self._received + len(data) > record.size:
-            raise InvalidArgument(f"more than the {record.size} bytes specified by the header")
-        self._hasher.update(data)
+        if self._received + len(data) > self.size:
+            raise InvalidArgument(f"more than the {self.size} bytes specified by the header")
         for tier, place in self._places.items():
             if not tier.blocking:
                 tier.write(place, self._received, [data])
+        await self._append(data)
+
+    async def _append(self, data: memoryview) -> None:
+        """Hashes the next bytes, and writes them to the tiers that block."""
+        self._hasher.update(data)
         self._received += len(data)
         if any(tier.blocking for tier in self._places) and len(data):
             self._batch.append(data)

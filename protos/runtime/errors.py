@@ -63,6 +63,7 @@ class DeadlineExceeded(ServiceError):
 
 
 _BY_STATUS = {c.status: c for c in ServiceError.__subclasses__()}
+_BY_NUMBER = {status.value[0]: kind for status, kind in _BY_STATUS.items()}
 _EXHAUSTED = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _UNAVAILABLE = {errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 # Trailing metadata of a refusal: milliseconds as a decimal number. Plain metadata instead of google.rpc.RetryInfo,
@@ -97,6 +98,11 @@ def details(error: Exception) -> str:
 def trailing_metadata(error: ServiceError) -> tuple[tuple[str, str], ...]:
     """Trailing metadata of the status: the retry delay."""
     return () if error.retry_after is None else ((_RETRY_AFTER, str(math.ceil(1000 * error.retry_after))),)
+
+
+def of_number(status: int, message: str) -> ServiceError:
+    """The error for a status code of gRPC as a number; INTERNAL for one that has no class here."""
+    return _BY_NUMBER.get(status, ServiceError)(message)
 
 
 def from_rpc(error: grpc.RpcError, doing: str) -> ServiceError:

@@ -20,6 +20,8 @@ VERSIONS = ("1.27", "1.33", "1.37")
 CONFIGS: dict[str, Any] = {"kvcache": CacheConfig, "worker": WorkerConfig, "gateway": GatewayConfig}
 COMPONENT = "app.kubernetes.io/component"
 PORTS = {"kvcache": 7070, "worker": 7071, "gateway": 7072}
+# Of the cache service's data plane.
+DATA_PORT = 7073
 CHART = Path(__file__).parent.parent.parent / "k8s/fusionkv"
 EXAMPLES = sorted((CHART.parent / "examples").glob("*.yaml"))
 
@@ -127,11 +129,16 @@ class Objects(dict[str, dict[str, Any]]):
             found = {}
             for rule in rules:
                 labels = [peer["podSelector"]["matchLabels"] for peer in rule.get(key, [])]
-                port = rule["ports"][0]["port"] if "ports" in rule else None
-                found[port] = [each.get(COMPONENT) or "".join(each.values()) for each in labels]
+                for port in rule.get("ports", [{"port": None}]):
+                    found[port["port"]] = [each.get(COMPONENT) or "".join(each.values()) for each in labels]
             return found
 
         return peers(spec["ingress"], "from"), peers(spec["egress"], "to")
+
+
+def called(name: str, peers: list[str]) -> dict[int | None, list[str]]:
+    """The ports at which a service of this name is called, as in `Objects.traffic`: all by the same peers."""
+    return dict.fromkeys((PORTS[name], *([DATA_PORT] if name == "kvcache" else [])), peers)
 
 
 Render = Callable[..., Objects]

@@ -14,7 +14,7 @@ import yaml
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.gateway.workers import workers
 from fusionkv.kvcache_service.config import Config as CacheConfig
-from tests.deploy.rendering import COMPONENT, CONFIGS, PORTS, VERSIONS, Render, confined, env_of
+from tests.deploy.rendering import COMPONENT, CONFIGS, PORTS, VERSIONS, Render, called, confined, env_of
 
 pytestmark = pytest.mark.slow
 # For as long a cluster's DNS keeps an answer: the cache of CoreDNS, as kubeadm and most providers configure it.
@@ -115,7 +115,7 @@ def test_the_environment_is_what_the_services_accept(render: Render) -> None:
 
 def test_what_may_be_set_is_what_the_services_know(chart: Path) -> None:
     schema = json.loads((chart / "values.schema.json").read_text())
-    places = {"listen", "health_listen", "http_listen", "metrics_listen", "data_dir"}
+    places = {"listen", "health_listen", "http_listen", "metrics_listen", "data_dir", "data_port", "data_host"}
     own = places | {"model", "cache", "workers", "tensor_parallel"}
     for name, config in CONFIGS.items():
         parts = schema["properties"][name]["properties"]["config"]["allOf"]
@@ -146,8 +146,10 @@ def test_only_neighbours_may_call_each_other(render: Render, clients: list[Any])
     for name, policy in found["NetworkPolicy"].items():
         assert policy["spec"]["podSelector"]["matchLabels"][COMPONENT] == name
         assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
-        reached = {53: [], 4317: [], **{PORTS[callee]: [callee] for callee in callees[name]}}
-        assert found.traffic(name) == ({PORTS[name]: callers[name]}, reached)
+        reached = {53: [], 4317: []}
+        for callee in callees[name]:
+            reached |= called(callee, [callee])
+        assert found.traffic(name) == (called(name, callers[name]), reached)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -160,11 +162,11 @@ def test_caches_reach_the_tier_that_they_share(render: Render, url: str, port: i
     found = render({"kvcache": {"kind": kind, "replicas": 3, "config": {"remote_url": url}}}, version)
     workload = found[kind]["kvcache"]
     assert found.config("kvcache").remote_url == url
-    assert found.traffic("kvcache") == ({7070: ["worker"]}, {53: [], port: []})
-    called = found["Service"]["kvcache-client"]["spec"]
-    assert called["selector"].items() <= workload["spec"]["template"]["metadata"]["labels"].items()
-    assert "clusterIP" not in called, "an address that stays"
-    assert called.get("internalTrafficPolicy") == ("Local" if kind == "DaemonSet" else None)
+    assert found.traffic("kvcache") == (called("kvcache", ["worker"]), {53: [], port: []})
+    service = found["Service"]["kvcache-client"]["spec"]
+    assert service["selector"].items() <= workload["spec"]["template"]["metadata"]["labels"].items()
+    assert "clusterIP" not in service, "an address that stays"
+    assert service.get("internalTrafficPolicy") == ("Local" if kind == "DaemonSet" else None)
     if kind == "DaemonSet":
         assert "kvcache" not in found["Service"], "Kubernetes would keep it headless, and ask nodes in turn"
         (volume,) = [v for v in found.pod("kvcache")["volumes"] if v["name"] == "data"]

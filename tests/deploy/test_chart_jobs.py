@@ -11,7 +11,7 @@ import yaml
 
 from fusionkv.gateway.cli import main as cli
 from fusionkv.protos.runtime import settings
-from tests.deploy.rendering import COMPONENT, CONFIGS, EXAMPLES, VERSIONS, Objects, Render, confined, env_of
+from tests.deploy.rendering import COMPONENT, CONFIGS, EXAMPLES, VERSIONS, Objects, Render, called, confined, env_of
 
 pytestmark = pytest.mark.slow
 
@@ -97,7 +97,7 @@ def test_a_model_is_fetched_into_the_claim_that_workers_read(render: Render) -> 
     ]
     assert [mount.get("readOnly", False) for mount in mounts] == [False, True]
     assert found.config("worker").model == Path("/models/v1/Qwen/Qwen2.5-0.5B")
-    assert found.traffic("worker")[1] == {53: [], 443: [], 7070: ["kvcache"]}
+    assert found.traffic("worker")[1] == {53: [], 443: [], **called("kvcache", ["kvcache"])}
     held = render({"worker": {"model": {**model, "storage": {"existingClaim": "weights"}}}})
     assert "model" not in held["PersistentVolumeClaim"]
     (volume,) = [v for v in held.pod("worker")["volumes"] if v["name"] == "models"]
@@ -225,8 +225,8 @@ def test_nobody_but_its_operator_reaches_a_ray_cluster(on_ray: Render) -> None:
         assert own.items() <= group["template"]["metadata"]["labels"].items()
     callers, callees = found.traffic("encode")
     assert callers == {None: ["encode"], 8265: ["kuberay-operator"]}
-    assert callees == {None: ["encode"], 7072: ["gateway"], 7070: ["kvcache"], 53: []}
-    assert found.traffic("kvcache")[0] == {7070: ["worker", "encode"]}
+    assert callees == {None: ["encode"], 7072: ["gateway"], 53: [], **called("kvcache", ["kvcache"])}
+    assert found.traffic("kvcache")[0] == called("kvcache", ["worker", "encode"])
     assert "encode" in found.traffic("gateway")[0][7072]
     assert found.traffic("worker")[0] == {7071: ["gateway"]}
     assert cluster["authOptions"] == {"mode": "token"}, "where a network enforces no policies"
@@ -276,4 +276,4 @@ def test_a_gateway_reaches_the_issuer_of_its_tokens(render: Render, keys: str, p
     issuer = {"auth_jwks": keys, "auth_issuer": "https://login.example", "auth_audience": "rag"}
     found = render({"gateway": {"config": issuer}})
     assert set(found.traffic("gateway")[1]) == {53, 7071, *port}
-    assert set(found.traffic("worker")[1]) == {53, 7070}
+    assert set(found.traffic("worker")[1]) == {53, *called("kvcache", [])}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.deploy.rendering import VERSIONS, Objects, Render, confined, env_of, notes
+from tests.deploy.rendering import VERSIONS, Objects, Render, called, confined, env_of, notes
 
 pytestmark = pytest.mark.slow
 
@@ -131,11 +131,11 @@ def test_it_shows_a_certificate_to_workers_and_caches(render: Render, version: s
 def test_only_the_gateway_calls_it_and_it_calls_workers_and_caches(render: Render, prefixes: bool) -> None:
     found = render({"vllm": {"enabled": True, "prefixes": prefixes}})
     assert found["NetworkPolicy"]["vllm"]["spec"]["policyTypes"] == ["Ingress", "Egress"]
-    shared = {7070: ["kvcache"]} if prefixes else {}
+    shared = called("kvcache", ["kvcache"]) if prefixes else {}
     assert found.traffic("vllm") == ({8000: ["gateway"]}, {53: [], 7071: ["worker"], **shared})
     assert found.traffic("gateway")[1] == {53: [], 7071: ["worker"], 8000: ["vllm"]}
     assert found.traffic("worker")[0] == {7071: ["gateway", "vllm"]}
-    assert found.traffic("kvcache")[0] == {7070: ["worker", *(["vllm"] if prefixes else [])]}
+    assert found.traffic("kvcache")[0] == called("kvcache", ["worker", *(["vllm"] if prefixes else [])])
     assert "NetworkPolicy" not in render({**ON, "networkPolicy": {"enabled": False}})
 
 

@@ -447,7 +447,7 @@ def test_sockets_of_a_single_service_are_closed_to_others(
         launch("fusionkv.gateway", "--listen", gateway, *http, *data, before=before)
         sockets = {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
         assert sockets == dict.fromkeys(
-            ("kvcache", "kvcache.arena", "kvcache.segments", "gateway", "gateway.http"), mode
+            ("kvcache", "kvcache.arena", "kvcache.data", "kvcache.segments", "gateway", "gateway.http"), mode
         )
     finally:
         shutil.rmtree(folder)

@@ -220,15 +220,14 @@ async def test_a_segment_file_that_comes_too_late_is_closed(service: Any, tmp_pa
 @pytest.mark.parametrize("door", ["memory", "files"])
 async def test_doors_open_again_after_emfile(door: str, start: Any, tmp_path: Path, monkeypatch: Any) -> None:
     service = await start(memory=1 * MIB, disk=64 * MIB)
-    accept, refused = socket.socket.accept, []
+    accept, refused, path = socket.socket.accept, [], tmp_path / "door"
 
     def short(self: socket.socket) -> Any:
-        if not refused:
+        if not refused and self.getsockname() == str(path):
             refused.append(door)
             raise OSError(errno.EMFILE, "too many open files")
         return accept(self)
 
-    path = tmp_path / "door"
     tier: Any = next(tier for tier in service.store.residents.tiers if (tier.name == "memory") == (door == "memory"))
     if door == "memory":
         opened: Any = share_memory(path, tier.arena, tier.capacity_bytes, tier.file)

@@ -424,5 +424,6 @@ async def test_a_deadline_between_the_last_byte_and_the_half_close(service: Any,
         time.sleep(1.2)
 
     monkeypatch.setattr(frames, "split", split)
+    await service.plane.stop(0)
     with pytest.raises(errors.DeadlineExceeded):
         await service.put("S", b"data", timeout=1)

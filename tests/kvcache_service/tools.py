@@ -13,6 +13,7 @@ from grpc.aio import insecure_channel
 
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.kvcache_service.config import Config
+from fusionkv.kvcache_service.data_plane.listener import DataPlane
 from fusionkv.kvcache_service.index.index import Index
 from fusionkv.kvcache_service.index.record import EntryRecord, make
 from fusionkv.kvcache_service.local import arena_path, share_memory
@@ -99,6 +100,7 @@ class Service(Caller):
     store: Store
     clock: Clock
     sharing: Sharing | None
+    plane: DataPlane
 
     def chunks(self, tier: str) -> set[bytes]:
         """The chunks of the entries that are in a tier."""
@@ -121,6 +123,17 @@ def make_tiers(directory: Path, memory: int, disk: int) -> list[Tier]:
 
 
 @asynccontextmanager
+async def data_plane(servicer: KVCacheServicer, address: str) -> AsyncIterator[DataPlane]:
+    """Serves the data plane of a service at this address."""
+    plane = servicer.data_plane = DataPlane("data", servicer, [address])
+    await plane.start()
+    try:
+        yield plane
+    finally:
+        await plane.stop(5.0)
+
+
+@asynccontextmanager
 async def serving(
     directory: Path,
     memory: int = 4 * MIB,
@@ -140,10 +153,15 @@ async def serving(
     sharing = Sharing(store, RemoteTier(engine)) if engine is not None else None
     writing = asyncio.create_task(sharing.run()) if sharing is not None else None
     try:
-        async with listening(handler(KVCacheServicer(store, sharing))) as at, insecure_channel(at) as channel:
+        servicer = KVCacheServicer(store, sharing)
+        async with (
+            listening(handler(servicer)) as at,
+            data_plane(servicer, at) as plane,
+            insecure_channel(at) as channel,
+        ):
             client, stub = CacheClient(at), kvcache_pb2_grpc.KVCacheServiceStub(channel)
             try:
-                yield (service := Service(client, stub, config, store, clock, sharing))
+                yield (service := Service(client, stub, config, store, clock, sharing, plane))
                 await service.settled()
             finally:
                 await client.close()
@@ -183,7 +201,8 @@ def record(
 async def nearby(service: Service, socket: Path, *, send_file: bool = True) -> AsyncIterator[Caller]:
     """Serves an open service on a unix socket too, with its memory handed over beside it; a caller there."""
     address, memory = f"unix:{socket}", service.store.residents.tiers[0]
-    async with listening(handler(KVCacheServicer(service.store, service.sharing)), address):
+    servicer = KVCacheServicer(service.store, service.sharing)
+    async with listening(handler(servicer), address), data_plane(servicer, address):
         place = arena_path(address)
         doorway = share_memory(place, memory.arena, memory.capacity_bytes, memory.file) if send_file else None
         client = CacheClient(address)

@@ -259,6 +259,9 @@ spec:
         {{- if include "fusionkv.speaksTLS" . }}
         - {name: health, containerPort: 7079, protocol: TCP}
         {{- end }}
+        {{- if and (eq .name "kvcache") (not (include "fusionkv.speaksTLS" .)) }}
+        - {name: data, containerPort: 7073, protocol: TCP}
+        {{- end }}
         {{- with .http }}
         - {name: http, containerPort: {{ . }}, protocol: TCP}
         {{- end }}
@@ -270,6 +273,9 @@ spec:
         # What a remote_url may name as $(K8S_POD_IP): where the clients of a Mooncake Store reach each other.
         - name: K8S_POD_IP
           valueFrom: {fieldRef: {fieldPath: status.podIP}}
+        # The data plane of this pod: a Service may lead to another one.
+        - {name: FUSIONKV_KVCACHE_DATA_PORT, value: "7073"}
+        - {name: FUSIONKV_KVCACHE_DATA_HOST, value: $(K8S_POD_IP)}
         {{- end }}
         - {name: FUSIONKV_{{ $section }}_LISTEN, value: "[::]:{{ .port }}{{ with .sockets }},unix:{{ . }}/kvcache.sock{{ end }}"}
         {{- with .http }}

@@ -1,0 +1,315 @@
+"""The server of the data plane: answers the calls on each connection in turn, and sends bytes from the tiers."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import grpc
+from google.protobuf.message import DecodeError
+from opentelemetry import propagate, trace
+
+from fusionkv.kvcache_service.data_plane.messages import (
+    PIECE_BYTES,
+    TICKET_BYTES,
+    HungUp,
+    Wire,
+    encode,
+    prepare,
+    socket_path,
+)
+from fusionkv.kvcache_service.data_plane.tickets import TICKET_SECONDS, Tickets
+from fusionkv.kvcache_service.store.writing import Writer
+from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
+from fusionkv.protos.observe import logs, telemetry
+from fusionkv.protos.runtime import errors, process, rpc
+from fusionkv.protos.runtime.cancellation import background
+from fusionkv.protos.runtime.errors import FailedPrecondition, ServiceError
+
+log = logging.getLogger(__name__)
+tracer = trace.get_tracer(__name__)
+_faults = logs.RateLimitedLog(log)
+
+# Maximum wait for a caller to read or send the next piece of an entry.
+_STALL_SECONDS = 30.0
+_ACCEPT_AGAIN_SECONDS = 0.1
+_MAX_CONNECTIONS = 1024
+_BACKLOG = 128
+_parse = rpc.bounded(pb.DataRequest)
+
+
+class Calls(Protocol):
+    """What the data plane calls: the service's implementation of the same calls by gRPC."""
+
+    async def lookup(
+        self, request: pb.LookupRequest, *, near: bool, waiting: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> pb.LookupResponse:
+        """waiting: entered while others are asked."""
+        ...
+
+    def release(self, request: pb.ReleaseRequest) -> pb.ReleaseResponse: ...
+
+    def reading(
+        self, request: pb.FetchRequest
+    ) -> contextlib.AbstractAsyncContextManager[tuple[int, AsyncIterator[memoryview]]]:
+        """Number of an entry's bytes, and the bytes in frames."""
+        ...
+
+    async def store(self, header: pb.PutHeader, receive: "Receive") -> pb.PutResponse: ...
+
+
+class Receive(Protocol):
+    """Receives the bytes of an entry for which space is reserved. Raises as `Writer.write` does."""
+
+    def __call__(self, writer: Writer) -> Awaitable[None]: ...
+
+
+class DataPlane:
+    """Listens beside each address of the service; started and stopped with it (`rpc.Beside`)."""
+
+    def __init__(self, name: str, calls: Calls, addresses: Sequence[str], port: int = 0, host: str = "") -> None:
+        """addresses: those of the service that get a data plane. port: for `host:port`; 0 chooses one.
+
+        host: where callers reach the port; empty: at the host that they called.
+        """
+        self.name = name
+        self.port = port
+        self._host = host
+        self._calls = calls
+        self._tickets = Tickets()
+        self._addresses = addresses
+        self._sockets: list[socket.socket] = []
+        self._accepting: list[asyncio.Task[None]] = []
+        self._connections: set[asyncio.Task[None]] = set()
+        self._idle: set[socket.socket] = set()
+
+    def admit(self, *, near: bool) -> pb.ConnectResponse:
+        """Grants a connection to a caller. near: whether it is at a unix socket.
+
+        Raises FailedPrecondition if there is no data plane for it.
+        """
+        if not any(address.startswith("unix:") is near for address in self._addresses):
+            raise FailedPrecondition("this service has no data plane at ports: it uses TLS")
+        ticket = self._tickets.grant()
+        return (
+            pb.ConnectResponse(ticket=ticket)
+            if near
+            else pb.ConnectResponse(ticket=ticket, port=self.port, host=self._host)
+        )
+
+    async def start(self) -> list[str]:
+        """Listens; returns the addresses. Raises OSError if one can't be bound."""
+        try:
+            for address in self._addresses:
+                self._sockets.append(self._bind(address))
+        except OSError:
+            self._close_listeners()
+            raise
+        for listener, address in zip(self._sockets, self._addresses, strict=True):
+            self._accepting.append(asyncio.create_task(self._accept(listener, near=address.startswith("unix:"))))
+        return [_name(listener) for listener in self._sockets]
+
+    async def stop(self, seconds: float) -> None:
+        """Closes idle connections at once, others after their call, or after so many seconds."""
+        self._close_listeners()
+        for caller in self._idle:
+            _hang_up(caller)
+        if self._connections:
+            await asyncio.wait(self._connections, timeout=seconds)
+        for connection in self._connections:
+            connection.cancel()
+
+    def _bind(self, address: str) -> socket.socket:
+        if (path := socket_path(address)) is not None:
+            return _bind_unix(path)
+        listener = _bind_port(address.rpartition(":")[0].strip("[]"), self.port)
+        listener.setblocking(False)
+        # Further addresses get the same port, which is all that a caller is told.
+        self.port = listener.getsockname()[1]
+        return listener
+
+    def _close_listeners(self) -> None:
+        for accepting in self._accepting:
+            accepting.cancel()
+        for listener in self._sockets:
+            asyncio.get_running_loop().remove_reader(listener)
+            if listener.family is socket.AF_UNIX:
+                Path(listener.getsockname()).unlink(missing_ok=True)
+            listener.close()
+        self._sockets.clear()
+
+    async def _accept(self, listener: socket.socket, *, near: bool) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                caller, _ = await loop.sock_accept(listener)
+            except OSError as error:  # transient, such as too many open files
+                _faults.warning("can't accept a connection to the data plane", error)
+                await asyncio.sleep(_ACCEPT_AGAIN_SECONDS)
+                continue
+            if len(self._connections) < _MAX_CONNECTIONS:
+                background(self._connections, self._converse(caller, near))
+            else:
+                caller.close()
+
+    async def _converse(self, caller: socket.socket, near: bool) -> None:
+        """Answers a caller until it hangs up."""
+        with caller, contextlib.suppress(OSError, DecodeError, ValueError, HungUp):
+            prepare(caller)
+            connection = _Connection(caller)
+            if not await self._admitted(connection.wire):
+                return
+            # Until the listeners are closed.
+            while self._sockets:
+                self._idle.add(caller)
+                try:
+                    request = _parse(await connection.wire.message())
+                finally:
+                    self._idle.discard(caller)
+                await self._answer(request, connection, near)
+
+    async def _admitted(self, wire: Wire) -> bool:
+        """Whether a caller shows a ticket, which it gets back."""
+        ticket = bytearray(TICKET_BYTES)
+        async with asyncio.timeout(TICKET_SECONDS):
+            await wire.fill(memoryview(ticket))
+        if not self._tickets.redeem(bytes(ticket)):
+            return False
+        await wire.send(memoryview(ticket))
+        return True
+
+    async def _answer(self, request: pb.DataRequest, connection: "_Connection", near: bool) -> None:
+        call = request.WhichOneof("call")
+        # Named as by gRPC: which plane a call takes is a detail.
+        method = str(call).capitalize()
+        attributes = {"rpc.system": "fusionkv", "rpc.service": "kvcache.v1.KVCacheService", "rpc.method": method}
+        context = propagate.extract({"traceparent": request.traceparent})
+        name = f"/kvcache.v1.KVCacheService/{method}"
+        with tracer.start_as_current_span(name, context, kind=trace.SpanKind.SERVER, attributes=attributes):
+            try:
+                await self._call(request, call, connection, near)
+            except (OSError, HungUp):
+                raise
+            except Exception as error:
+                telemetry.record_error(error)
+                status, message = grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}"
+                if isinstance(error, ServiceError):
+                    status, message = error.status, errors.details(error)
+                else:
+                    log.exception("unexpected error in %s of the data plane", call)
+                await connection.fail(pb.DataError(status=status.value[0], message=message))
+
+    async def _call(self, request: pb.DataRequest, call: str | None, connection: "_Connection", near: bool) -> None:
+        match call:
+            case "lookup":
+                found = await self._calls.lookup(request.lookup, near=near, waiting=connection.wire.cancelling)
+                try:
+                    await connection.answer(lookup=found)
+                except BaseException:  # the caller hung up, and never learns of the lease
+                    self._calls.release(pb.ReleaseRequest(lease=found.lease))
+                    raise
+            case "release":
+                await connection.answer(release=self._calls.release(request.release))
+            case "fetch":
+                # A caller that is gone may leave a full window, into which nothing can be sent.
+                with connection.wire.cancelling():
+                    async with self._calls.reading(request.fetch) as (size, frames):
+                        async for frame in frames:
+                            # Not before: the first one may fail with a status.
+                            if not connection.sending:
+                                await connection.answer(bytes=size)
+                                connection.sending = True
+                            await connection.send(frame)
+                connection.sending = False
+            case "put":
+                await connection.answer(put=await self._calls.store(request.put, connection.receive_entry))
+            case None:
+                raise HungUp
+
+
+class _Connection:
+    """One end of a connection.
+
+    sending: whether bytes were announced that are not sent yet.
+    """
+
+    def __init__(self, caller: socket.socket) -> None:
+        self.wire = Wire(caller)
+        self.sending = False
+
+    async def receive_entry(self, writer: Writer) -> None:
+        """Has the caller send an entry's bytes, and receives them where they are stored.
+
+        If they can't be, receives and drops the rest. Raises TimeoutError if the caller sends nothing for 30 s.
+        """
+        await self.answer(reserved=True)
+        left = writer.size
+        try:
+            while left:
+                space = writer.space(min(PIECE_BYTES, left))
+                await self._fill(space)
+                left -= len(space)
+                await writer.filled(space)
+        except ServiceError:
+            writer.abort()
+            scratch = memoryview(bytearray(min(left, PIECE_BYTES)))
+            while left:
+                await self._fill(scratch[:left])
+                left -= min(left, len(scratch))
+            raise
+
+    async def answer(self, **result: Any) -> None:
+        await self.send(encode(pb.DataResponse(**result)))
+
+    async def fail(self, error: pb.DataError) -> None:
+        """Reports an error. Raises HungUp, upon which the connection is closed, if bytes were announced."""
+        if self.sending:
+            raise HungUp
+        await self.answer(error=error)
+
+    async def send(self, data: bytes | memoryview) -> None:
+        """Raises TimeoutError if the caller reads nothing for 30 s."""
+        async with asyncio.timeout(_STALL_SECONDS):
+            await self.wire.send(data)
+
+    async def _fill(self, into: memoryview) -> None:
+        into = into[self.wire.take(into) :]
+        while into:
+            async with asyncio.timeout(_STALL_SECONDS):
+                into = into[await self.wire.receive(into) :]
+
+
+def _bind_port(host: str, port: int) -> socket.socket:
+    """As gRPC binds: "::" is every address, also of IPv4, and on a machine without IPv6."""
+    if host == "::" and not socket.has_dualstack_ipv6():
+        host = "0.0.0.0"
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+    return socket.create_server((host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=host == "::")
+
+
+def _bind_unix(path: Path) -> socket.socket:
+    path.unlink(missing_ok=True)  # stale: its service's lock on the directory, or on the address, was taken
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.setblocking(False)
+        with process.private_sockets():
+            listener.bind(str(path))
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _name(listener: socket.socket) -> str:
+    at = listener.getsockname()
+    return f"unix:{os.fsdecode(at)}" if listener.family is socket.AF_UNIX else f"{at[0]}:{at[1]}"
+
+
+def _hang_up(caller: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        caller.shutdown(socket.SHUT_RDWR)
