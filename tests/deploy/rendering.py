@@ -129,8 +129,9 @@ class Objects(dict[str, dict[str, Any]]):
             found = {}
             for rule in rules:
                 labels = [peer["podSelector"]["matchLabels"] for peer in rule.get(key, [])]
-                for port in rule.get("ports", [{"port": None}]):
-                    found[port["port"]] = [each.get(COMPONENT) or "".join(each.values()) for each in labels]
+                ports = [port["port"] for port in rule.get("ports", [{"port": None}])]
+                for port in ports[:1] if ports[0] == 53 else ports:  # of DNS, the others are a cluster's own
+                    found[port] = [each.get(COMPONENT) or "".join(each.values()) for each in labels]
             return found
 
         return peers(spec["ingress"], "from"), peers(spec["egress"], "to")

@@ -14,7 +14,7 @@ import yaml
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.gateway.workers import workers
 from fusionkv.kvcache_service.config import Config as CacheConfig
-from tests.deploy.rendering import COMPONENT, CONFIGS, PORTS, VERSIONS, Render, called, confined, env_of
+from tests.deploy.rendering import COMPONENT, CONFIGS, DATA_PORT, PORTS, VERSIONS, Render, called, confined, env_of
 
 pytestmark = pytest.mark.slow
 # For as long a cluster's DNS keeps an answer: the cache of CoreDNS, as kubeadm and most providers configure it.
@@ -60,7 +60,10 @@ def test_workloads(render: Render, version: str, gpus: int, replicas: int, endpo
             # A gateway that no worker serves gets no requests, but is not started again for it.
             ready = {"service": "gateway.v1.GatewayService"} if (name, probe) == ("gateway", "readinessProbe") else {}
             assert container[probe]["grpc"] == {"port": PORTS[name], **ready}
-        assert container["ports"] == [{"name": "grpc", "containerPort": PORTS[name], "protocol": "TCP"}]
+        ports = {"grpc": PORTS[name], **({"data": DATA_PORT} if name == "kvcache" else {})}
+        assert container["ports"] == [
+            {"name": at, "containerPort": port, "protocol": "TCP"} for at, port in ports.items()
+        ]
         assert {"cpu", "memory"} <= set(container["resources"]["requests"])
         # A Service called <release>-worker would otherwise become FUSIONKV_WORKER_PORT, an unknown setting.
         assert pod["enableServiceLinks"] is False
@@ -111,6 +114,7 @@ def test_the_environment_is_what_the_services_accept(render: Render) -> None:
         assert {key: getattr(loaded, key) for key in config} == config
         assert loaded.listen == (f"[::]:{PORTS[name]}",)
     assert ({"cache": found.config("worker").cache}, found.config("gateway").workers) == addresses
+    assert found.config("kvcache").data_port == DATA_PORT
 
 
 def test_what_may_be_set_is_what_the_services_know(chart: Path) -> None:

@@ -13,7 +13,7 @@ import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from tests.deploy.rendering import PORTS, Render
+from tests.deploy.rendering import DATA_PORT, PORTS, Render
 
 FILES = "k8s/fusionkv/files"
 KINDS = ("ConfigMap", "PrometheusRule", "ServiceMonitor")
@@ -152,14 +152,16 @@ def test_the_chart_ships_them(render: Render, root: Path) -> None:
     assert [port["name"] for port in scraped["spec"]["ports"]] == [monitor["spec"]["endpoints"][0]["port"]]
     for name, workload in found.workloads.items():
         template, http = workload["spec"]["template"], [8080] if name == "gateway" else []
+        data = [DATA_PORT] if name == "kvcache" else []
         (container,) = template["spec"]["containers"]
         assert scraped["spec"]["selector"].items() <= template["metadata"]["labels"].items()
         named = {port["name"]: port["containerPort"] for port in container["ports"]}
-        assert named == {"grpc": PORTS[name], "metrics": 9464, **({"http": 8080} if http else {})}
+        others = {**({"http": 8080} if http else {}), **({"data": DATA_PORT} if data else {})}
+        assert named == {"grpc": PORTS[name], "metrics": 9464, **others}
         assert found.config(name).metrics_listen == "[::]:9464"
         assert getattr(found.config(name), "http_listen", ()) == tuple(f"[::]:{port}" for port in http)
         served, scrape = found["NetworkPolicy"][name]["spec"]["ingress"]
-        assert [p["port"] for p in served["ports"]] == [PORTS[name], *http]
+        assert [p["port"] for p in served["ports"]] == [PORTS[name], *data, *http]
         assert [p["port"] for p in scrape["ports"]] == [9464]
         assert scrape["from"] == MONITORED["metrics"]["scrapers"]
 
