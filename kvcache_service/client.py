@@ -103,8 +103,16 @@ class CacheClient:
         """Finds and leases a prompt's entries; `path` contains (digest, variants), system prompt first."""
         elements = [pb.PathElement(digest=digest, variants=variants) for digest, variants in path]
         request = pb.LookupRequest(namespace=namespace, path=elements, lease_ms=lease_ms)
+        return await self._find("lookup", request, Deadline.after(timeout))
+
+    async def find(self, namespace: bytes, digests: Sequence[bytes], *, lease_ms: int = 0, timeout: float) -> Lookup:
+        """Finds and leases entries that do not depend on each other, each with a path of one digest; at most 4096."""
+        request = pb.FindRequest(namespace=namespace, digests=digests, lease_ms=lease_ms)
+        return await self._find("find", request, Deadline.after(timeout))
+
+    async def _find(self, name: str, request: pb.LookupRequest | pb.FindRequest, deadline: Deadline) -> Lookup:
         sent = time.monotonic()
-        response = await self._exchange("lookup", request, Deadline.after(timeout))
+        response = await self._exchange(name, request, deadline)
         # The service measures the lease from the arrival of the request, or later.
         self._local.add_lease(response.lease, sent + response.lease_ms / 1000)
         shared = await self._local.open(response.arena)
@@ -137,6 +145,38 @@ class CacheClient:
             with suppress(errors.ServiceError):  # the damage is the error to report
                 await self.delete([entry.key], here=True, timeout=remaining)
             raise errors.DataLoss(f"entry {entry.key.hex()} arrived damaged from {self.address}; it is deleted there")
+
+    async def fetch_all(self, entries: Sequence[Entry], into: Sequence[memoryview], *, timeout: float) -> list[bool]:
+        """As `fetch`, for at most 256 entries. Returns which could be fetched: the others are gone, or damaged."""
+        deadline = Deadline.after(timeout)
+        done = [
+            entry.shared is not None and await self._local.copy_leased(entry.shared, entry.lease, view.cast("B"))
+            for entry, view in zip(entries, into, strict=True)
+        ]
+        left = [i for i, copied in enumerate(done) if not copied]
+        if not left:
+            return done
+        fetches = [pb.FetchRequest(key=entries[i].key, checksum=entries[i].checksum) for i in left]
+        asked = pb.DataRequest(fetch_all=pb.FetchAllRequest(entries=fetches))
+
+        async def receive(connection: Connection) -> list[bytes]:
+            sizes = (await connection.call(asked)).sizes.bytes
+            views = [into[i].cast("B")[:size] for i, size in zip(left, sizes, strict=True)]
+            if [*map(len, views)] != [*sizes]:
+                raise Broken("entries of other sizes")
+            return await connection.receive(views)
+
+        try:
+            digests = await self._on_data_plane(asked, receive, deadline)
+        except Broken:
+            for i in left:
+                with suppress(errors.NotFound, errors.DataLoss):
+                    await self.fetch(entries[i], into[i], timeout=deadline.remaining())
+                    done[i] = True
+            return done
+        for i, digest in zip(left, digests, strict=True):
+            done[i] = digest == entries[i].checksum
+        return done
 
     def view(self, entry: Entry) -> memoryview | None:
         """View of an entry in the service's shared memory; None if it is not there, or not leased.
@@ -275,7 +315,7 @@ class CacheClient:
             response = await connection.call(asked)
             if response.bytes != len(into):
                 raise Broken(f"{response.bytes} bytes of an entry of {len(into)}")
-            return await connection.receive(into)
+            return (await connection.receive([into]))[0]
 
         with suppress(Broken):
             return await self._on_data_plane(asked, receive, deadline)
@@ -321,7 +361,7 @@ class CacheClient:
         if self._data is None:
             # Here, since it binds to the running event loop.
             self._data = Connections(self.address, partial(self._call, "Connect", pb.ConnectRequest()))
-        doing, method = f"{name} at the cache service at {self.address}", name.capitalize()
+        doing, method = f"{name} at the cache service at {self.address}", name.title().replace("_", "")
         attributes = {"rpc.system": "fusionkv", "rpc.service": "kvcache.v1.KVCacheService", "rpc.method": method}
         with tracer.start_as_current_span(_SERVICE + method, kind=trace.SpanKind.CLIENT, attributes=attributes):
             context: dict[str, str] = {}

@@ -24,21 +24,27 @@ from fusionkv.protos.contract.limits import check_variants
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.runtime import rpc
 from fusionkv.protos.runtime.errors import (
+    DataLoss,
     DeadlineExceeded,
     FailedPrecondition,
     InvalidArgument,
+    NotFound,
     ResourceExhausted,
     ServiceError,
+    Unavailable,
 )
 from fusionkv.protos.runtime.frames import encode_frame, frame_or
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVCacheService"]
 
 # The header, and frames of data, which bypass protobuf.
+Waiting: TypeAlias = Callable[[], contextlib.AbstractContextManager[None]]
 PutMessages: TypeAlias = AsyncIterator[pb.PutRequest | memoryview]
 _KINDS: dict[HitKind, Any] = {kind: pb.HitKind.Value(f"HIT_KIND_{kind.name}") for kind in HitKind}
 _TIERS = {"memory": pb.TIER_MEMORY, "disk": pb.TIER_DISK, "remote": pb.TIER_REMOTE}
 _MAX_KEYS = 65536
+# Maximum number of digests in a Find, and of entries that are read in one call of the data plane.
+_MAX_FOUND, _MAX_READ = 4096, 256
 # Maximum wait for a message of a Put. Without it, a few clients that stall would hold all places of max_puts.
 _STALL_SECONDS = 30.0
 
@@ -75,11 +81,7 @@ class KVCacheServicer:
         return await self.lookup(request, near=_is_near(context))
 
     async def lookup(
-        self,
-        request: pb.LookupRequest,
-        *,
-        near: bool,
-        waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        self, request: pb.LookupRequest, *, near: bool, waiting: Waiting = contextlib.nullcontext
     ) -> pb.LookupResponse:
         """near: whether the caller is at a unix socket, and reads the disk tier's files itself.
 
@@ -89,7 +91,7 @@ class KVCacheServicer:
         _check_path(request.namespace, path, self._config.max_path)
         for element in request.path:
             check_variants(element.variants, "a chunk")
-        lease_ms = min(request.lease_ms or self._config.lease_ms, self._config.max_lease_ms)
+        lease_ms = self._lease_ms(request.lease_ms)
         variants = [list(element.variants) for element in request.path]
         local, lease = self._store.lookup(request.namespace, path, variants, lease_ms / 1000)
         remote: Mapping[int, tuple[HitKind, EntryRecord]] = {}
@@ -100,6 +102,42 @@ class KVCacheServicer:
         except BaseException:  # the caller hung up, and never learns of the lease
             self._store.leases.release(lease)
             raise
+        return pb.LookupResponse(**self._found(local, remote, lease, lease_ms, near=near))
+
+    async def Find(self, request: pb.FindRequest, context: grpc.aio.ServicerContext) -> pb.FindResponse:
+        return await self.find(request, near=_is_near(context))
+
+    async def find(
+        self, request: pb.FindRequest, *, near: bool, waiting: Waiting = contextlib.nullcontext
+    ) -> pb.FindResponse:
+        """Parameters as of `lookup`."""
+        namespace, digests = request.namespace, list(request.digests)
+        _check_path(namespace, digests, _MAX_FOUND)
+        lease_ms = self._lease_ms(request.lease_ms)
+        local, lease = self._store.find(namespace, digests, lease_ms / 1000)
+        remote: Mapping[int, tuple[HitKind, EntryRecord]] = {}
+        try:
+            if self._sharing is not None:
+                with waiting():
+                    remote = await self._sharing.find(namespace, digests, local)
+        except BaseException:
+            self._store.leases.release(lease)
+            raise
+        return pb.FindResponse(**self._found(local, remote, lease, lease_ms, near=near))
+
+    def _lease_ms(self, asked: int) -> int:
+        return min(asked or self._config.lease_ms, self._config.max_lease_ms)
+
+    def _found(
+        self,
+        local: Sequence[tuple[HitKind, StoredEntry | None]],
+        remote: Mapping[int, tuple[HitKind, EntryRecord]],
+        lease: int,
+        lease_ms: int,
+        *,
+        near: bool,
+    ) -> dict[str, Any]:
+        """The fields of a response: what is found here and, by number, in the remote tier."""
         hits: list[tuple[HitKind, pb.Entry | None]] = []
         slow: dict[StoredEntry, None] = {}  # in order, without duplicates
         for i, (kind, entry) in enumerate(local):
@@ -116,7 +154,7 @@ class KVCacheServicer:
             self._store.counters.add("lookups", count, kind=kind.value)
         self._store.reader.prefetch([*slow], later=self._files is not None and near)
         messages = [pb.Hit(kind=_KINDS[kind], entry=entry) for kind, entry in hits]
-        return pb.LookupResponse(hits=messages, lease=lease, lease_ms=lease_ms if lease else 0, arena=self._arena)
+        return {"hits": messages, "lease": lease, "lease_ms": lease_ms if lease else 0, "arena": self._arena}
 
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[memoryview]:
         async with self.reading(request) as (_, frames):
@@ -126,14 +164,47 @@ class KVCacheServicer:
     @contextlib.asynccontextmanager
     async def reading(self, request: pb.FetchRequest) -> AsyncIterator[tuple[int, AsyncIterator[memoryview]]]:
         """Pins an entry; yields its size and its bytes, in frames as of `Reader.frames`."""
+        with self._fetching():
+            async with self._reading(request) as reading:
+                yield reading
+
+    @contextlib.asynccontextmanager
+    async def reading_all(
+        self, request: pb.FetchAllRequest
+    ) -> AsyncIterator[tuple[list[int], AsyncIterator[memoryview]]]:
+        """Pins entries; yields their sizes and their bytes, in order. 0 is the size of one that can't be read."""
+        if len(request.entries) > _MAX_READ:
+            raise InvalidArgument(f"{len(request.entries)} entries; at most {_MAX_READ} are read in one call")
+        sizes: list[int] = []
+        readings: list[tuple[memoryview, AsyncIterator[memoryview]]] = []
+
+        async def pieces() -> AsyncIterator[memoryview]:
+            for first, rest in readings:
+                yield first
+                async for frame in rest:
+                    yield frame
+
+        with self._fetching():
+            async with contextlib.AsyncExitStack() as stack:
+                for entry in request.entries:
+                    try:
+                        size, frames = await stack.enter_async_context(self._reading(entry))
+                        # It is verified before its first frame.
+                        readings.append((await anext(frames), frames))
+                    except (NotFound, DataLoss, Unavailable, ResourceExhausted):
+                        size = 0
+                    sizes.append(size)
+                yield sizes, pieces()
+
+    @contextlib.asynccontextmanager
+    async def _reading(self, request: pb.FetchRequest) -> AsyncIterator[tuple[int, AsyncIterator[memoryview]]]:
         _check_digests([request.key], "the key")
         if len(request.checksum) not in (0, records.CHECKSUM_BYTES):
             raise InvalidArgument(f"the checksum has {len(request.checksum)} bytes, 16 are required")
-        with self._fetching():
-            if self._sharing is not None and self._store.residents.get(request.key) is None:
-                await self._sharing.pull(request.key)
-            with self._store.reader.pinned(request.key, request.checksum) as entry:
-                yield entry.record.size, self._store.reader.frames(entry)
+        if self._sharing is not None and self._store.residents.get(request.key) is None:
+            await self._sharing.pull(request.key)
+        with self._store.reader.pinned(request.key, request.checksum) as entry:
+            yield entry.record.size, self._store.reader.frames(entry)
 
     async def Prefetch(self, request: pb.PrefetchRequest, context: grpc.aio.ServicerContext) -> pb.PrefetchResponse:
         _check_digests(request.keys, "a key")

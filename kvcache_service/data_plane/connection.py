@@ -7,7 +7,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -79,17 +79,20 @@ class Connection:
             raise Refused(response.error)
         return response
 
-    async def receive(self, into: memoryview) -> bytes:
-        """Fills `into` with the bytes of an entry; returns their checksum."""
-        if len(into) > _INLINE_BYTES:
-            return await self._in_thread(lambda: self._receive(into))
-        hasher = Checksum()
+    async def receive(self, into: Sequence[memoryview]) -> list[bytes]:
+        """Fills buffers with the bytes of an entry each; returns their checksums."""
+        if sum(map(len, into)) > _INLINE_BYTES:
+            return await self._in_thread(lambda: [*map(self._receive, into)])
+        digests = []
         with _broken():
-            for at in range(0, len(into), PIECE_BYTES):
-                piece = into[at : at + PIECE_BYTES]
-                await self._wire.fill(piece)
-                hasher.update(piece)
-        return hasher.digest()
+            for buffer in into:
+                hasher = Checksum()
+                for at in range(0, len(buffer), PIECE_BYTES):
+                    piece = buffer[at : at + PIECE_BYTES]
+                    await self._wire.fill(piece)
+                    hasher.update(piece)
+                digests.append(hasher.digest())
+        return digests
 
     async def send(self, data: memoryview) -> None:
         """Sends the bytes of an entry."""

@@ -51,12 +51,22 @@ class Calls(Protocol):
         """waiting: entered while others are asked."""
         ...
 
+    async def find(
+        self, request: pb.FindRequest, *, near: bool, waiting: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> pb.FindResponse: ...
+
     def release(self, request: pb.ReleaseRequest) -> pb.ReleaseResponse: ...
 
     def reading(
         self, request: pb.FetchRequest
     ) -> contextlib.AbstractAsyncContextManager[tuple[int, AsyncIterator[memoryview]]]:
         """Number of an entry's bytes, and the bytes in frames."""
+        ...
+
+    def reading_all(
+        self, request: pb.FetchAllRequest
+    ) -> contextlib.AbstractAsyncContextManager[tuple[list[int], AsyncIterator[memoryview]]]:
+        """The sizes of entries, and the bytes of all in frames."""
         ...
 
     async def store(self, header: pb.PutHeader, receive: "Receive") -> pb.PutResponse: ...
@@ -185,7 +195,7 @@ class DataPlane:
     async def _answer(self, request: pb.DataRequest, connection: "_Connection", near: bool) -> None:
         call = request.WhichOneof("call")
         # Named as by gRPC: which plane a call takes is a detail.
-        method = str(call).capitalize()
+        method = str(call).title().replace("_", "")
         attributes = {"rpc.system": "fusionkv", "rpc.service": "kvcache.v1.KVCacheService", "rpc.method": method}
         context = propagate.extract({"traceparent": request.traceparent})
         name = f"/kvcache.v1.KVCacheService/{method}"
@@ -207,11 +217,10 @@ class DataPlane:
         match call:
             case "lookup":
                 found = await self._calls.lookup(request.lookup, near=near, waiting=connection.wire.cancelling)
-                try:
-                    await connection.answer(lookup=found)
-                except BaseException:  # the caller hung up, and never learns of the lease
-                    self._calls.release(pb.ReleaseRequest(lease=found.lease))
-                    raise
+                await self._answer_leased(found.lease, connection, lookup=found)
+            case "find":
+                stored = await self._calls.find(request.find, near=near, waiting=connection.wire.cancelling)
+                await self._answer_leased(stored.lease, connection, find=stored)
             case "release":
                 await connection.answer(release=self._calls.release(request.release))
             case "fetch":
@@ -225,10 +234,26 @@ class DataPlane:
                                 connection.sending = True
                             await connection.send(frame)
                 connection.sending = False
+            case "fetch_all":
+                with connection.wire.cancelling():
+                    async with self._calls.reading_all(request.fetch_all) as (sizes, frames):
+                        await connection.answer(sizes=pb.Sizes(bytes=sizes))
+                        connection.sending = True
+                        async for frame in frames:
+                            await connection.send(frame)
+                connection.sending = False
             case "put":
                 await connection.answer(put=await self._calls.store(request.put, connection.receive_entry))
             case None:
                 raise HungUp
+
+    async def _answer_leased(self, lease: int, connection: "_Connection", **result: Any) -> None:
+        """Sends a response; releases the lease if the caller hung up, who never learns of it."""
+        try:
+            await connection.answer(**result)
+        except BaseException:
+            self._calls.release(pb.ReleaseRequest(lease=lease))
+            raise
 
 
 class _Connection:

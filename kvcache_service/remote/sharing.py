@@ -3,10 +3,11 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fusionkv.kvcache_service.index.index import HitRanker
 from fusionkv.kvcache_service.index.record import EntryRecord, HitKind
+from fusionkv.kvcache_service.keys import entry_key
 from fusionkv.kvcache_service.remote.access import RemoteAccess
 from fusionkv.kvcache_service.remote.tier import RemoteTier
 from fusionkv.kvcache_service.remote.write_back import WriteBackQueue, put_newest
@@ -78,12 +79,37 @@ class Sharing:
             best = ranker.best(entry.record if entry is not None else None, records)
             if best is not None:
                 better[i] = ranker.kind(best), best
-        for kind, record in better.values():
+        self._note(better)
+        return better
+
+    async def find(
+        self, namespace: bytes, digests: Sequence[bytes], local: LocalHits
+    ) -> dict[int, tuple[HitKind, EntryRecord]]:
+        """As `lookup`, for entries with a path of one digest each. local: result of `Store.find`."""
+        missing = [i for i, (_, entry) in enumerate(local) if entry is None]
+        if not missing or not self.reachable or not self._store.ready.is_set():
+            return {}
+        try:
+            found = await self._access.run_lookup(self._access.tier.find, namespace, [digests[i] for i in missing])
+        except OSError as error:
+            self._access.mark_unreachable(error)
+            return {}
+        hits = {}
+        for i, records in zip(missing, found, strict=True):
+            key = entry_key(namespace, [digests[i]])
+            for record in records:
+                if record.key == key and record.namespace == namespace and record.trail == digests[i]:
+                    hits[i] = HitKind.EXACT, record
+        self._note(hits)
+        return hits
+
+    def _note(self, hits: Mapping[int, tuple[HitKind, EntryRecord]]) -> None:
+        """Remembers what was found, and starts to pull some of it."""
+        for kind, record in hits.values():
             self._store.counters.add("lookups.remote", kind=kind.value)
             put_newest(self._found, record.key, record, _MAX_FOUND)
             if len(self._pulls) < _PULLS:
                 self._start_pull(record)
-        return better
 
     async def pull(self, key: bytes) -> bool:
         """Pulls an entry that a Lookup found in the remote tier; returns whether it is in the store afterwards.

@@ -14,7 +14,7 @@ from itertools import islice
 
 from fusionkv.kvcache_service.index import record as records
 from fusionkv.kvcache_service.index.record import EntryRecord
-from fusionkv.kvcache_service.keys import DIGEST_BYTES, path_keys, replica_key
+from fusionkv.kvcache_service.keys import DIGEST_BYTES, entry_key, path_keys, replica_key
 from fusionkv.kvcache_service.tiers.sealed_disk import HEAD_BYTES, DiskKeys
 
 SLOTS = 4
@@ -97,6 +97,13 @@ class RemoteTier:
             requested.append([f"{tag}{exact[i].hex()}", *slots])
         values = iter(self.engine.get([name for names in requested for name in names]))
         return [_decoded(islice(values, len(names))) for names in requested]
+
+    def find(self, namespace: bytes, digests: Sequence[bytes]) -> list[list[EntryRecord]]:
+        """Candidate records, in one round trip, of entries with a path of one digest each."""
+        tags = [_tag(namespace, digest, digest) for digest in digests]
+        keys = [entry_key(namespace, [digest]) for digest in digests]
+        values = self.engine.get([f"{tag}{key.hex()}" for tag, key in zip(tags, keys, strict=True)])
+        return [_decoded([value]) for value in values]
 
     def read(self, record: EntryRecord, first: int, into: memoryview) -> None:
         """Fills a buffer with consecutive blocks of an entry, starting at block `first`.

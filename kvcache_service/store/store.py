@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any, TypeVar
@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.index import heat
 from fusionkv.kvcache_service.index.record import EntryRecord, HitKind
+from fusionkv.kvcache_service.keys import entry_key
 from fusionkv.kvcache_service.metrics import Counters
 from fusionkv.kvcache_service.store.entries import Leases, Residents, StoredEntry
 from fusionkv.kvcache_service.store.reading import Reader
@@ -155,14 +156,27 @@ class Store:
             Kind of hit and entry for each element, and the lease: 0 if nothing was found.
         """
         hits = self.residents.lookup(namespace, path, variants)
-        entries = dict.fromkeys(entry for _, entry, _ in hits if entry is not None)
-        lease = self.leases.grant(entries, lease_seconds) if entries else 0
-        for entry in entries:
-            self.residents.set_heat(entry, heat.after_access(entry.heat, self.now, self.config.half_life_seconds))
-            self.on_used(entry.record.key)
+        lease = self._lease([entry for _, entry, _ in hits], lease_seconds)
         for _, _, key in hits[2:]:
             self.demand.add(key)
         return [(kind, entry) for kind, entry, _ in hits], lease
+
+    def find(
+        self, namespace: bytes, digests: Sequence[bytes], lease_seconds: float
+    ) -> tuple[list[tuple[HitKind, StoredEntry | None]], int]:
+        """As `lookup`, for entries with a path of one digest each."""
+        entries = [self.residents.get(entry_key(namespace, [digest])) for digest in digests]
+        lease = self._lease(entries, lease_seconds)
+        return [(HitKind.MISS if entry is None else HitKind.EXACT, entry) for entry in entries], lease
+
+    def _lease(self, found: Iterable[StoredEntry | None], seconds: float) -> int:
+        """Leases entries, and increases their heat; returns the lease, 0 without entries."""
+        entries = dict.fromkeys(entry for entry in found if entry is not None)
+        lease = self.leases.grant(entries, seconds) if entries else 0
+        for entry in entries:
+            self.residents.set_heat(entry, heat.after_access(entry.heat, self.now, self.config.half_life_seconds))
+            self.on_used(entry.record.key)
+        return lease
 
     def check_integrity(self, idle: bool = False) -> None:
         """Checks that index, entries, tiers and leases agree. No thread may be working on the store.

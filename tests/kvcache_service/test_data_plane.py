@@ -293,7 +293,7 @@ async def test_a_service_that_drains_ends_what_it_does(start: Any) -> None:
         await asyncio.sleep(0.05)
         assert not stopping.done()
         into = bytearray(response.bytes)
-        await client.receive(memoryview(into))
+        await client.receive([memoryview(into)])
         assert into == data
         await stopping
         assert await ended(connected)
@@ -368,7 +368,7 @@ async def test_a_service_that_breaks_off_is_asked_by_grpc(counted: Any, monkeypa
     await service.put("S", data)
     entry = await service.entry("S")
 
-    async def broken(*_: object) -> bytes:
+    async def broken(*_: object) -> list[bytes]:
         raise Broken("cut")
 
     monkeypatch.setattr(clients.Connection, "receive", broken)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from fusionkv.kvcache_service.blobs import Blobs
 from fusionkv.kvcache_service.client import HitKind
 from fusionkv.kvcache_service.remote.tier import RemoteEngine
 from fusionkv.kvcache_service.store.writing import reserve
@@ -481,3 +482,19 @@ async def test_at_its_end_a_service_writes_back_all(serve: Any, engine: Dictiona
     await service.put(["more"], b"data")
     await service.sharing.write_backs.flush(0.05)
     engine.away = False
+
+
+async def test_blobs_are_found_by_all(serve: Any, engine: Dictionary) -> None:
+    one, other = await serve(), await serve()
+    keys = [b"%d" % n for n in range(5)]
+    data = [payload(n, 1000 + n) for n in range(5)]
+    here, there = (Blobs(service.client, layout="a") for service in (one, other))
+    await here.store(keys, [*map(memoryview, data)])
+    await shared(one)
+    assert await there.prefix([*keys, b"?"]) == 5
+    into = [memoryview(bytearray(len(each))) for each in data]
+    assert await there.retrieve(keys, into) == [True] * 5
+    assert into == data
+    engine.away = True
+    assert await there.touch([*keys, b"?"]) == [True] * 5 + [False]
+    assert not other.sharing.reachable

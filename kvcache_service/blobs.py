@@ -1,0 +1,170 @@
+"""A client for other engines: opaque entries by keys of their own, in batches, on an event loop or without one."""
+
+import asyncio
+import hashlib
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from fusionkv.kvcache_service import keys as digests
+from fusionkv.kvcache_service.client import CacheClient, Entry
+from fusionkv.protos.runtime.tls import ClientTLS
+
+T = TypeVar("T")
+
+# Limits of one call: of Find, and of FetchAll in entries and bytes.
+_MAX_FOUND, _MAX_READ, _READ_BYTES = 4096, 256, 64 << 20
+# Puts at the same time, one on each connection.
+_PUTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """What `Blobs.pin` found, by position of its key; held until `Blobs.unpin`, or until the lease expires."""
+
+    entries: tuple[Entry | None, ...]
+    leases: tuple[int, ...]
+
+
+class Blobs:
+    """Blobs of one tenant and layout in a cache service.
+
+    A blob has the checksum, encryption, tiers, eviction and lifetime of a chunk. It is found by its key only together
+    with the tenant and the layout, a tag of everything that a reader has to know of its bytes: model, dtype, shape.
+    Methods raise errors of `fusionkv.protos.runtime.errors`; timeouts in seconds cover a whole call.
+    """
+
+    def __init__(self, cache: CacheClient, *, layout: str, tenant: str = "", timeout: float = 30.0) -> None:
+        self._cache = cache
+        self._namespace = digests.namespace(b"blobs", {"layout": layout}, tenant)
+        self._timeout = timeout
+
+    async def prefix(self, keys: Sequence[bytes]) -> int:
+        """How many keys, from the first one on, are stored without a gap. Counts as an access to them."""
+        for at in range(0, len(keys), _MAX_FOUND):
+            pin = await self.pin(keys[at : at + _MAX_FOUND], lease_ms=1)
+            if None in pin.entries:
+                return at + pin.entries.index(None)
+        return len(keys)
+
+    async def touch(self, keys: Sequence[bytes]) -> list[bool]:
+        """Counts as an access to the blobs of these keys; returns which are stored."""
+        return [entry is not None for entry in (await self.pin(keys, lease_ms=1)).entries]
+
+    async def pin(self, keys: Sequence[bytes], *, lease_ms: int = 0) -> Pin:
+        """Finds blobs, which are not evicted until they are unpinned or the lease expires.
+
+        lease_ms: milliseconds; 0 selects the service's default.
+        """
+        entries: list[Entry | None] = []
+        leases = []
+        for at in range(0, len(keys), _MAX_FOUND):
+            names = [*map(_digest, keys[at : at + _MAX_FOUND])]
+            found = await self._cache.find(self._namespace, names, lease_ms=lease_ms, timeout=self._timeout)
+            entries += [hit.entry for hit in found.hits]
+            leases += [found.lease] if found.lease else []
+        return Pin(tuple(entries), tuple(leases))
+
+    async def unpin(self, pin: Pin) -> None:
+        """Releases a pin; one that has expired is ignored."""
+        for lease in pin.leases:
+            await self._cache.release(lease, timeout=self._timeout)
+
+    async def retrieve(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[bool]:
+        """Fills buffers with blobs; returns which are filled. A blob of another size than its buffer is a miss.
+
+        The content of a buffer that is not filled is undefined.
+        """
+        pin = await self.pin(keys)
+        try:
+            return await self.read(pin, into)
+        finally:
+            await self.unpin(pin)
+
+    async def read(self, pin: Pin, into: Sequence[memoryview]) -> list[bool]:
+        """As `retrieve`, for blobs that are pinned."""
+        done = [False] * len(into)
+        batch: list[tuple[int, Entry]] = []
+        size = 0
+        for i, (entry, view) in enumerate(zip(pin.entries, into, strict=True)):
+            if entry is None or entry.size != view.nbytes:
+                continue
+            if batch and (len(batch) == _MAX_READ or size + entry.size > _READ_BYTES):
+                await self._read(batch, into, done)
+                batch, size = [], 0
+            batch.append((i, entry))
+            size += entry.size
+        if batch:
+            await self._read(batch, into, done)
+        return done
+
+    async def _read(self, batch: Sequence[tuple[int, Entry]], into: Sequence[memoryview], done: list[bool]) -> None:
+        views = [into[i] for i, _ in batch]
+        fetched = await self._cache.fetch_all([entry for _, entry in batch], views, timeout=self._timeout)
+        for (i, _), filled in zip(batch, fetched, strict=True):
+            done[i] = filled
+
+    async def store(self, keys: Sequence[bytes], data: Sequence[memoryview]) -> list[bool]:
+        """Stores blobs, which must not change until this returns; returns which are new.
+
+        A key that is stored keeps its bytes. Raises the first error once all others are stored.
+        """
+        places = asyncio.Semaphore(_PUTS)
+
+        async def put(key: bytes, view: memoryview) -> bool:
+            async with places:
+                _, stored = await self._cache.put(
+                    namespace=self._namespace,
+                    path=[_digest(key)],
+                    tokens=1,
+                    base=0,
+                    data=view,
+                    timeout=self._timeout,
+                )
+                return stored
+
+        done = await asyncio.gather(*map(put, keys, data), return_exceptions=True)
+        for outcome in done:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return [bool(outcome) for outcome in done]
+
+    async def delete(self, keys: Sequence[bytes]) -> int:
+        """Deletes blobs; returns how many the service had."""
+        names = [digests.entry_key(self._namespace, [_digest(key)]) for key in keys]
+        return await self._cache.delete(names, timeout=self._timeout) if names else 0
+
+
+class BlobThread:
+    """Blobs for callers without an event loop, from any thread: calls run on a thread of their own."""
+
+    def __init__(
+        self, address: str, *, layout: str, tenant: str = "", timeout: float = 30.0, tls: ClientTLS | None = None
+    ) -> None:
+        """address: the cache service's, `host:port` or `unix:/path`. Others as of `Blobs`."""
+        self._loop = asyncio.new_event_loop()
+        self._cache = CacheClient(address, tls)
+        self._blobs = Blobs(self._cache, layout=layout, tenant=tenant, timeout=timeout)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="fusionkv-blobs", daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Callable[[Blobs], Coroutine[Any, Any, T]]) -> "Future[T]":
+        """Starts a call; the future has its result or error."""
+        return asyncio.run_coroutine_threadsafe(call(self._blobs), self._loop)
+
+    def run(self, call: Callable[[Blobs], Coroutine[Any, Any, T]]) -> T:
+        """Runs a call, and waits for its result."""
+        return self.submit(call).result()
+
+    def close(self) -> None:
+        """Ends calls in progress, which fail as Unavailable, and closes the connections."""
+        asyncio.run_coroutine_threadsafe(self._cache.close(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
