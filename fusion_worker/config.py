@@ -185,8 +185,8 @@ def cache_address(setting: str) -> str:
     """
     if setting:
         return "" if setting == "none" else setting
-    found = filter(process.listens, (f"unix:{Path('.fusionkv/run/kvcache.sock').absolute()}", _CACHE))
-    if address := next(found, ""):
+    addresses = filter(process.listens, (f"unix:{Path('.fusionkv/run/kvcache.sock').absolute()}", _CACHE))
+    if address := next(addresses, ""):
         if not process.is_ours(address):
             # Whoever answers lookups decides what this worker computes with.
             log.warning("%s belongs to another user: it is not used; if it is a cache service, set --cache", address)

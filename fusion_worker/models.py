@@ -209,11 +209,11 @@ def _check_added(directory: Path, tokenizer: Any) -> None:
     """Raises FailedPrecondition for a token that tokenizer_config.json gives another id than tokenizer.json."""
     said = files.read_json(directory / "tokenizer_config.json").get("added_tokens_decoder") or {}
     for number, token in said.items():
-        found = tokenizer.backend_tokenizer.token_to_id(token["content"])
-        if found != int(number):
+        token_id = tokenizer.backend_tokenizer.token_to_id(token["content"])
+        if token_id != int(number):
             raise FailedPrecondition(
                 f"tokenizer_config.json in {directory} gives {token['content']!r} the id {number}, and "
-                f"tokenizer.json {found}: use the files of one model"
+                f"tokenizer.json {token_id}: use the files of one model"
             )
 
 
@@ -312,10 +312,10 @@ def _network(directory: Path, dtype: torch.dtype, config: Any, ranks: Ranks) -> 
             f"{config.model_type} does not have: {unexpected[0]}, ...; correct config.json, or remove the tensors"
         )
     if wrong := sorted(report["mismatched_keys"]):
-        name, found, expected = wrong[0]
+        name, shape, expected = wrong[0]
         raise FailedPrecondition(
             f"the weights in {directory} do not fit config.json, by which {name} has the shape {list(expected)}, "
-            f"not {list(found)} ({len(wrong)} such tensors)"
+            f"not {list(shape)} ({len(wrong)} such tensors)"
         )
     if config.tie_word_embeddings and not network.all_tied_weights_keys:
         raise FailedPrecondition(

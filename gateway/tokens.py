@@ -204,8 +204,8 @@ def _cut(text: str) -> Iterator[str]:
 def _cut_lines(text: str) -> Iterator[str]:
     """Parts without a line over _LONGEST_LINE."""
     start = 0
-    while found := _LONG_LINE.search(text, start):
-        low, high = found.start() + _LONGEST_LINE // 2, found.start() + _LONGEST_LINE
+    while line := _LONG_LINE.search(text, start):
+        low, high = line.start() + _LONGEST_LINE // 2, line.start() + _LONGEST_LINE
         end = _border(text, low, high, (". ", " "))
         yield text[start:end]
         start = end

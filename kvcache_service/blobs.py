@@ -62,9 +62,9 @@ class Blobs:
         leases = []
         for at in range(0, len(keys), _MAX_FOUND):
             names = [*map(_digest, keys[at : at + _MAX_FOUND])]
-            found = await self._cache.find(self._namespace, names, lease_ms=lease_ms, timeout=self._timeout)
-            entries += [hit.entry for hit in found.hits]
-            leases += [found.lease] if found.lease else []
+            lookup = await self._cache.find(self._namespace, names, lease_ms=lease_ms, timeout=self._timeout)
+            entries += [hit.entry for hit in lookup.hits]
+            leases += [lookup.lease] if lookup.lease else []
         return Pin(tuple(entries), tuple(leases))
 
     async def unpin(self, pin: Pin) -> None:

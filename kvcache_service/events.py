@@ -176,8 +176,8 @@ def replay_endpoint(endpoint: str) -> str:
     """Where a publisher at `endpoint` replays. Raises OSError if it is malformed."""
     if endpoint.startswith("ipc:///"):
         return f"{endpoint}.replay"
-    if found := re.fullmatch(r"(tcp://.+):(\d{1,5})", endpoint):
-        return f"{found[1]}:{int(found[2]) + 1}"
+    if match := re.fullmatch(r"(tcp://.+):(\d{1,5})", endpoint):
+        return f"{match[1]}:{int(match[2]) + 1}"
     raise OSError(f"events_endpoint can't be used: expected tcp://ADDRESS:PORT or ipc:///PATH, not {endpoint}")
 
 

@@ -40,6 +40,8 @@ ALLOWED = {
         "fusionkv.fusion_worker.encode",
         # `fusionkv eval`, `check` and `size`, loaded by these commands alone.
         "fusionkv.fusion_worker.evaluate",
+        # Which the package `fusionkv` offers to other engines.
+        "fusionkv.kvcache_service.blobs",
         "fusionkv.kvcache_service.client",
         "fusionkv.kvcache_service.keys",
     },

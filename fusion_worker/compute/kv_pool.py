@@ -279,15 +279,15 @@ def stretches(
 
     shift: how far keys are moved from the positions where they were rotated. hidden: bool [count], or None.
     """
-    at, found = 0, list[KVSegment]()
+    at, segments = 0, list[KVSegment]()
     for run in runs:
         length = min(run.length, count - at)
         if length <= 0:
             break
         unseen = None if hidden is None else hidden[at : at + length]
-        found.append(KVSegment(run.start, length, first + at, shift, hidden=unseen))
+        segments.append(KVSegment(run.start, length, first + at, shift, hidden=unseen))
         at += length
-    return tuple(found)
+    return tuple(segments)
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -150,15 +150,15 @@ def shallow(model: Model, batch: Batch) -> States:
     return _attention_inputs(decoder, decoder.layers[1], hidden, batch)
 
 
-def _layers(decoder: Any, wanted: slice) -> Any:
+def _layers(decoder: Any, span: slice) -> Any:
     """A decoder of some of the layers, which shares their weights; without the final norm if more layers follow."""
     part = copy.copy(decoder)
     layers = list(decoder.layers)
-    part._modules = {**decoder._modules, "layers": torch.nn.ModuleList(layers[wanted])}
+    part._modules = {**decoder._modules, "layers": torch.nn.ModuleList(layers[span])}
     if kinds := getattr(decoder.config, "layer_types", None):  # indexed by the layer's place in this decoder
         part.config = copy.copy(decoder.config)
-        part.config.layer_types = kinds[wanted]
-    if wanted.stop is not None:
+        part.config.layer_types = kinds[span]
+    if span.stop is not None:
         part._modules["norm"] = torch.nn.Identity()
     return part
 

@@ -54,8 +54,8 @@ class PrefillPlan:
 
     def visible(self) -> tuple[KVSegment, ...]:
         """The keys that a row after all rows so far sees."""
-        own = lay_out(self.positions[self.evicted :].to(self.device), behind(self.layout.fresh, self.evicted))
-        return (*self.keys, *own)
+        computed = lay_out(self.positions[self.evicted :].to(self.device), behind(self.layout.fresh, self.evicted))
+        return (*self.keys, *computed)
 
     def evict(self, keys: tuple[KVSegment, ...]) -> "PrefillPlan":
         """The plan with these keys in place of the parts' keys and of those of chosen and link tokens."""

@@ -51,9 +51,9 @@ class Sampler:
         params = self._params
         if params.temperature == 0.0:
             # NaN is the minimum of what holds one. Copied together: on a GPU, each copy waits for the step.
-            found = torch.stack([*logits.double().aminmax(), logits.argmax().double()]).tolist()
-            _check_finite(*found)
-            return int(found[-1])
+            figures = torch.stack([*logits.double().aminmax(), logits.argmax().double()]).tolist()
+            _check_finite(*figures)
+            return int(figures[-1])
         # float64, relative to the maximum: below a temperature of 1e-36 float32 would give inf - inf.
         logits = logits.cpu().double()
         _check_finite(*torch.stack(logits.aminmax()).tolist())

@@ -154,11 +154,11 @@ def _table(model: Model, oracles: Oracles, verdict: Verdict) -> Table:
     )
     for column in ("recipe", "ratio", "verdict", "KL", "95%", "top-1", "n", "off", "kept"):
         table.add_column(column, justify="left" if column in ("recipe", "verdict") else "right")
-    for name, found in verdict.judged:
+    for name, judged in verdict.judged:
         figures = list[str]()
-        if found.agreement is not None:
-            figures = [f"{found.kl:.3f}", f"{found.low:.3f}-{found.high:.3f}", f"{found.agreement:.0%}"]
-            figures += map(str, (found.answers, found.off, found.kept))
-        table.add_row(name, f"{found.ratio:g}", found.verdict, *figures)
+        if judged.agreement is not None:
+            figures = [f"{judged.kl:.3f}", f"{judged.low:.3f}-{judged.high:.3f}", f"{judged.agreement:.0%}"]
+            figures += map(str, (judged.answers, judged.off, judged.kept))
+        table.add_row(name, f"{judged.ratio:g}", judged.verdict, *figures)
     table.caption = f"default: {verdict.default}" if oracles.held else next(verdict.judged)[1].why
     return table

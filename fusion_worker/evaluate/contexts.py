@@ -127,7 +127,7 @@ def encoded_tokens(prompt: Prompt, encode: Encoding) -> int:
 def _wanted(loader: Loader, prompt: Prompt, variants: Mapping[bytes, tuple[bytes, bytes]]) -> list[ChunkSource]:
     """The sources of a prompt's parts. variants: variant and key of chunks not encoded alone, by digest."""
     namespace = loader.namespace(prompt.tenant)
-    found = []
+    sources = []
     for i, (part, start) in enumerate(zip(prompt.parts, prompt.starts, strict=True)):
         alone = loader.lookups.alone(prompt, i, start, namespace)
         if (variant := variants.get(part.digest)) and i and not alone.lossless:
@@ -136,8 +136,8 @@ def _wanted(loader: Loader, prompt: Prompt, variants: Mapping[bytes, tuple[bytes
             alone = ChunkSource(part, start, start, alone.path, key, name, alone=False)
         if i and not loader.storage.lossless:
             alone = replace(alone, key=alone.key + RESTORED, lossless=False)
-        found.append(alone)
-    return found
+        sources.append(alone)
+    return sources
 
 
 def _primed(loader: Loader, prompt: Prompt, primer: Primer) -> list[ChunkSource]:
@@ -172,11 +172,11 @@ def _after(
     namespace = loader.namespace(prompt.tenant)
     whole = Prompt(prompt.system, (*near, chunk), (), prompt.tenant)
     alone = [loader.lookups.alone(whole, i, start, namespace) for i, start in enumerate(whole.starts)]
-    *before, own = (source for source in alone if len(source.chunk))
+    *before, last = (source for source in alone if len(source.chunk))
     variant = keys.neighbours_variant(n.digest for n in near)
     path = (prompt.system.digest, chunk.digest)
     key = keys.entry_key(namespace, path, variant)
-    new = ChunkSource(chunk, own.position, own.position, path, key, variant, alone=False)
+    new = ChunkSource(chunk, last.position, last.position, path, key, variant, alone=False)
     if not loader.storage.lossless:
         new = replace(new, key=key + RESTORED)
     return [*before, new], (variant, key)

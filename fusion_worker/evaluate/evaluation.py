@@ -132,16 +132,16 @@ def _evaluate(args: argparse.Namespace, console: Console) -> int:
     _each_once("model", [subject.model for subject in configs])
     todo = [job for subject, config in configs.items() for job in jobs.missing(subject, config, plan, known)]
     _measure(todo, args.processes or (cores() if on_cpu(args.device) else 1), known, console)
-    found = [
+    tables = [
         (subject.model, task, dict(table(subject, jobs.blocks(task), cells, known)))
         for subject in configs
         for task, cells in plan
     ]
-    figures = [row for model, task, cells in found for row in rows(model, task, cells)]
+    figures = [row for model, task, cells in tables for row in rows(model, task, cells)]
     by = {task.name: judged(task) for task, _ in plan}
     lines = ",\n".join(json.dumps(asdict(row)) for row in figures)
     (args.out / "report.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-    (args.out / "report.html").write_text(report.page(figures, by, found), encoding="utf-8")
+    (args.out / "report.html").write_text(report.page(figures, by, tables), encoding="utf-8")
     if args.json:
         written = {kind: str(args.out / f"report.{kind}") for kind in ("json", "html")}
         no_test = [{"model": row.model, "task": row.task} for row in untested(figures)]
@@ -156,9 +156,9 @@ def _evaluate(args: argparse.Namespace, console: Console) -> int:
 
 def _plan(args: argparse.Namespace) -> list[tuple[Task, list[Cell]]]:
     """All tasks, each with its cells."""
-    wanted = args.recipes or [*(_UNTRAINED if args.auxiliary else _BY_ITSELF), DEFAULT]
+    given = args.recipes or [*(_UNTRAINED if args.auxiliary else _BY_ITSELF), DEFAULT]
     defaults = dict.fromkeys(_default(directory) for directory in args.models or tasks.shipped())
-    named = (full_name(name, default) for name in wanted for default in defaults)
+    named = (full_name(name, default) for name in given for default in defaults)
     recipes = [find_recipe(name) for name in dict.fromkeys(["full_attention", "full_reuse", *named])]
     if history := [recipe.name for recipe in recipes if isinstance(recipe.encode, Versions)]:
         raise InvalidArgument(f"{history[0]} reuses KV of earlier questions, and each sample is measured by itself")
@@ -171,8 +171,8 @@ def _plan(args: argparse.Namespace) -> list[tuple[Task, list[Cell]]]:
     controls = set(TASKS) - set(CROSS_CHUNK)
 
     def ratios(task: Task) -> list[float]:
-        wanted = sorted(args.ratios or (_DATA_RATIOS if task.metrics else RATIOS))
-        return [min(wanted, key=lambda r: abs(r - _CONTROL_RATIO))] if task.name in controls else wanted
+        asked_for = sorted(args.ratios or (_DATA_RATIOS if task.metrics else RATIOS))
+        return [min(asked_for, key=lambda r: abs(r - _CONTROL_RATIO))] if task.name in controls else asked_for
 
     return [(task, jobs.cells_of(task, recipes, ratios(task))) for task in asked]
 
@@ -203,8 +203,8 @@ def _measure(todo: Sequence[jobs.Job], processes: int, store: Store, console: Co
     with bars as progress:
         bar = progress.add_task("samples x cells", total=total)
         for job, measured in jobs.run(todo, processes, max(1, cores() // processes)):
-            for part, found in zip(job.parts, measured, strict=True):
-                store.append(job.subject, part.block, zip(part.cells, found, strict=True))
+            for part, cells in zip(job.parts, measured, strict=True):
+                store.append(job.subject, part.block, zip(part.cells, cells, strict=True))
                 name = (job.subject.model, part.block.task.name)
                 left[name] -= 1
                 if not left[name]:

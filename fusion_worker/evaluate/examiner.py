@@ -108,9 +108,9 @@ class Examiner:
             expected = asked.expected
             logits = await self._feed(plan, first, expected)
             answer.first = logits[0].cpu().numpy()
-            found = logits.argmax(-1).tolist()
+            likely = logits.argmax(-1).tolist()
             # Up to the first wrong token this sees the same as generation, so an exact match here is one there.
-            right = tuple(found[:-1]) == expected and found[-1] in self._model.ends
+            right = tuple(likely[:-1]) == expected and likely[-1] in self._model.ends
             answer.values["exact_match"] = float(right)
         answer.values |= {"recomputed": len(plan.chosen) + plan.links, "scored_rows": plan.scored_rows}
         answer.values["stored"] = plan.context_tokens
@@ -132,16 +132,16 @@ class Examiner:
         if given is None:
             assert first is not None
             given = await self._give(task, plan, first)
-            answer.given, found, likely = given, given.logits, [*given.tokens]
+            answer.given, rows, likely = given, given.logits, [*given.tokens]
         else:
             logits = await self._feed(plan, first, given.tokens[:-1])
-            found, likely = logits.cpu().numpy(), logits.argmax(-1).tolist()
+            rows, likely = logits.cpu().numpy(), logits.argmax(-1).tolist()
             del logits
-        answer.first = found[0].copy()
-        answer.values |= compared(given, found)
+        answer.first = rows[0].copy()
+        answer.values |= compared(given, rows)
         if not task.graded:
             return
-        del found  # 20 MB with Gemma 3, of each cell whose own answer is being generated
+        del rows  # 20 MB with Gemma 3, of each cell whose own answer is being generated
         tokens = await self._follow(task, plan, given.tokens, likely)
         text, known = self._text(task, tokens), (asked.sample.answers, task.classes)
         answer.values |= {name: metrics.text_score(name, text, *known) for name in task.metrics}

@@ -59,11 +59,11 @@ def cells_of(task: Task, recipes: Sequence[Recipe], ratios: Sequence[float]) -> 
     Recipes that encode with neighbours are also measured at 0, to show the effect of their encoding alone. If answers
     are generated, the question without its context is a cell as well.
     """
-    found: dict[Cell, None] = {}
+    cells: dict[Cell, None] = {}
     for recipe in recipes:
-        wanted = [recipe.ratio] if recipe.fixed else [0.0, *ratios] if recipe.neighbours else [*ratios]
-        found |= dict.fromkeys(Cell(recipe, ratio) for ratio in wanted)
-    return [*found, *[NO_CONTEXT] * bool(task.metrics)]
+        at = [recipe.ratio] if recipe.fixed else [0.0, *ratios] if recipe.neighbours else [*ratios]
+        cells |= dict.fromkeys(Cell(recipe, ratio) for ratio in at)
+    return [*cells, *[NO_CONTEXT] * bool(task.metrics)]
 
 
 def missing(
@@ -146,12 +146,12 @@ class _Bench:
 
     @classmethod
     def of(cls, job: Job) -> "_Bench":
-        wanted = (job.config, job.subject.chunk_tokens)
-        if cls._current is None or cls._current.key != wanted:
+        key = (job.config, job.subject.chunk_tokens)
+        if cls._current is None or cls._current.key != key:
             if cls._current is not None:
                 cls._current.close()
             cls._current = None  # two models may not fit at the same time
-            cls._current = cls(*wanted)
+            cls._current = cls(*key)
         return cls._current
 
     def measure(self, part: Part) -> list[Measured]:

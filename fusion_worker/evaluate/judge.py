@@ -104,11 +104,11 @@ async def judge(
         on_round(asked, len(doubtful))
         if not doubtful or (asked >= LEAST and time.monotonic() - began > seconds):
             break
-        wanted = [full, *(tally.cell for tally in doubtful)]
-        measured = await runner.measure(block, wanted, timed=False, picture=False)
-        for tally, found in zip(doubtful, measured[1:], strict=True):
-            tally.kl += found.values["answer_kl"]
-            tally.agreement += found.values["answer_agreement"]
+        measuring = [full, *(tally.cell for tally in doubtful)]
+        measured = await runner.measure(block, measuring, timed=False, picture=False)
+        for tally, cell in zip(doubtful, measured[1:], strict=True):
+            tally.kl += cell.values["answer_kl"]
+            tally.agreement += cell.values["answer_agreement"]
         asked += len(block.samples)
     return tallies
 

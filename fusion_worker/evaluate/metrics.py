@@ -87,17 +87,17 @@ def entities(answer: str, expected: Sequence[str]) -> float:
 
     def share(text: str) -> float:
         capital = (normalize(word) for word in _bare_words(text) if word[:1].isupper() or word[:1].isdigit())
-        wanted = {word for word in capital if word and word not in _FUNCTION_WORDS.split()}
-        return len(wanted & said) / len(wanted) if wanted else contains(answer, [text])
+        names = {word for word in capital if word and word not in _FUNCTION_WORDS.split()}
+        return len(names & said) / len(names) if names else contains(answer, [text])
 
     return max(map(share, expected), default=0.0)
 
 
 def number_match(answer: str, expected: Sequence[str]) -> float:
     """Share of the answer's numbers that are expected (LongBench's passage retrieval and count)."""
-    found = re.findall(r"\d+", answer)
-    wanted = {number for e in expected for number in re.findall(r"\d+", e)[:1]}
-    return sum(number in wanted for number in found) / len(found) if found else 0.0
+    numbers = re.findall(r"\d+", answer)
+    right = {number for e in expected for number in re.findall(r"\d+", e)[:1]}
+    return sum(number in right for number in numbers) / len(numbers) if numbers else 0.0
 
 
 def code_similarity(answer: str, expected: Sequence[str]) -> float:

@@ -46,7 +46,7 @@ async def compare(directory: Path, model: Model, config: WorkerConfig) -> Oracle
     chance = torch.Generator().manual_seed(0)
     chunks = [_draw(model, count, chance) for count in _CHUNKS]
     prompt = Prompt(Chunk(()), tuple(map(Chunk, chunks)), _draw(model, _QUESTION, chance))
-    found = await _by_engine(model, prompt, config)
+    computed = await _by_engine(model, prompt, config)
     network: Any = AutoModelForCausalLM.from_pretrained(
         directory,
         dtype=model.kv.dtype,
@@ -57,8 +57,8 @@ async def compare(directory: Path, model: Model, config: WorkerConfig) -> Oracle
     network = network.to(model.device).eval()
     block = torch.tensor([i for i, c in enumerate(chunks) for _ in c] + [-1] * _QUESTION, device=model.device)
     apart = (block[:, None] == block) | (block[:, None] == -1)
-    full = _error(found[0], _own(network, prompt, torch.ones_like(apart)))
-    reuse = _error(found[1], _own(network, prompt, apart))
+    full = _error(computed[0], _own(network, prompt, torch.ones_like(apart)))
+    reuse = _error(computed[1], _own(network, prompt, apart))
     return Oracles(full, reuse, TOLERANCES[model.kv.dtype])
 
 
@@ -71,25 +71,25 @@ async def _by_engine(model: Model, prompt: Prompt, config: WorkerConfig) -> list
     pool = KVPool.of(model.kv, config.pool_bytes, config.page_tokens, model.device)
     engine = Engine(model, pool, config)
     loader, planner = Loader(config, model, pool, engine, None), Planner(model, engine)
-    found = []
+    computed = []
     try:
         for ratio in (1.0, 0.0):
             async with loader.prompt(prompt, lambda _: prompt.tokens, Stopwatch()) as (layout, _):
                 plan = await planner.fuse(layout, prompt, find_recipe("epic"), ratio)
-                found.append((await engine.run(plan.prefill(Logits(1))))[0].cpu())
+                computed.append((await engine.run(plan.prefill(Logits(1))))[0].cpu())
     finally:
         await loader.close()
         engine.close()
-    return found
+    return computed
 
 
 @torch.inference_mode()
-def _own(network: Any, prompt: Prompt, seen: torch.Tensor) -> torch.Tensor:
-    """float32 [vocabulary]: logits of the unmodified model with a causal mask that is limited to `seen`."""
-    config, at = network.config, torch.arange(len(seen), device=seen.device)
+def _own(network: Any, prompt: Prompt, allowed: torch.Tensor) -> torch.Tensor:
+    """float32 [vocabulary]: logits of the unmodified model with a causal mask that is limited to `allowed`."""
+    config, at = network.config, torch.arange(len(allowed), device=allowed.device)
 
     def mask(window: int | None) -> torch.Tensor:
-        visible = seen & (at <= at[:, None])
+        visible = allowed & (at <= at[:, None])
         if window is not None:
             visible &= at > at[:, None] - window
         lowest = torch.finfo(network.dtype).min
@@ -100,9 +100,9 @@ def _own(network: Any, prompt: Prompt, seen: torch.Tensor) -> torch.Tensor:
         given: Any = {"full_attention": mask(None), "sliding_attention": mask(window)}
     else:
         given = mask(window)
-    ids = prompt.ids[None].to(seen.device)
+    ids = prompt.ids[None].to(allowed.device)
     return network(ids, attention_mask=given, use_cache=False).logits[0, -1].float().cpu()
 
 
-def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max())
+def _error(computed: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((computed - expected).abs().max() / expected.abs().max())

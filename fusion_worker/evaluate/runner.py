@@ -124,15 +124,17 @@ class Runner:
         ways = 1 + len({*encodings(cells), Isolated()})
         held = ways * task.group * max(sum(map(self._pool.slots_for, map(len, p.parts))) for p in prompts)
         links = sum(map(len, self._model.links))
-        own = self._pool.slots_for(max(a.prompt.tokens + a.answer_tokens for group in groups for a in group) + links)
-        own += self._beside(task, encodings(cells))
-        if held + own > self._pool.capacity:
+        spare = self._pool.slots_for(
+            max(a.prompt.tokens + a.answer_tokens for group in groups for a in group) + links
+        )
+        spare += self._beside(task, encodings(cells))
+        if held + spare > self._pool.capacity:
             raise ResourceExhausted(
-                f"{task.name}: {task.group} samples need {held + own} tokens of KV and the pool holds "
-                f"{self._pool.capacity}: raise pool_bytes to {(held + own) * self._model.kv.token_bytes}"
+                f"{task.name}: {task.group} samples need {held + spare} tokens of KV and the pool holds "
+                f"{self._pool.capacity}: raise pool_bytes to {(held + spare) * self._model.kv.token_bytes}"
             )
         limit = _MAX_GROUPS if task.library is None else _MAX_GROUPS_WITH_LIBRARY
-        return max(1, min(limit, (self._pool.capacity - own) // held))
+        return max(1, min(limit, (self._pool.capacity - spare) // held))
 
     def _beside(self, task: Task, encodes: Sequence[Encoding]) -> int:
         """Slots of the primers, and of the neighbours that a chunk is encoded after, if they are not in its group."""
@@ -184,8 +186,8 @@ class Runner:
             scored = await self._scored(asked, ratios, contexts)
             about = (asked, contexts, full.given)
             recipes = (self._recipe(*about, r, ratios[r], scored.get((r.encode, r.select))) for r in ratios)
-            for found in await asyncio.gather(*recipes):
-                answers |= found
+            for measured in await asyncio.gather(*recipes):
+                answers |= measured
             full.seconds = {}
         for cell, answer in answers.items():
             assert answer.first is not None
@@ -270,10 +272,10 @@ class Runner:
             chunks = [
                 {
                     "tokens": explain.texts(self._model.tokenizer, c.ids),
-                    "chosen": found,
+                    "chosen": marks,
                     "scores": s or [0.0] * len(c),
                 }
-                for c, (found, s) in chosen
+                for c, (marks, s) in chosen
             ]
             sample = asked.sample
             answer.picture = {"question": sample.question.strip(), "answers": [*sample.answers], "chunks": chunks}
@@ -291,10 +293,10 @@ class Runner:
             async with self._placed(asked, together[0], 0, contexts) as layout:
                 return await self._planner.score(layout, asked.prompt, selectors)
 
-        found = await asyncio.gather(*map(one, passes.values()))
+        by_pass = await asyncio.gather(*map(one, passes.values()))
         return {
             (recipe.encode, recipe.select): scored
-            for together, all_scored in zip(passes.values(), found, strict=True)
+            for together, all_scored in zip(passes.values(), by_pass, strict=True)
             for recipe, scored in zip(together, all_scored, strict=True)
         }
 

@@ -103,20 +103,20 @@ def read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        found = json.loads(file.read_bytes(), object_pairs_hook=_once)
+        content = json.loads(file.read_bytes(), object_pairs_hook=_once)
     except (ValueError, RecursionError, OSError) as error:
         raise FailedPrecondition(f"can't read {file}: {first_line(error)}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise FailedPrecondition(f"{file} holds no JSON object")
-    return found
+    return content
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(key for key in found if sum(key == other for other, _ in pairs) > 1)
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        twice = next(key for key in content if sum(key == other for other, _ in pairs) > 1)
         raise ValueError(f"the key {twice!r} occurs twice")
-    return found
+    return content
 
 
 def check_code(directory: Path) -> None:
@@ -144,15 +144,15 @@ def unused(directory: Path) -> list[str]:
 
     Values that ask for nothing (null, false, 0, 1, empty) are left out.
     """
-    found = []
+    warnings = []
     for name, read in _READ.items():
         said = read_json(directory / name)
         asks = (key for key, value in said.items() if value is True or value not in (None, 0, 1, "", [], {}))
         others = [key for key in asks if not read.fullmatch(key)]
         if keys := [f"{key} {_short(said[key])}" for key in others]:
             hint = ": requests say how answers are sampled" if name == "generation_config.json" else ""
-            found.append(f"{name} of {directory.name} sets {', '.join(keys)}, without effect here{hint}")
-    return found
+            warnings.append(f"{name} of {directory.name} sets {', '.join(keys)}, without effect here{hint}")
+    return warnings
 
 
 def check_whole(directory: Path) -> None:
@@ -201,14 +201,14 @@ def weights(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     from safetensors import SafetensorError, safe_open
 
     files = shards(directory)
-    found = {file.name for file in directory.glob("*.safetensors") if not file.name.startswith("consolidated")}
-    if not found and not any(file.is_file() for file in files):
+    stored = {file.name for file in directory.glob("*.safetensors") if not file.name.startswith("consolidated")}
+    if not stored and not any(file.is_file() for file in files):
         raise FailedPrecondition(
             f"{directory} holds no weights in safetensors format: convert them; pickles are not loaded"
         )
     if lacking := [file.name for file in files if not file.is_file()]:
         raise FailedPrecondition(f"{directory} lacks {lacking[0]}: fetch the model again")
-    if extra := found - {file.name for file in files if file.parent == directory}:
+    if extra := stored - {file.name for file in files if file.parent == directory}:
         raise FailedPrecondition(
             f"{directory / min(extra)} is not among the model's weights ({files[0].name}, ...) and would not be "
             f"loaded: remove it, or correct {INDEX}"

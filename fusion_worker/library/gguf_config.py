@@ -109,10 +109,10 @@ def architecture_of(model: GgufModel) -> str:
     keys.only("type", "model")
     # Older versions laid blocks out differently.
     keys.only("quantization_version", 2)
-    found: str = keys.get("architecture", str)
-    if found not in ARCHITECTURES:
+    architecture: str = keys.get("architecture", str)
+    if architecture not in ARCHITECTURES:
         raise keys.refused("architecture", f"supported architectures are {', '.join(sorted(ARCHITECTURES))}")
-    return found
+    return architecture
 
 
 def config_of(model: GgufModel) -> Any:

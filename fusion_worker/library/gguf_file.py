@@ -99,21 +99,21 @@ def read(parts: Sequence[Path]) -> GgufModel:
         with part.open("rb") as stream:
             mapped: Any = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) if stream.seek(0, 2) else b""
         try:
-            found = parse(np.frombuffer(mapped, dtype=np.uint8))
+            parsed = parse(np.frombuffer(mapped, dtype=np.uint8))
         except ValueError as error:
             raise FailedPrecondition(f"{part} is not a GGUF file, or is damaged: {error}") from error
-        _check_place(part, found.metadata, index, len(parts))
-        own = {key: value for key, value in found.metadata.items() if not key.startswith("split.")}
-        for key, value in own.items():
+        _check_place(part, parsed.metadata, index, len(parts))
+        described = {key: value for key, value in parsed.metadata.items() if not key.startswith("split.")}
+        for key, value in described.items():
             if index and key != _ALIGNMENT and not np.array_equal(metadata.get(key, ""), value):
                 raise FailedPrecondition(
                     f"{part} has another {key} than {parts[0].name}: they are of different models"
                 )
-        metadata = metadata or own
-        if twice := tensors.keys() & found.tensors:
+        metadata = metadata or described
+        if twice := tensors.keys() & parsed.tensors:
             raise FailedPrecondition(f"{part} holds tensor {min(twice)}, which an earlier part holds too")
-        tensors |= found.tensors
-        stated[part] = found.metadata.get("split.tensors.count")
+        tensors |= parsed.tensors
+        stated[part] = parsed.metadata.get("split.tensors.count")
     for part, count in stated.items():
         if count not in (None, len(tensors)):
             raise FailedPrecondition(

@@ -90,10 +90,10 @@ def _made(backend: Tokenizer, named: dict[str, str], template: str, begins: bool
 
 def _id(keys: Keys, key: str, tokens: list[str]) -> int:
     name = f"ggml.{key}_token_id"
-    found: int = keys.get(name, int)
-    if not 0 <= found < len(tokens):
+    token: int = keys.get(name, int)
+    if not 0 <= token < len(tokens):
         raise keys.refused(name, f"there are {len(tokens)} tokens")
-    return found
+    return token
 
 
 def _bpe(keys: Keys, tokens: list[str], types: np.ndarray) -> tuple[Tokenizer, bool]:

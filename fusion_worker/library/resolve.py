@@ -74,7 +74,7 @@ def _from_hub(repository: str) -> Path:
             cached = Path(snapshot_download(repository, **_FILES, local_files_only=True))
             if _complete(cached):
                 return cached
-        found = Path(snapshot_download(repository, **_FILES))
+        snapshot = Path(snapshot_download(repository, **_FILES))
     except HFValidationError as error:
         raise FailedPrecondition(
             f"{repository} is neither a directory nor a Hugging Face hub id: {first_line(error)}"
@@ -84,12 +84,12 @@ def _from_hub(repository: str) -> Path:
             f"{repository} is neither a directory nor in the Hugging Face cache, and can't be downloaded: "
             f"{first_line(error)}; check its name and the network, or give a directory"
         ) from error
-    if not _complete(found):  # without a network, huggingface_hub returns an incomplete snapshot
+    if not _complete(snapshot):  # without a network, huggingface_hub returns an incomplete snapshot
         raise FailedPrecondition(
-            f"{found} lacks config.json, tokenizer.json or some safetensors weights: {repository} has none, or could "
-            "not be downloaded completely"
+            f"{snapshot} lacks config.json, tokenizer.json or some safetensors weights: {repository} has none, or "
+            "could not be downloaded completely"
         )
-    return found
+    return snapshot
 
 
 def _complete(directory: Path) -> bool:

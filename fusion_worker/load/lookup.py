@@ -90,7 +90,7 @@ class Lookups:
             CacheFault: the cache service is down, too slow, or gave an invalid reply.
         """
         made = [self._made(encode, prompt, i, primer) for i in range(len(prompt.parts))]
-        variants = [(own,) if own else p.variants for own, p in zip(made, prompt.parts, strict=True)]
+        variants = [(variant,) if variant else p.variants for variant, p in zip(made, prompt.parts, strict=True)]
         async with self._lookup(
             namespace, [(p.digest, v) for p, v in zip(prompt.parts, variants, strict=True)], deadline, load
         ) as hits:

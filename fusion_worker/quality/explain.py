@@ -22,9 +22,9 @@ def explain(
     reused = bool(plan.layout.parts)
     explained = [
         ExplainedChunk(
-            texts=texts(tokenizer, chunk.ids), kind=kind, tier=tier, lossless=exact, recomputed=found, scores=scores
+            texts=texts(tokenizer, chunk.ids), kind=kind, tier=tier, lossless=exact, recomputed=marks, scores=scores
         )
-        for chunk, (found, scores), (kind, tier), exact in chunks
+        for chunk, (marks, scores), (kind, tier), exact in chunks
     ]
     return Explanation(
         chunks=explained,

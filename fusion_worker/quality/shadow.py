@@ -107,14 +107,14 @@ class Shadow:
         if self._pool.slots_for(tokens) > self._pool.free + self._pool.idle:
             _skipped.add(1, {"fusionkv.reason": "no room"})
             return
-        found, kl = list[int](), 0.0
+        likely, kl = list[int](), 0.0
         async with aclosing(self._again(sample)) as blocks:
             async for logits in blocks:
-                if not found:
+                if not likely:
                     kl = await asyncio.to_thread(_divergence, logits[0], sample.logits)
-                found += await asyncio.to_thread(_most_likely, logits)
+                likely += await asyncio.to_thread(_most_likely, logits)
         # Compares with full attention's own answer: both see the same tokens up to the first difference.
-        first, same = found[0] == sample.tokens[0], found == list(sample.tokens)
+        first, same = likely[0] == sample.tokens[0], likely == list(sample.tokens)
         # Callers choose a recipe's numbers and the names of corpora: neither may become a label.
         attributes = {"fusionkv.recipe": recipe_label(sample.allowed.key[0])}
         _kl.record(kl, attributes)
@@ -140,8 +140,8 @@ class Shadow:
 
 def _most_likely(logits: torch.Tensor) -> list[int]:
     """The most likely token of each row."""
-    found: list[int] = logits.argmax(-1).tolist()
-    return found
+    tokens: list[int] = logits.argmax(-1).tolist()
+    return tokens
 
 
 def _divergence(full: torch.Tensor, other: torch.Tensor) -> float:

@@ -84,7 +84,7 @@ class Verdict:
             return cls(fingerprint.hex(), {})
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-            judged = {name: tuple(Judged(**one) for one in found) for name, found in data["recipes"].items()}
+            judged = {name: tuple(Judged(**one) for one in ratios) for name, ratios in data["recipes"].items()}
             chosen = data["default"]
             default = Default(Choice(**chosen["choice"]), chosen["why"])
             find_recipe(default.choice.recipe).ratio_for(default.choice.ratio)
@@ -119,7 +119,7 @@ class Verdict:
     @property
     def judged(self) -> Iterator[tuple[str, Judged]]:
         """Every verdict, with the name of its recipe."""
-        return ((name, one) for name, found in self.recipes.items() for one in found)
+        return ((name, one) for name, ratios in self.recipes.items() for one in ratios)
 
     def lines(self) -> Iterator[str]:
         for name, judged in self.judged:
@@ -136,5 +136,5 @@ class Verdict:
         """The longest prefix of a recipe's name that has verdicts, and the one for a ratio."""
         while name not in self.recipes and "+" in name:
             name = name.rpartition("+")[0]
-        found = self.recipes.get(name, ())
-        return name, next((one for one in reversed(found) if one.ratio <= ratio), found[0] if found else None)
+        judged = self.recipes.get(name, ())
+        return name, next((one for one in reversed(judged) if one.ratio <= ratio), judged[0] if judged else None)

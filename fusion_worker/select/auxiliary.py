@@ -73,7 +73,7 @@ class Auxiliary:
         self, system: tuple[int, ...], chunk: Chunk, question: tuple[int, ...], tenant: str
     ) -> torch.Tensor:
         """float32 [len(chunk)]: scores of a chunk's tokens. system, question: the auxiliary model's ids."""
-        ids, spans, own = await asyncio.to_thread(self._retokenise, chunk.ids)
+        ids, spans, own_spans = await asyncio.to_thread(self._retokenise, chunk.ids)
         if not ids or not question:
             return torch.zeros(len(chunk))
         chunk_prompt = Prompt(Chunk(system), (Chunk(ids),), question, tenant)
@@ -87,7 +87,7 @@ class Auxiliary:
             )
             attention = await self._engine.run(job)
         own_scores = attention[len(system) : chunk_prompt.question_start]
-        return await asyncio.to_thread(carry_over, own_scores, own, spans)
+        return await asyncio.to_thread(carry_over, own_scores, own_spans, spans)
 
     def _retokenise(self, ids: tuple[int, ...]) -> _Retokenised:
         """Turns the main model's ids into the auxiliary model's."""

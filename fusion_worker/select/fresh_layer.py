@@ -123,15 +123,15 @@ def _to_other_chunks(inputs: FreshStates) -> torch.Tensor:
     over = Spans([inputs.over(keys)])
     # 0 is the system prompt, followed by one number for each chunk.
     chunk = torch.bucketize(torch.arange(len(keys), device=keys.device), starts, right=True)
-    own = chunk[inputs.span.positions]
-    found = torch.zeros(inputs.span.rows, device=keys.device)
+    row_chunks = chunk[inputs.span.positions]
+    received = torch.zeros(inputs.span.rows, device=keys.device)
     channels = keys.shape[2]
     for first in range(1, len(starts), channels):
         member = chunk[:, None] == torch.arange(first, first + channels, device=keys.device)
         values = member.to(keys.dtype)[:, None].expand(-1, keys.shape[1], -1).contiguous()
         out = sparse_attention(states.q, keys, values, over, inputs.rotation, states.scale, states.window)
         mass = out.float().sum(1)
-        inside = (own >= first) & (own < first + channels)
-        mass[inside, own[inside] - first] = 0.0
-        found += mass[:, : max(0, len(starts) - first)].sum(1)
-    return found
+        inside = (row_chunks >= first) & (row_chunks < first + channels)
+        mass[inside, row_chunks[inside] - first] = 0.0
+        received += mass[:, : max(0, len(starts) - first)].sum(1)
+    return received

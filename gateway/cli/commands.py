@@ -40,13 +40,13 @@ async def ingest(args: argparse.Namespace) -> int:
     """Stores files, several at once. Reports a file that fails and goes on with the others."""
     if args.dry_run and not args.sync:
         raise connect.UsageError("--dry-run needs --sync")
-    found = await asyncio.to_thread(files.find, args.paths, args.media_type, args.name)
+    chosen = await asyncio.to_thread(files.find, args.paths, args.media_type, args.name)
     if skipped := await asyncio.to_thread(files.skipped, args.paths, args.media_type):
         endings = " ".join(sorted({path.suffix or path.name for path in skipped})[:_SHOWN_ENDINGS])
         what = "files with unknown endings" if len(skipped) > 1 else "file with an unknown ending"
         shown.tell(f"skipped {len(skipped)} {what}: {endings}")
     total = _Total()
-    current: dict[str, set[str]] = {file.source + files.mark(args.prefix): set() for file in found.values()}
+    current: dict[str, set[str]] = {file.source + files.mark(args.prefix): set() for file in chosen.values()}
     if args.sync:
         files.vanished([], args.paths, current, args.prefix, args.media_type)  # refuses paths that it can't compare
     began = time.perf_counter()
@@ -63,9 +63,9 @@ async def ingest(args: argparse.Namespace) -> int:
                         # Errors of this file only; any other error would affect the next files as well.
                         total.failed += 1
                         shown.tell(f"{shown.name(file.path)}: {error}")
-                    show("ingest", next(done), len(found))
+                    show("ingest", next(done), len(chosen))
 
-            await cancellation.all_of(one(name, file) for name, file in found.items())
+            await cancellation.all_of(one(name, file) for name, file in chosen.items())
         if args.sync:
             await _delete_vanished(client, args, total, current)
         total.seconds = round(time.perf_counter() - began, 3)
@@ -284,17 +284,19 @@ async def show(args: argparse.Namespace) -> int:
 async def stats(args: argparse.Namespace) -> int:
     """Shows the statistics of gateway, worker and cache service; only the gateway has to be reachable."""
     async with connect.client(args) as client:
-        found: dict[str, dict[str, Any]] = {"gateway": asdict(await client.stats())}
-    worker, tls = args.worker or found["gateway"]["worker"], connect.tls(args)
-    found["worker"] = await _reported(worker, tls, _worker_stats) if worker else {"error": "no worker is reachable"}
-    found["cache"] = await _reported(args.cache or _cache_address(worker), tls, _cache_stats)
+        services: dict[str, dict[str, Any]] = {"gateway": asdict(await client.stats())}
+    worker, tls = args.worker or services["gateway"]["worker"], connect.tls(args)
+    services["worker"] = (
+        await _reported(worker, tls, _worker_stats) if worker else {"error": "no worker is reachable"}
+    )
+    services["cache"] = await _reported(args.cache or _cache_address(worker), tls, _cache_stats)
     if args.json:
-        print_json(found)
+        print_json(services)
         return 0
     table = Table(box=None, show_header=False, pad_edge=False)
     for service, show in (("gateway", _gateway_figures), ("worker", _worker_figures), ("cache", _cache_figures)):
         table.add_row(Text(service, "bold"), "")
-        values = found[service]
+        values = services[service]
         for name, value in (values if "error" in values else show(values)).items():
             table.add_row(f"  {name}", shown.lines(value))
     Console(highlight=False, markup=False, emoji=False).print(table)

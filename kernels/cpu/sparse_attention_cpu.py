@@ -103,11 +103,11 @@ def prefill_attention(
     else:
         out = torch.empty_like(rows)
         for block in span.once(_blocks, window, k.dtype, _block_rows(k.dtype, q.shape[1])):
-            seen = slice(block.low, block.high)
+            visible = slice(block.low, block.high)
             out[:, :, block.rows] = scaled_dot_product_attention(
                 rows[:, :, block.rows],
-                keys[:, :, seen],
-                values[:, :, seen],
+                keys[:, :, visible],
+                values[:, :, visible],
                 attn_mask=block.mask()[None, None],
                 scale=scale,
                 enable_gqa=True,
@@ -146,13 +146,13 @@ def _explicit(
     out = torch.zeros(rows.shape)
     size = max(1, min(_BLOCK_ROWS, _WEIGHTS // len(k) // groups))
     for block in span.once(_blocks, window, torch.float32, size):
-        seen = slice(block.low, block.high)
-        logits = torch.bmm(rows[:, :, block.rows].flatten(1, 2), keys[..., seen]).mul_(scale)
+        visible = slice(block.low, block.high)
+        logits = torch.bmm(rows[:, :, block.rows].flatten(1, 2), keys[..., visible]).mul_(scale)
         logits.unflatten(1, (groups, -1)).add_(block.mask())
         weights = logits.softmax(-1)
-        scores[seen] += weights.sum((0, 1))
+        scores[visible] += weights.sum((0, 1))
         if values is not None:
-            out[:, :, block.rows] = torch.bmm(weights, values[:, seen]).unflatten(1, (groups, -1))
+            out[:, :, block.rows] = torch.bmm(weights, values[:, visible]).unflatten(1, (groups, -1))
     return out.flatten(0, 1).transpose(0, 1)
 
 
@@ -254,8 +254,8 @@ def decode_attention(
     # For a row that sees no key, the operator returns a log-sum-exp of 0 instead of -inf.
     lse = torch.cat(sums).masked_fill_(plan.blind[:, None, None], float("-inf"))
     weights = lse[plan.merged].softmax(1)
-    found = (torch.cat(means)[plan.merged] * weights[..., None]).sum(1)
-    out[plan.rows] = found.flatten(1, 2).to(q.dtype)
+    merged = (torch.cat(means)[plan.merged] * weights[..., None]).sum(1)
+    out[plan.rows] = merged.flatten(1, 2).to(q.dtype)
 
 
 class _Source(NamedTuple):
@@ -290,7 +290,7 @@ def _plan(few: Spans, rotation: Rotation, groups: int, window: int | None, dtype
     for part, turned in enumerate((number for call in calls for number in call.turned.tolist()), 1):
         parts[row[turned]].append(part)
     most = max(map(len, parts.values()))
-    merged = [found + [0] * (most - len(found)) for found in parts.values()]
+    merged = [numbers + [0] * (most - len(numbers)) for numbers in parts.values()]
     cos, sin = (factor[:, None] for factor in rotation.factors(torch.tensor(shifts)))
     return _Plan(calls, torch.tensor(row), cos, sin, blind, torch.tensor(rows), torch.tensor(merged))
 

@@ -266,16 +266,16 @@ def share(spans: Sequence[QuerySpan]) -> tuple[list[Shared], list[QuerySpan]]:
     for by_span in sharers.values():
         if len(by_span) > 1:
             together.setdefault(tuple(by_span), []).append(tuple(by_span.values()))
-    found: list[Shared] = []
+    groups: list[Shared] = []
     taken: list[set[int]] = [set() for _ in spans]
     for members, runs in together.items():
         group = Shared(tuple(spans[i] for i in members), tuple(runs))
         if group.keys >= LEAST_SHARED:
-            found.append(group)
+            groups.append(group)
             for i, segments in zip(members, zip(*runs, strict=True), strict=True):
                 taken[i].update(map(id, segments))
     remaining = [
         replace(span, segments=tuple(s for s in span.segments if id(s) not in ids))
         for span, ids in zip(spans, taken, strict=True)
     ]
-    return found, remaining
+    return groups, remaining

@@ -216,8 +216,8 @@ class DataPlane:
     async def _call(self, request: pb.DataRequest, call: str | None, connection: "_Connection", near: bool) -> None:
         match call:
             case "lookup":
-                found = await self._calls.lookup(request.lookup, near=near, waiting=connection.wire.cancelling)
-                await self._answer_leased(found.lease, connection, lookup=found)
+                hits = await self._calls.lookup(request.lookup, near=near, waiting=connection.wire.cancelling)
+                await self._answer_leased(hits.lease, connection, lookup=hits)
             case "find":
                 stored = await self._calls.find(request.find, near=near, waiting=connection.wire.cancelling)
                 await self._answer_leased(stored.lease, connection, find=stored)

@@ -84,10 +84,10 @@ class ObjectEngine(RemoteEngine):
             for at in range(0, len(view), _PART_BYTES)
         ]
         arrived = self._each(self._copies, self._get_range, [(name, at, len(part)) for name, _, part, at in ranges])
-        for (_, size, part, _), found in zip(ranges, arrived, strict=True):
-            if found is None or found[0] != size or len(found[1]) != len(part):
+        for (_, size, part, _), value in zip(ranges, arrived, strict=True):
+            if value is None or value[0] != size or len(value[1]) != len(part):
                 return False
-            part[:] = found[1]
+            part[:] = value[1]
         return True
 
     def put(self, values: Sequence[tuple[str, bytes]]) -> None:
@@ -104,7 +104,7 @@ class ObjectEngine(RemoteEngine):
         """prefix: ends before a ":", where folders end."""
         with self._errors():
             for batch in obstore.list(self._store, _path(prefix.rstrip(":")), chunk_size=_BATCH):
-                paths = [found["path"] for found in batch]
+                paths = [entry["path"] for entry in batch]
                 try:
                     obstore.delete(self._store, paths)
                 except FileNotFoundError:  # of a directory that another service deletes, too
@@ -125,12 +125,12 @@ class ObjectEngine(RemoteEngine):
             return obstore.get(self._store, _path(name)).bytes().to_bytes()
         return None
 
-    def _get_range(self, wanted: tuple[str, int, int]) -> tuple[int, Any] | None:
+    def _get_range(self, piece: tuple[str, int, int]) -> tuple[int, Any] | None:
         """Size of a value, and some of its bytes."""
-        name, start, length = wanted
+        name, start, length = piece
         try:
-            found = obstore.get(self._store, _path(name), options={"range": (start, start + length)})
-            return found.meta["size"], found.bytes()
+            reply = obstore.get(self._store, _path(name), options={"range": (start, start + length)})
+            return reply.meta["size"], reply.bytes()
         except FileNotFoundError:
             return None
 

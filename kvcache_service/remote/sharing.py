@@ -90,12 +90,14 @@ class Sharing:
         if not missing or not self.reachable or not self._store.ready.is_set():
             return {}
         try:
-            found = await self._access.run_lookup(self._access.tier.find, namespace, [digests[i] for i in missing])
+            candidates = await self._access.run_lookup(
+                self._access.tier.find, namespace, [digests[i] for i in missing]
+            )
         except OSError as error:
             self._access.mark_unreachable(error)
             return {}
         hits = {}
-        for i, records in zip(missing, found, strict=True):
+        for i, records in zip(missing, candidates, strict=True):
             key = entry_key(namespace, [digests[i]])
             for record in records:
                 if record.key == key and record.namespace == namespace and record.trail == digests[i]:

@@ -169,9 +169,9 @@ class Store:
         lease = self._lease(entries, lease_seconds)
         return [(HitKind.MISS if entry is None else HitKind.EXACT, entry) for entry in entries], lease
 
-    def _lease(self, found: Iterable[StoredEntry | None], seconds: float) -> int:
+    def _lease(self, hits: Iterable[StoredEntry | None], seconds: float) -> int:
         """Leases entries, and increases their heat; returns the lease, 0 without entries."""
-        entries = dict.fromkeys(entry for entry in found if entry is not None)
+        entries = dict.fromkeys(entry for entry in hits if entry is not None)
         lease = self.leases.grant(entries, seconds) if entries else 0
         for entry in entries:
             self.residents.set_heat(entry, heat.after_access(entry.heat, self.now, self.config.half_life_seconds))

@@ -86,15 +86,15 @@ def load(path: Path, prompts: Mapping[str, str] | None = None, long: bool = Fals
         files = sorted(f for f in path.rglob("*") if f.suffix in (".jsonl", ".json") and f.is_file())
         if not files:
             raise DatasetError(f"{path}: no .jsonl or .json file in this folder")
-        found = []
+        tasks = []
         for file in files:
             try:
-                found += load(file, prompts, long)
+                tasks += load(file, prompts, long)
             except UnknownDataset as error:
                 log.warning("left out: %s", error)
-        if not found:
+        if not tasks:
             raise DatasetError(f"{path}: none of the {len(files)} files in this folder could be read")
-        return found
+        return tasks
     records = _records(path)
     first_place, first = records[0]
     for needed, read in _FORMATS:
@@ -233,15 +233,15 @@ def _records(path: Path) -> list[tuple[str, dict[str, Any]]]:
     """Reads all records with their places: file and line, or file and index in the array."""
     text = _text(path)
     if text.lstrip().startswith("["):
-        found = [(f"{path}: record {i}", r) for i, r in enumerate(_parse(path, text, str(path), list), 1)]
+        records = [(f"{path}: record {i}", r) for i, r in enumerate(_parse(path, text, str(path), list), 1)]
     else:
-        found = list(_lines(path, text))
-    if not found:
+        records = list(_lines(path, text))
+    if not records:
         raise DatasetError(f"{path}: the file holds no record")
-    for place, record in found:
+    for place, record in records:
         if not isinstance(record, dict):
             raise DatasetError(f"{place}: a record must be a JSON object, not {type(record).__name__}")
-    return found
+    return records
 
 
 def _lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:

@@ -38,12 +38,12 @@ class Similarity:
     def nearest(self, chunk: Chunk, count: int) -> list[Chunk]:
         """The `count` most similar other chunks, best first; ties in order of the pool."""
         index = self._index
-        own = np.zeros(len(index.idf))
-        ids, counts = np.unique([i for i in chunk.ids if i < len(own)], return_counts=True)
-        own[ids.astype(np.int64)] = counts
-        own *= index.idf
-        cosines = np.bincount(index.of, index.weights * own[index.tokens], len(self.chunks))
-        cosines = cosines / (np.linalg.norm(own) or 1.0)
+        counted = np.zeros(len(index.idf))
+        ids, counts = np.unique([i for i in chunk.ids if i < len(counted)], return_counts=True)
+        counted[ids.astype(np.int64)] = counts
+        counted *= index.idf
+        cosines = np.bincount(index.of, index.weights * counted[index.tokens], len(self.chunks))
+        cosines = cosines / (np.linalg.norm(counted) or 1.0)
         order = np.argsort(-cosines.round(_DIGITS), kind="stable")
         others = (self.chunks[i] for i in order if self.chunks[i].digest != chunk.digest)
         return [other for other, _ in zip(others, range(count), strict=False)]

@@ -27,8 +27,8 @@ class Cell:
     def specification(self) -> str:
         """Identifies the recipe's options, without its description and default values."""
         slots = [(f.name, getattr(self.recipe, f.name), f.default) for f in dataclasses.fields(self.recipe)]
-        own = {name: repr(value) for name, value, usual in slots if value != usual and name != "description"}
-        return hashlib.sha256(json.dumps(own).encode()).hexdigest()[:16]
+        options = {name: repr(value) for name, value, usual in slots if value != usual and name != "description"}
+        return hashlib.sha256(json.dumps(options).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
         return f"{self.recipe.name} r={self.ratio:g}"
@@ -103,11 +103,11 @@ class Store:
                 if (read := _read(line)) is not None:
                     self._found[read[0]] = read[1]
 
-    def __contains__(self, wanted: Key) -> bool:
-        return wanted in self._found
+    def __contains__(self, key: Key) -> bool:
+        return key in self._found
 
-    def __getitem__(self, wanted: Key) -> Measured:
-        return self._found[wanted]
+    def __getitem__(self, key: Key) -> Measured:
+        return self._found[key]
 
     def append(self, subject: Subject, block: Block, measured: Iterable[tuple[Cell, Measured]]) -> None:
         """Stores a block's cells, and writes them immediately."""

@@ -81,14 +81,14 @@ class Figures:
 
         These are right and kept answers, or a text metric where answers are not counted.
         """
-        found = []
+        columns = []
         for task in self.tasks:
             known = self.metrics(task)
             texts = [name for name in known if name in SCORES and name != self.judged[task]]
             counted = [name for name in ("right", "kept") if name in known]
             beside = (counted or texts[:1]) if self.judged[task] in _ANSWERS else []
-            found += [(task, name) for name in (self.judged[task], *beside)]
-        return found
+            columns += [(task, name) for name in (self.judged[task], *beside)]
+        return columns
 
     def metrics(self, task: str) -> list[str]:
         return list(dict.fromkeys(name for _, t, _, _, name in self.by if t == task))
@@ -116,12 +116,12 @@ class Figures:
 
     def cost(self, recipe: str, r: float, metric: str) -> float | None:
         """A cost's mean over models and tasks."""
-        found = [
+        costs = [
             row.score
             for (_, _, name, ratio, what), row in self.by.items()
             if (name, ratio, what) == (recipe, r, metric) and row.score is not None
         ]
-        return sum(found) / len(found) if found else None
+        return sum(costs) / len(costs) if costs else None
 
     def lines(self, task: str, models: Sequence[str] = ()) -> dict[str, list[charts.Point]]:
         """Each recipe's curve: its worst score at each ratio, with the cost on the model that has it."""
@@ -133,8 +133,8 @@ class Figures:
 
     def _point(self, row: Row) -> charts.Point:
         def mean(recipe: str, r: float, metric: str) -> float:
-            found = self.by.get((row.model, row.task, recipe, r, metric))
-            return found.score or 0.0 if found is not None else 0.0
+            cost = self.by.get((row.model, row.task, recipe, r, metric))
+            return cost.score or 0.0 if cost is not None else 0.0
 
         # Full attention computes the whole context.
         context = mean("full_attention", 1.0, "recomputed_tokens")
@@ -198,16 +198,16 @@ def tables(rows: Sequence[Row], judged: Mapping[str, str]) -> Iterator[Table | s
 
 def warnings(figures: Figures) -> list[str]:
     """A sentence for each model and set that is no test for it."""
-    found = []
+    sentences = []
     for row in untested(figures.by.values()):
         cells = (("full_attention", 1.0), (row.recipe, row.r))
         full, bare = (figures.by[row.model, row.task, *cell, "right"].score or 0.0 for cell in cells)
         low, high = (-100 * bound for bound in (row.high or 0.0, row.low or 0.0))
-        found.append(
+        sentences.append(
             f"{row.model} on {row.task}: this set is no test for this model. It answers {full:.0%} of the questions "
             f"right with their passages, and {bare:.0%} without (difference in points, 95%: {low:.0f} to {high:.0f})"
         )
-    return found
+    return sentences
 
 
 def _answers(figures: Figures, model: str, task: str) -> Table:

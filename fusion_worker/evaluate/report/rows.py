@@ -70,24 +70,24 @@ def rows(model: str, task: Task, table: Mapping[Cell, Measured]) -> Iterator[Row
             yield row(f"{name}_seconds", statistics.average(values))
         for name, share in (*_brought_back(measured, full, reuse), *_answers(task, measured, full)):
             yield row(name, share)
-        own = measured.values[scored]
+        scores = measured.values[scored]
         if full is None or full is measured:
             continue
-        yield row(f"{scored}_minus_full_attention", statistics.difference(own, full.values[scored]))
+        yield row(f"{scored}_minus_full_attention", statistics.difference(scores, full.values[scored]))
         if reuse is not None and reuse is not measured:
-            columns = (own, reuse.values[scored], full.values[scored])
+            columns = (scores, reuse.values[scored], full.values[scored])
             yield row(f"normalised_{scored}", statistics.bootstrap(_recovered, *columns))
         if others := _rivals(cell, scored, table):
             best = max(others, key=lambda values: math.fsum(values))
-            yield row(f"{scored}_minus_best", statistics.difference(own, best))
+            yield row(f"{scored}_minus_best", statistics.difference(scores, best))
 
 
 def _brought_back(
     measured: Measured, full: Measured | None, reuse: Measured | None
 ) -> Iterator[tuple[str, Estimate]]:
-    own = measured.values
-    if reuse is not None and "answer_kl" in own and "answer_kl" in reuse.values:
-        yield "answer_kl_back", statistics.bootstrap(_kl_back, own["answer_kl"], reuse.values["answer_kl"])
+    values = measured.values
+    if reuse is not None and "answer_kl" in values and "answer_kl" in reuse.values:
+        yield "answer_kl_back", statistics.bootstrap(_kl_back, values["answer_kl"], reuse.values["answer_kl"])
     if full is not None and reuse is not None and all("gold_nll" in m.values for m in (measured, full, reuse)):
         columns = [[-nll for nll in m.values["gold_nll"]] for m in (measured, reuse, full)]
         yield "gold_nll_back", statistics.bootstrap(_recovered, *columns)
@@ -101,15 +101,15 @@ def _answers(task: Task, measured: Measured, full: Measured | None) -> Iterator[
         yield "answer_kl_above_1", statistics.mean([float(far > _FAR) for far in kl])
     if not task.right:
         return
-    own = measured.values[task.right]
-    yield "right", statistics.mean(own)
+    right = measured.values[task.right]
+    yield "right", statistics.mean(right)
     if full is None or full is measured:
         return
     others = full.values[task.right]
-    if kept := [mine for mine, other in zip(own, others, strict=True) if other]:
+    if kept := [mine for mine, other in zip(right, others, strict=True) if other]:
         yield "kept", statistics.mean(kept)
-    yield "gained", statistics.mean([mine * (1 - other) for mine, other in zip(own, others, strict=True)])
-    yield "right_minus_full_attention", statistics.difference(own, others)
+    yield "gained", statistics.mean([mine * (1 - other) for mine, other in zip(right, others, strict=True)])
+    yield "right_minus_full_attention", statistics.difference(right, others)
 
 
 def untested(figures: Iterable[Row]) -> list[Row]:

@@ -7,7 +7,8 @@
         print(client.ask("notes", "Code of Bervek?").text)
 
 Calls raise a subclass of `ServiceError` for each gRPC status. `fusionkv.langchain` and `fusionkv.llama_index` are the
-integrations. All packages below `fusionkv` are internal, and change without notice.
+integrations. `BlobThread` stores opaque bytes of other engines in a cache service. All packages below `fusionkv` are
+internal, and change without notice.
 """
 
 from importlib import import_module
@@ -34,6 +35,7 @@ _NAMES = {
         "Token",
         "as_dict",
     ),
+    "fusionkv.kvcache_service.blobs": ("BlobThread",),
     "fusionkv.protos.runtime.errors": (
         "AlreadyExists",
         "DataLoss",
@@ -74,6 +76,7 @@ if TYPE_CHECKING:
     from fusionkv.gateway.client.results import Summary as Summary
     from fusionkv.gateway.client.results import Token as Token
     from fusionkv.gateway.client.results import as_dict as as_dict
+    from fusionkv.kvcache_service.blobs import BlobThread as BlobThread
     from fusionkv.protos.runtime.errors import AlreadyExists as AlreadyExists
     from fusionkv.protos.runtime.errors import DataLoss as DataLoss
     from fusionkv.protos.runtime.errors import DeadlineExceeded as DeadlineExceeded
