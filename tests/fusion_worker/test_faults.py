@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from grpc.aio import insecure_channel
 
 from fusionkv.fusion_worker.load.prompt_load import PromptLoad
 from fusionkv.fusion_worker.prompt import Chunk, ChunkSource
 from fusionkv.kvcache_service.client import Entry
+from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
+from fusionkv.protos.kvcache.v1.kvcache_pb2_grpc import KVCacheServiceStub
 from tests.chaos.network import Relay
 from tests.fusion_worker.oracle import Parts, oracle, prompt, random_ids
 from tests.ports import free_port
@@ -24,18 +27,33 @@ LOOKUP, FETCH = 2.0, 1.0
 MARGIN = 20.0
 # KV travels in pieces larger than this, all other messages are smaller.
 BULK = 4096
+# The machine itself, at an address where the service does not listen.
+HOST = "127.0.0.9"
 CACHE_FAILED = ("fetch failed: ", "lookup failed: ", "fetches took longer ")
 
 
-class Line(Relay):
-    """Does to bulk data between a worker and the cache service what it is told; the rest passes."""
+class Line:
+    """Does to bulk data between a worker and the cache service what it is told; the rest passes.
 
-    def __init__(self, target: str) -> None:
-        super().__init__(f"127.0.0.1:{free_port()}", target)
+    `address` is where the worker finds the service. plane: whether it can reach the data plane there as well.
+    """
+
+    def __init__(self, target: str, data_port: int, plane: bool) -> None:
+        self.address = f"{HOST}:{free_port()}"
+        ways = {self.address: target, **({f"{HOST}:{data_port}": f"127.0.0.1:{data_port}"} if plane else {})}
+        self._ways = [Way(self, listen, to) for listen, to in ways.items()]
         self.up: Callable[[bytes], bytes | None] = lambda data: data
         self.down: Callable[[bytes], bytes | None] = lambda data: data
         self.touched = 0
         self._stalled = False
+
+    async def start(self) -> None:
+        for way in self._ways:
+            await way.start()
+
+    async def close(self) -> None:
+        for way in self._ways:
+            await way.close()
 
     def passed(self, data: bytes, down: bool) -> bytes | None:
         if self._stalled or len(data) < BULK:
@@ -52,13 +70,27 @@ class Line(Relay):
         """New connections work as they should; those that stalled end."""
         self.up = self.down = lambda data: data
         if self._stalled:
-            self.part()
+            for way in self._ways:
+                way.part()
         self._stalled = False
 
 
-@pytest.fixture
-async def line(cache_service: str) -> AsyncIterator[Line]:
-    made = Line(cache_service)
+class Way(Relay):
+    """One of a line's ways: that of gRPC, or that of the data plane."""
+
+    def __init__(self, line: Line, listen: str, target: str) -> None:
+        super().__init__(listen, target)
+        self._line = line
+
+    def passed(self, data: bytes, down: bool) -> bytes | None:
+        return self._line.passed(data, down)
+
+
+@pytest.fixture(params=[True, False], ids=["data plane", "grpc"])
+async def line(cache_service: str, request: Any) -> AsyncIterator[Line]:
+    async with insecure_channel(cache_service) as channel:
+        granted = await KVCacheServiceStub(channel).Connect(pb.ConnectRequest(), timeout=20)
+    made = Line(cache_service, granted.port, request.param)
     await made.start()
     yield made
     await made.close()
