@@ -115,15 +115,15 @@ class Connection:
 
     def _receive(self, into: memoryview) -> bytes:
         hasher = Checksum()
-        at, hashed = self._wire.take(into), 0
-        while at < len(into):
-            count = self._wire.socket.recv_into(into[at : hashed + PIECE_BYTES])
-            if not count:
-                raise HungUp("the connection was closed")
-            at += count
-            if at == min(hashed + PIECE_BYTES, len(into)):
-                hasher.update(into[hashed:at])
-                hashed = at
+        for start in range(0, len(into), PIECE_BYTES):
+            piece = into[start : start + PIECE_BYTES]
+            rest = piece[self._wire.take(piece) :]
+            while rest:
+                count = self._wire.socket.recv_into(rest)
+                if not count:
+                    raise HungUp("the connection was closed")
+                rest = rest[count:]
+            hasher.update(piece)
         return hasher.digest()
 
     async def _in_thread(self, work: Callable[[], T]) -> T:

@@ -43,6 +43,16 @@ async def test_what_is_stored_is_found_and_read(service: Service, blobs: Blobs) 
     assert await blobs.touch([*given]) == [False] * 30 + [True] * 70
 
 
+async def test_many_small_ones_come_in_one_call(start: Any) -> None:
+    """More than are received on the event loop, and each smaller than what is received at a time."""
+    service = await start(memory=16 * MIB, disk=64 * MIB)
+    blobs, given = Blobs(service.client, layout="a"), named(256, 12_000)
+    assert await stored(blobs, given) == [True] * 256
+    into = buffers(given)
+    assert await blobs.retrieve([*given], into) == [True] * 256
+    assert into == [*given.values()]
+
+
 async def test_a_prefix_ends_at_the_first_gap(blobs: Blobs, monkeypatch: Any) -> None:
     monkeypatch.setattr(module, "_MAX_FOUND", 7)
     given = named(20)
