@@ -38,6 +38,8 @@ _faults = logs.RateLimitedLog(log)
 _STALL_SECONDS = 30.0
 _ACCEPT_AGAIN_SECONDS = 0.1
 _MAX_CONNECTIONS = 1024
+# Requests above this size are received few at a time: together, connections could otherwise hold 8 GiB.
+_SMALL_BYTES, _MAX_LARGE = 64 << 10, 16
 _BACKLOG = 128
 _parse = rpc.bounded(pb.DataRequest)
 
@@ -96,6 +98,7 @@ class DataPlane:
         self._accepting: list[asyncio.Task[None]] = []
         self._connections: set[asyncio.Task[None]] = set()
         self._idle: set[socket.socket] = set()
+        self._large = asyncio.Semaphore(_MAX_LARGE)
 
     def admit(self, *, near: bool) -> pb.ConnectResponse:
         """Grants a connection to a caller. near: whether it is at a unix socket.
@@ -132,6 +135,7 @@ class DataPlane:
             await asyncio.wait(self._connections, timeout=seconds)
         for connection in self._connections:
             connection.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
 
     def _bind(self, address: str) -> socket.socket:
         if (path := socket_path(address)) is not None:
@@ -177,10 +181,18 @@ class DataPlane:
             while self._sockets:
                 self._idle.add(caller)
                 try:
-                    request = _parse(await connection.wire.message())
+                    size = await connection.wire.size()
                 finally:
                     self._idle.discard(caller)
-                await self._answer(request, connection, near)
+                await self._answer(await self._request(connection.wire, size), connection, near)
+
+    async def _request(self, wire: Wire, size: int) -> pb.DataRequest:
+        """A request of so many bytes. Raises TimeoutError if it does not arrive in time."""
+        async with asyncio.timeout(_STALL_SECONDS):
+            if size <= _SMALL_BYTES:
+                return _parse(await wire.body(size))
+            async with self._large:
+                return _parse(await wire.body(size))
 
     async def _admitted(self, wire: Wire) -> bool:
         """Whether a caller shows a ticket, which it gets back."""

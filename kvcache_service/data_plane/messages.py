@@ -56,12 +56,20 @@ class Wire:
 
     async def message(self) -> bytes:
         """The next message, without its size."""
+        return await self.body(await self.size())
+
+    async def size(self) -> int:
+        """The next message's number of bytes."""
         while len(self._ahead) < SIZE.size:
             await self._receive_ahead()
         (size,) = SIZE.unpack_from(self._ahead)
         if size > MAX_MESSAGE_BYTES:
             raise HungUp(f"a message of {size} bytes")
         self._ahead = self._ahead[SIZE.size :]
+        return int(size)
+
+    async def body(self, size: int) -> bytes:
+        """The bytes of a message of which the size was received."""
         if size <= len(self._ahead):
             data, self._ahead = bytes(self._ahead[:size]), self._ahead[size:]
             return data

@@ -181,6 +181,19 @@ async def test_who_sends_no_request_is_hung_up_on(service: Service, sent: bytes)
     assert (await service.put("S", b"abc"))[1]
 
 
+async def test_large_requests_come_few_at_a_time(service: Service, monkeypatch: Any) -> None:
+    monkeypatch.setattr(listener, "_STALL_SECONDS", 1.0)
+    part = SIZE.pack(MAX_MESSAGE_BYTES) + bytes(70_000)
+    async with contextlib.AsyncExitStack() as stack:
+        slow = [await stack.enter_async_context(opened(service)) for _ in range(17)]
+        for connected in slow:
+            await asyncio.to_thread(connected.sendall, part)
+        await until(service.plane._large.locked)
+        assert (await service.put("S", b"abc"))[1], "others are served"
+        assert all(await asyncio.gather(*map(ended, slow)))
+    assert not service.plane._large.locked()
+
+
 async def test_who_reads_nothing_holds_an_entry_for_a_while_only(start: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(listener, "_STALL_SECONDS", 0.3)
     service, data = await start(memory=32 * MIB, disk=64 * MIB), payload("x", 24 * MIB)
