@@ -115,8 +115,8 @@ USER 10001:10001
 FROM runtime AS kvcache
 COPY --from=kvcache-packages /opt/fusionkv /opt/fusionkv
 COPY --from=application /opt/fusionkv/app /opt/fusionkv/app
-ENV FUSIONKV_KVCACHE_LISTEN=[::]:7070 FUSIONKV_KVCACHE_DATA_DIR=/data
-EXPOSE 7070
+ENV FUSIONKV_KVCACHE_LISTEN=[::]:7070 FUSIONKV_KVCACHE_DATA_PORT=7073 FUSIONKV_KVCACHE_DATA_DIR=/data
+EXPOSE 7070 7073
 ENTRYPOINT ["tini", "--", "python", "-P", "-m", "fusionkv.kvcache_service"]
 
 # For services that share a Mooncake Store, and for its master: `mooncake_master` in place of the entry point.
@@ -129,8 +129,8 @@ RUN apt-get update \
 USER 10001:10001
 COPY --from=kvcache-mooncake-packages /opt/fusionkv /opt/fusionkv
 COPY --from=application /opt/fusionkv/app /opt/fusionkv/app
-ENV FUSIONKV_KVCACHE_LISTEN=[::]:7070 FUSIONKV_KVCACHE_DATA_DIR=/data
-EXPOSE 7070
+ENV FUSIONKV_KVCACHE_LISTEN=[::]:7070 FUSIONKV_KVCACHE_DATA_PORT=7073 FUSIONKV_KVCACHE_DATA_DIR=/data
+EXPOSE 7070 7073
 ENTRYPOINT ["tini", "--", "python", "-P", "-m", "fusionkv.kvcache_service"]
 
 FROM runtime AS gateway
