@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import random
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -34,6 +35,8 @@ async def counted(service: Service, monkeypatch: Any) -> tuple[Service, list[str
         return begin(self, method, *args, **more)
 
     monkeypatch.setattr(CacheClient, "_begin", count)
+    # However busy the machine is.
+    monkeypatch.setattr(connections, "_WAIT_SECONDS", 30)
     return service, calls
 
 
@@ -283,6 +286,26 @@ async def test_without_a_data_plane_calls_go_by_grpc(counted: Any) -> None:
     assert (await service.put("SA", payload("x", 3 * MIB)))[1]
     # The first call on a connection that is gone, and then no attempt for a while.
     assert calls == ["Connect", "Lookup", "Connect", "Fetch", "Put"]
+
+
+async def test_nobody_waits_for_a_port_that_does_not_answer(counted: Any, monkeypatch: Any) -> None:
+    service, calls = counted
+    monkeypatch.setattr(connections, "_WAIT_SECONDS", 0.05)
+    answers, opened = threading.Event(), connections.connect
+
+    def late(*args: Any) -> socket.socket:
+        answers.wait(60)
+        return opened(*args)
+
+    monkeypatch.setattr(connections, "connect", late)
+    for chunk in "ABC":
+        assert (await service.put(["S", chunk], b"abc"))[1]
+    assert calls == ["Connect", "Put", "Put", "Put"]
+    answers.set()
+    # Once it answers, it is used.
+    await until(lambda: bool(service.client._data._idle))
+    assert await service.get("S", "A") == b"abc"
+    assert len(calls) == 4
 
 
 async def test_a_restarted_service_is_served_anew(service: Service) -> None:
