@@ -112,7 +112,10 @@ class KVCacheServicer:
     ) -> pb.FindResponse:
         """Parameters as of `lookup`."""
         namespace, digests = request.namespace, list(request.digests)
-        _check_path(namespace, digests, _MAX_FOUND)
+        _check_digests([namespace], "the namespace")
+        if not 1 <= len(digests) <= _MAX_FOUND:
+            raise InvalidArgument(f"{len(digests)} digests; 1 to {_MAX_FOUND} are allowed")
+        _check_digests(digests, "a digest")
         lease_ms = self._lease_ms(request.lease_ms)
         local, lease = self._store.find(namespace, digests, lease_ms / 1000)
         remote: Mapping[int, tuple[HitKind, EntryRecord]] = {}

@@ -257,6 +257,8 @@ class Connections:
                 self._not_before = time.monotonic() + _TRY_AGAIN_SECONDS
         if not opening.done():
             raise Broken("the data plane does not answer at once")
+        if opening.cancelled():
+            raise Broken("the client is closed")
         return opening.result()
 
     async def _open(self) -> Connection:

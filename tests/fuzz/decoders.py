@@ -18,6 +18,7 @@ from fusionkv.fusion_worker.load import primer
 from fusionkv.fusion_worker.load.lookup import CacheFault
 from fusionkv.fusion_worker.prompt import Chunk, Primer
 from fusionkv.kvcache_service import client, servicer
+from fusionkv.kvcache_service.data_plane import listener
 from fusionkv.kvcache_service.index import record
 from fusionkv.kvcache_service.index.index import HitRanker
 from fusionkv.kvcache_service.keys import DIGEST_BYTES
@@ -70,10 +71,19 @@ def frame(message: bytes) -> None:
 def put_message(message: bytes) -> None:
     """The first message of a Put."""
     try:
-        made = servicer.record_of(_put_message(message), 256)
+        made = servicer.record_of(servicer._header(_put_message(message)), 256)
     except (DecodeError, ValueError, InvalidArgument):
         return
     assert record.decode(made.key, record.encode(made, 0)) == (made, 0)
+
+
+def data_request(message: bytes) -> None:
+    """A call on the data plane."""
+    try:
+        request = listener._parse(message)
+    except (DecodeError, ValueError):
+        return
+    assert listener._parse(request.SerializeToString()) == request
 
 
 def answered_hit(message: bytes) -> None:
@@ -150,6 +160,7 @@ GUIDED: Mapping[str, tuple[Callable[[bytes], None], tuple[bytes, ...]]] = {
     "torn_record": (torn_record, (record.encode(GOOD, 0),)),
     "frame": (frame, (frames.encode_frame(bytes(200)), b"")),
     "put_message": (put_message, (_PUT.SerializeToString(),)),
+    "data_request": (data_request, (pb.DataRequest(put=_PUT.header).SerializeToString(),)),
     "answered_hit": (answered_hit, (_HIT.SerializeToString(),)),
     "remote_record": (remote_record, (_REMOTE,)),
     "stored_primer": (stored_primer, (primer._packed(_PRIMER), b"")),

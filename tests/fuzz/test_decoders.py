@@ -78,6 +78,7 @@ def serialised(kind: Any) -> st.SearchStrategy[bytes]:
         (decoders.frame, ANY_FRAME, 300),
         (decoders.answered_hit, serialised(pb.Hit), 200),
         (decoders.put_message, serialised(pb.PutRequest), 200),
+        (decoders.data_request, serialised(pb.DataRequest), 200),
         (decoders.remote_records, REMOTE, 200),
         (decoders.stored_primer, PRIMERS, 200),
         (decoders.gguf, GGUF_FILES, 300),

@@ -57,6 +57,12 @@ class Servicer:
     async def Delete(self, request: pb.DeleteRequest, context: Any) -> pb.DeleteResponse:
         return pb.DeleteResponse(deleted=len(request.namespace))
 
+    async def Find(self, request: pb.FindRequest, context: Any) -> pb.FindResponse:
+        return pb.FindResponse()
+
+    async def Connect(self, request: pb.ConnectRequest, context: Any) -> pb.ConnectResponse:
+        return pb.ConnectResponse()
+
     async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsResponse:
         return pb.StatsResponse()
 

@@ -56,6 +56,7 @@ GOOD: dict[str, dict[str, Any]] = {
     "fusion.GetModel": {},
     "fusion.RenderTemplate": {},
     "kvcache.Lookup": {"namespace": DIGEST, "path": [{"digest": DIGEST}] * 2},
+    "kvcache.Find": {"namespace": DIGEST, "digests": [DIGEST]},
     "kvcache.Fetch": {"key": DIGEST},
     "kvcache.Prefetch": {"keys": [DIGEST]},
     "kvcache.Put": {"header": HEADER},
