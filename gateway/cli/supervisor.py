@@ -149,9 +149,10 @@ class Child:
             line = raw.decode(errors="replace").rstrip("\n")
             if match := _SERVING.match(line):
                 self.served[match[1]] = shlex.split(match[2])
-                awaited.discard(match[1])
-                if not awaited:
-                    self._serves()
+                if match[1] in awaited:  # others, such as the data plane of a cache service, are not waited for
+                    awaited.remove(match[1])
+                    if not awaited:
+                        self._serves()
                 continue
             if not _TRACEBACK.match(line):
                 self.last = line

@@ -20,7 +20,7 @@ from fusionkv.gateway.client.client import Client
 from fusionkv.protos.runtime import settings
 from tests.commands import fusionkv, run_python
 from tests.deploy.rendering import CONFIGS, template
-from tests.services import start_gateway, start_worker, token_entry, token_flags
+from tests.services import start_cache, start_gateway, start_worker, token_entry, token_flags
 
 ROOT = Path(__file__).parent.parent.parent
 ELSEWHERE = ("README.md", "CONTRIBUTING.md", "models/README.md", "k8s/fusionkv/README.md")
@@ -185,6 +185,8 @@ def test_a_python_example_runs(text: str, launch: Any, worker: Any, authority: A
         with Client(gateway.address) as client:
             client.ingest("notes", "a.md", "Report Velkorda. The lake is blue. The code of Bervek is 535.")
     text = text.replace("127.0.0.1:7072", gateway.address).replace("gateway.example:7072", gateway.address)
+    if "127.0.0.1:7070" in text:
+        text = text.replace("127.0.0.1:7070", start_cache(launch, tmp_path).address)
     text = text.replace("127.0.0.1:8080", gateway.addresses["fusionkv-gateway-http"][0])
     assert run_python("-c", text, timeout=200).stdout.strip()
 
