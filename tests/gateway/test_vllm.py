@@ -67,26 +67,29 @@ class Decoder:
         self.bodies.append(body)
         if self.status != 200:
             return web.json_response({"error": {"message": "no"}}, status=self.status)
+        try:
+            return await self._stream(request, body)
+        except (ConnectionResetError, asyncio.CancelledError):
+            self.left += 1
+            raise
+
+    async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         cache, computed = DynamicCache(), 0
         if (params := body.get("kv_transfer_params")) is not None:
             computed = await self._load(params["fusionkv"], cache)
         response = web.StreamResponse()
         await response.prepare(request)
         ids, count = body["prompt"][computed:], body["max_tokens"]
-        try:
-            for number in range(count):
-                with torch.inference_mode():
-                    logits = self._network(torch.tensor([ids]), past_key_values=cache).logits
-                ids = [int(logits[0, -1].argmax())]
-                last = number == count - 1
-                if last and self.early:
-                    break
-                choice = {"index": 0, "token_ids": ids, "finish_reason": "length" if last else None}
-                await asyncio.sleep(self.pause)
-                await response.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
-        except (ConnectionResetError, asyncio.CancelledError):
-            self.left += 1
-            raise
+        for number in range(count):
+            with torch.inference_mode():
+                logits = self._network(torch.tensor([ids]), past_key_values=cache).logits
+            ids = [int(logits[0, -1].argmax())]
+            last = number == count - 1
+            if last and self.early:
+                break
+            choice = {"index": 0, "token_ids": ids, "finish_reason": "length" if last else None}
+            await asyncio.sleep(self.pause)
+            await response.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
         if self.cached is not None and body["stream_options"]["include_usage"]:
             usage = {"prompt_tokens": len(body["prompt"]), "prompt_tokens_details": {"cached_tokens": self.cached}}
             await response.write(f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n".encode())
