@@ -10,14 +10,16 @@ from typing import Any, TypeVar
 
 from fusionkv.kvcache_service import keys as digests
 from fusionkv.kvcache_service.client import CacheClient, Entry
+from fusionkv.protos.contract.limits import MAX_FOUND, MAX_READ
 from fusionkv.protos.runtime.tls import ClientTLS
 
 T = TypeVar("T")
 
-# Limits of one call: of Find, and of FetchAll in entries and bytes.
-_MAX_FOUND, _MAX_READ, _READ_BYTES = 4096, 256, 64 << 20
+# Bytes of one call that reads several blobs.
+_READ_BYTES = 64 << 20
 # Puts at the same time, one on each connection.
 _PUTS = 8
+_END_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +45,8 @@ class Blobs:
 
     async def prefix(self, keys: Sequence[bytes]) -> int:
         """How many keys, from the first one on, are stored without a gap. Counts as an access to them."""
-        for at in range(0, len(keys), _MAX_FOUND):
-            pin = await self.pin(keys[at : at + _MAX_FOUND], lease_ms=1)
+        for at in range(0, len(keys), MAX_FOUND):
+            pin = await self.pin(keys[at : at + MAX_FOUND], lease_ms=1)
             if None in pin.entries:
                 return at + pin.entries.index(None)
         return len(keys)
@@ -60,8 +62,8 @@ class Blobs:
         """
         entries: list[Entry | None] = []
         leases = []
-        for at in range(0, len(keys), _MAX_FOUND):
-            names = [*map(_digest, keys[at : at + _MAX_FOUND])]
+        for at in range(0, len(keys), MAX_FOUND):
+            names = [*map(_digest, keys[at : at + MAX_FOUND])]
             lookup = await self._cache.find(self._namespace, names, lease_ms=lease_ms, timeout=self._timeout)
             entries += [hit.entry for hit in lookup.hits]
             leases += [lookup.lease] if lookup.lease else []
@@ -91,7 +93,7 @@ class Blobs:
         for i, (entry, view) in enumerate(zip(pin.entries, into, strict=True)):
             if entry is None or entry.size != view.nbytes:
                 continue
-            if batch and (len(batch) == _MAX_READ or size + entry.size > _READ_BYTES):
+            if batch and (len(batch) == MAX_READ or size + entry.size > _READ_BYTES):
                 await self._read(batch, into, done)
                 batch, size = [], 0
             batch.append((i, entry))
@@ -160,10 +162,16 @@ class BlobThread:
 
     def close(self) -> None:
         """Ends calls in progress, which fail as Unavailable, and closes the connections."""
-        asyncio.run_coroutine_threadsafe(self._cache.close(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    async def _end(self) -> None:
+        await self._cache.close()
+        # Whoever waits for their results gets an error before the loop stops.
+        if calls := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(calls, timeout=_END_SECONDS)
 
 
 def _digest(key: bytes) -> bytes:

@@ -130,8 +130,7 @@ class CacheClient:
         """
         into = into.cast("B")
         deadline = Deadline.after(timeout)
-        if len(into) != entry.size:
-            raise errors.InvalidArgument(f"the buffer holds {len(into)} bytes, the entry {entry.size}")
+        _check_size(entry, into)
         if self.on_disk(entry) and await self.read(entry, partial(read_into, into), timeout=timeout):
             return
         if entry.shared is not None:
@@ -141,14 +140,14 @@ class CacheClient:
             return
         digest = await self._receive(pb.FetchRequest(key=entry.key, checksum=entry.checksum), into, deadline)
         if digest != entry.checksum:
-            remaining = min(deadline.remaining(), _DELETE_DAMAGED_SECONDS)
-            with suppress(errors.ServiceError):  # the damage is the error to report
-                await self.delete([entry.key], here=True, timeout=remaining)
+            await self._delete_damaged([entry], deadline)
             raise errors.DataLoss(f"entry {entry.key.hex()} arrived damaged from {self.address}; it is deleted there")
 
     async def fetch_all(self, entries: Sequence[Entry], into: Sequence[memoryview], *, timeout: float) -> list[bool]:
         """As `fetch`, for at most 256 entries. Returns which could be fetched: the others are gone, or damaged."""
         deadline = Deadline.after(timeout)
+        for entry, view in zip(entries, into, strict=True):
+            _check_size(entry, view.cast("B"))
         done = [
             entry.shared is not None and await self._local.copy_leased(entry.shared, entry.lease, view.cast("B"))
             for entry, view in zip(entries, into, strict=True)
@@ -158,13 +157,14 @@ class CacheClient:
             return done
         fetches = [pb.FetchRequest(key=entries[i].key, checksum=entries[i].checksum) for i in left]
         asked = pb.DataRequest(fetch_all=pb.FetchAllRequest(entries=fetches))
+        received: list[memoryview] = []
 
         async def receive(connection: Connection) -> list[bytes]:
             sizes = (await connection.call(asked)).sizes.bytes
-            views = [into[i].cast("B")[:size] for i, size in zip(left, sizes, strict=True)]
-            if [*map(len, views)] != [*sizes]:
+            received[:] = [into[i].cast("B")[:size] for i, size in zip(left, sizes, strict=True)]
+            if [*map(len, received)] != [*sizes]:
                 raise Broken("entries of other sizes")
-            return await connection.receive(views)
+            return await connection.receive(received)
 
         try:
             digests = await self._on_data_plane(asked, receive, deadline)
@@ -176,7 +176,16 @@ class CacheClient:
             return done
         for i, digest in zip(left, digests, strict=True):
             done[i] = digest == entries[i].checksum
+        # A buffer without bytes: the service has no such entry.
+        if damaged := [entries[i] for i, view in zip(left, received, strict=True) if len(view) and not done[i]]:
+            await self._delete_damaged(damaged, deadline)
         return done
+
+    async def _delete_damaged(self, entries: Sequence[Entry], deadline: Deadline) -> None:
+        """Has entries deleted that arrived damaged; an error is ignored, as the damage is the one to report."""
+        remaining = min(deadline.remaining(), _DELETE_DAMAGED_SECONDS)
+        with suppress(errors.ServiceError):
+            await self.delete([entry.key for entry in entries], here=True, timeout=remaining)
 
     def view(self, entry: Entry) -> memoryview | None:
         """View of an entry in the service's shared memory; None if it is not there, or not leased.
@@ -446,6 +455,12 @@ class CacheClient:
                 _SERVICE + "Put", request_serializer=_put_message, response_deserializer=pb.PutResponse.FromString
             )
         return getattr(self._stub, method)(request, timeout=deadline.remaining(), **more)
+
+
+def _check_size(entry: Entry, into: memoryview) -> None:
+    """Raises InvalidArgument if a buffer is not as large as an entry."""
+    if len(into) != entry.size:
+        raise errors.InvalidArgument(f"the buffer holds {len(into)} bytes, the entry {entry.size}")
 
 
 def decode_hit(message: pb.Hit, lease: int, arena: memoryview | None) -> Hit:

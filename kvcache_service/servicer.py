@@ -20,7 +20,7 @@ from fusionkv.kvcache_service.store.entries import StoredEntry
 from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.tiers.disk import SEGMENT_BYTES, DiskTier, readable_files
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
-from fusionkv.protos.contract.limits import check_variants
+from fusionkv.protos.contract.limits import MAX_FOUND, MAX_READ, check_variants
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.runtime import rpc
 from fusionkv.protos.runtime.errors import (
@@ -43,8 +43,6 @@ PutMessages: TypeAlias = AsyncIterator[pb.PutRequest | memoryview]
 _KINDS: dict[HitKind, Any] = {kind: pb.HitKind.Value(f"HIT_KIND_{kind.name}") for kind in HitKind}
 _TIERS = {"memory": pb.TIER_MEMORY, "disk": pb.TIER_DISK, "remote": pb.TIER_REMOTE}
 _MAX_KEYS = 65536
-# Maximum number of digests in a Find, and of entries that are read in one call of the data plane.
-_MAX_FOUND, _MAX_READ = 4096, 256
 # Maximum wait for a message of a Put. Without it, a few clients that stall would hold all places of max_puts.
 _STALL_SECONDS = 30.0
 
@@ -113,8 +111,8 @@ class KVCacheServicer:
         """Parameters as of `lookup`."""
         namespace, digests = request.namespace, list(request.digests)
         _check_digests([namespace], "the namespace")
-        if not 1 <= len(digests) <= _MAX_FOUND:
-            raise InvalidArgument(f"{len(digests)} digests; 1 to {_MAX_FOUND} are allowed")
+        if not 1 <= len(digests) <= MAX_FOUND:
+            raise InvalidArgument(f"{len(digests)} digests; 1 to {MAX_FOUND} are allowed")
         _check_digests(digests, "a digest")
         lease_ms = self._lease_ms(request.lease_ms)
         local, lease = self._store.find(namespace, digests, lease_ms / 1000)
@@ -176,8 +174,8 @@ class KVCacheServicer:
         self, request: pb.FetchAllRequest
     ) -> AsyncIterator[tuple[list[int], AsyncIterator[memoryview]]]:
         """Pins entries; yields their sizes and their bytes, in order. 0 is the size of one that can't be read."""
-        if len(request.entries) > _MAX_READ:
-            raise InvalidArgument(f"{len(request.entries)} entries; at most {_MAX_READ} are read in one call")
+        if len(request.entries) > MAX_READ:
+            raise InvalidArgument(f"{len(request.entries)} entries; at most {MAX_READ} are read in one call")
         sizes: list[int] = []
         readings: list[tuple[memoryview, AsyncIterator[memoryview]]] = []
 

@@ -138,10 +138,6 @@ class Writer:
                 return tier.space(place, self._received, size)
         return memoryview(bytearray(size))
 
-    async def filled(self, space: memoryview) -> None:
-        """Appends the bytes that were received in `space`. Raises ResourceExhausted as `write` does."""
-        await self._append(space)
-
     async def write(self, data: memoryview) -> None:
         """Appends bytes, which must not change afterwards.
 
@@ -153,10 +149,10 @@ class Writer:
         for tier, place in self._places.items():
             if not tier.blocking:
                 tier.write(place, self._received, [data])
-        await self._append(data)
+        await self.filled(data)
 
-    async def _append(self, data: memoryview) -> None:
-        """Hashes the next bytes, and writes them to the tiers that block."""
+    async def filled(self, data: memoryview) -> None:
+        """Appends the bytes that were received in a `space`. Raises ResourceExhausted as `write` does."""
         self._hasher.update(data)
         self._received += len(data)
         if any(tier.blocking for tier in self._places) and len(data):

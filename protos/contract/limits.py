@@ -9,6 +9,8 @@ MAX_MODIFIERS = 8
 MOST_VERSIONS = 16  # versions of a chunk behind one system prompt
 # Variants of a chunk. Lookups run on the event loop; with this limit, one takes less than a millisecond per chunk.
 MAX_VARIANTS = 64
+MAX_FOUND = 4096  # digests in a Find
+MAX_READ = 256  # entries that one call of the data plane reads
 DIGEST_BYTES = 32
 _MAX_LABEL = 256
 

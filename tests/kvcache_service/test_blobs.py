@@ -54,7 +54,7 @@ async def test_many_small_ones_come_in_one_call(start: Any) -> None:
 
 
 async def test_a_prefix_ends_at_the_first_gap(blobs: Blobs, monkeypatch: Any) -> None:
-    monkeypatch.setattr(module, "_MAX_FOUND", 7)
+    monkeypatch.setattr(module, "MAX_FOUND", 7)
     given = named(20)
     await stored(blobs, given)
     names = [*given]
@@ -123,7 +123,7 @@ async def test_damaged_blobs_are_misses_among_others(start: Any) -> None:
 async def test_every_way_brings_the_same(
     service: Service, tmp_path: Path, monkeypatch: Any, way: str, limits: tuple[int, int, int]
 ) -> None:
-    for name, limit in zip(("_MAX_FOUND", "_MAX_READ", "_READ_BYTES"), limits, strict=True):
+    for name, limit in zip(("MAX_FOUND", "MAX_READ", "_READ_BYTES"), limits, strict=True):
         monkeypatch.setattr(module, name, limit)
     given = named(10)
     if way == "grpc":
@@ -163,3 +163,32 @@ async def test_callers_without_an_event_loop(service: Service) -> None:
 
     assert await asyncio.to_thread(use) == [*given.values()]
     assert not [t for t in threading.enumerate() if t.name == "fusionkv-blobs"]
+
+
+async def test_who_waits_while_it_is_closed_gets_an_error(service: Service, monkeypatch: Any) -> None:
+    asked = threading.Event()
+
+    async def late(request: Any, *, near: bool, waiting: Any) -> Any:
+        asked.set()
+        with waiting():
+            await asyncio.sleep(60)
+
+    monkeypatch.setattr(service.plane._calls, "find", late)
+    blobs = BlobThread(service.client.address, layout="a")
+    found = blobs.submit(lambda b: b.prefix([b"a"]))
+    await asyncio.to_thread(asked.wait, 20)
+    await asyncio.to_thread(blobs.close)
+    with pytest.raises(errors.Unavailable, match="the client is closed"):
+        found.result(0)
+
+
+async def test_what_is_damaged_in_memory_is_deleted(service: Service, blobs: Blobs) -> None:
+    given = named(3)
+    await stored(blobs, given)
+    pin = await blobs.pin([*given])
+    entry = service.store.residents.get(pin.entries[1].key)  # type: ignore[union-attr]
+    service.store.residents.tiers[0].write(entry.places["memory"], 5, [memoryview(b"??")])
+    assert await blobs.read(pin, buffers(given)) == [True, False, True]
+    assert await blobs.touch([*given]) == [True, False, True]
+    with pytest.raises(errors.InvalidArgument, match="the buffer holds 1 bytes, the entry 1000"):
+        await service.client.fetch_all(pin.entries[:1], [memoryview(bytearray(1))], timeout=5)
