@@ -161,14 +161,14 @@ async def run(config: Config) -> None:
             sharing = make_sharing(config, store)
             background.append(asyncio.create_task(_after(loading, sharing.run)))
         servicer = KVCacheServicer(store, sharing)
-        plain = [address for address in config.listen if address.startswith("unix:") or config.server_tls is None]
-        if plain:
-            servicer.data_plane = DataPlane(f"{NAME}-data", servicer, plain, config.data_port, config.data_host)
+        servicer.data_plane = DataPlane(
+            f"{NAME}-data", servicer, config.listen, config.data_port, config.data_host, config.server_tls
+        )
         await rpc.serve(
             NAME,
             config.listen,
             {SERVICE.full_name: handler(servicer)},
-            beside=[servicer.data_plane] if servicer.data_plane else [],
+            beside=[servicer.data_plane],
             drain_seconds=config.drain_seconds,
             on_stop=sharing.write_backs.flush if sharing else None,
             tls=config.server_tls,

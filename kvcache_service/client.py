@@ -369,7 +369,7 @@ class CacheClient:
         self._check(name, deadline)
         if self._data is None:
             # Here, since it binds to the running event loop.
-            self._data = Connections(self.address, partial(self._call, "Connect", pb.ConnectRequest()))
+            self._data = Connections(self.address, partial(self._call, "Connect", pb.ConnectRequest()), self._tls)
         doing, method = f"{name} at the cache service at {self.address}", name.title().replace("_", "")
         attributes = {"rpc.system": "fusionkv", "rpc.service": "kvcache.v1.KVCacheService", "rpc.method": method}
         with tracer.start_as_current_span(_SERVICE + method, kind=trace.SpanKind.CLIENT, attributes=attributes):

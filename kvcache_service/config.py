@@ -16,8 +16,8 @@ class Config:
     listen: tuple[str, ...] = setting(("127.0.0.1:7070",), "addresses to listen on: host:port or unix:/path")
     data_port: int = setting(
         0,
-        "port of the data plane, which carries KV bytes beside gRPC at the hosts of listen; 0 chooses one. With TLS, "
-        "KV bytes are carried by gRPC",
+        "port of the data plane, which carries KV bytes beside gRPC at the hosts of listen, with the same TLS; 0 "
+        "chooses one",
         low=0,
         high=65535,
     )

@@ -9,16 +9,19 @@ from typing import Any
 
 import grpc
 
+from fusionkv.protos.runtime.tls import ServerTLS
+
 Launch = Callable[..., Any]
 HERE = ("--listen", "127.0.0.1:0")
 
 
 @asynccontextmanager
-async def listening(handler: Any, address: str = "") -> AsyncIterator[str]:
+async def listening(handler: Any, address: str = "", tls: ServerTLS | None = None) -> AsyncIterator[str]:
     """Serves a servicer's handler in this process, on port 0 unless an address is given; yields the address."""
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((handler,))
-    port = server.add_insecure_port(address or "127.0.0.1:0")
+    at = address or "127.0.0.1:0"
+    port = server.add_insecure_port(at) if tls is None else server.add_secure_port(at, tls.credentials())
     await server.start()
     try:
         yield address or f"127.0.0.1:{port}"

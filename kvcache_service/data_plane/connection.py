@@ -5,6 +5,7 @@ import contextlib
 import logging
 import os
 import socket
+import ssl
 import struct
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from fusionkv.kvcache_service.data_plane.messages import (
     Wire,
     encode,
     prepare,
+    shut_down,
     socket_path,
 )
 from fusionkv.protos.deadline import Deadline
@@ -27,6 +29,7 @@ from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.runtime import errors
 from fusionkv.protos.runtime.cancellation import background
 from fusionkv.protos.runtime.checksum import Checksum
+from fusionkv.protos.runtime.tls import ClientTLS
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -110,7 +113,7 @@ class Connection:
         with contextlib.suppress(OSError):
             # Closed afterwards, the connection is reset: the service is not left with bytes that nobody reads.
             self._wire.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            self._wire.socket.shutdown(socket.SHUT_RDWR)
+        shut_down(self._wire.socket)
 
     def close(self) -> None:
         """Closes the connection, which nothing uses."""
@@ -153,39 +156,48 @@ def _broken() -> Iterator[None]:
         raise Broken(str(error)) from error
 
 
-def connect(address: str, granted: pb.ConnectResponse, timeout: float) -> socket.socket:
+def connect(
+    address: str, granted: pb.ConnectResponse, timeout: float, tls: ssl.SSLContext | None = None
+) -> socket.socket:
     """Connects to the data plane of a service.
 
     Args:
         address: the service's, `host:port` or `unix:/path`.
         granted: its response to Connect.
         timeout: seconds for each of its addresses.
+        tls: for ports, if they have TLS. The certificate is for the host in `address`, whatever is granted.
 
     Raises OSError if none can be reached, or none accepts the ticket.
     """
     path = socket_path(address)
     if path is not None:
         return _admitted(socket.AF_UNIX, os.fspath(path), granted.ticket, timeout)
-    host = granted.host or address.rpartition(":")[0].strip("[]")
+    name = address.rpartition(":")[0].strip("[]")
+    host = granted.host or name
     failed = OSError(f"{host} has no address")
     # Several services may share a name: only the one that gave the ticket accepts it.
     for family, _, _, _, at in socket.getaddrinfo(host, granted.port, type=socket.SOCK_STREAM):
         try:
-            return _admitted(family, at, granted.ticket, timeout)
+            return _admitted(family, at, granted.ticket, timeout, tls, name)
         except OSError as error:
             failed = error
     raise failed
 
 
-def _admitted(family: int, at: Any, ticket: bytes, timeout: float) -> socket.socket:
+def _admitted(
+    family: int, at: Any, ticket: bytes, timeout: float, tls: ssl.SSLContext | None = None, name: str = ""
+) -> socket.socket:
     """Connects to an address and shows the ticket. Raises OSError if it is not accepted."""
     connected = socket.socket(family)
     try:
         connected.settimeout(timeout)
         connected.connect(at)
+        if tls is not None:
+            connected = tls.wrap_socket(connected, server_hostname=name)
         connected.sendall(ticket)
-        if connected.recv(TICKET_BYTES, socket.MSG_WAITALL) != ticket:
-            raise OSError("the ticket was not accepted")
+        with connected.makefile("rb") as answer:
+            if answer.read(TICKET_BYTES) != ticket:
+                raise OSError("the ticket was not accepted")
     except BaseException:
         connected.close()
         raise
@@ -195,9 +207,12 @@ def _admitted(family: int, at: Any, ticket: bytes, timeout: float) -> socket.soc
 class Connections:
     """The connections of a client on an event loop."""
 
-    def __init__(self, address: str, grant: Callable[[Deadline], Awaitable[pb.ConnectResponse]]) -> None:
+    def __init__(
+        self, address: str, grant: Callable[[Deadline], Awaitable[pb.ConnectResponse]], tls: ClientTLS | None = None
+    ) -> None:
         """grant: calls Connect. Raises ServiceError."""
         self._address = address
+        self._tls = tls
         self._grant = grant
         self._threads = ThreadPoolExecutor(_MAX_CONNECTIONS, "kvcache-data")
         self._places = asyncio.Semaphore(_MAX_CONNECTIONS)
@@ -270,8 +285,9 @@ class Connections:
             raise Broken(str(error)) from error
         except errors.ServiceError as error:
             raise self._unreachable(error) from error
+        tls = self._tls.context() if self._tls is not None else None
         opening = asyncio.get_running_loop().run_in_executor(
-            self._threads, connect, self._address, granted, deadline.remaining()
+            self._threads, connect, self._address, granted, deadline.remaining(), tls
         )
         try:
             return Connection(await asyncio.shield(opening), self._threads)

@@ -3,8 +3,11 @@
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import socket
+import ssl
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +23,7 @@ from fusionkv.kvcache_service.data_plane.messages import (
     Wire,
     encode,
     prepare,
+    shut_down,
     socket_path,
 )
 from fusionkv.kvcache_service.data_plane.tickets import TICKET_SECONDS, Tickets
@@ -28,7 +32,8 @@ from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.observe import logs, telemetry
 from fusionkv.protos.runtime import errors, process, rpc
 from fusionkv.protos.runtime.cancellation import background
-from fusionkv.protos.runtime.errors import FailedPrecondition, ServiceError
+from fusionkv.protos.runtime.errors import ServiceError
+from fusionkv.protos.runtime.tls import MAX_AGE_SECONDS, ServerTLS
 
 log = logging.getLogger(__name__)
 tracer = trace.get_tracer(__name__)
@@ -83,13 +88,22 @@ class Receive(Protocol):
 class DataPlane:
     """Listens beside each address of the service; started and stopped with it (`rpc.Beside`)."""
 
-    def __init__(self, name: str, calls: Calls, addresses: Sequence[str], port: int = 0, host: str = "") -> None:
-        """addresses: those of the service that get a data plane. port: for `host:port`; 0 chooses one.
+    def __init__(
+        self,
+        name: str,
+        calls: Calls,
+        addresses: Sequence[str],
+        port: int = 0,
+        host: str = "",
+        tls: ServerTLS | None = None,
+    ) -> None:
+        """addresses: those of the service. port: for `host:port`; 0 chooses one. tls: of the port.
 
         host: where callers reach the port; empty: at the host that they called.
         """
         self.name = name
         self.port = port
+        self._tls = tls.context() if tls is not None else None
         self._host = host
         self._calls = calls
         self._tickets = Tickets()
@@ -101,12 +115,7 @@ class DataPlane:
         self._large = asyncio.Semaphore(_MAX_LARGE)
 
     def admit(self, *, near: bool) -> pb.ConnectResponse:
-        """Grants a connection to a caller. near: whether it is at a unix socket.
-
-        Raises FailedPrecondition if there is no data plane for it.
-        """
-        if not any(address.startswith("unix:") is near for address in self._addresses):
-            raise FailedPrecondition("this service has no data plane at ports: it uses TLS")
+        """Grants a connection to a caller. near: whether it is at a unix socket."""
         ticket = self._tickets.grant()
         return (
             pb.ConnectResponse(ticket=ticket)
@@ -130,7 +139,7 @@ class DataPlane:
         """Closes idle connections at once, others after their call, or after so many seconds."""
         self._close_listeners()
         for caller in self._idle:
-            _hang_up(caller)
+            shut_down(caller)
         if self._connections:
             await asyncio.wait(self._connections, timeout=seconds)
         for connection in self._connections:
@@ -172,19 +181,30 @@ class DataPlane:
 
     async def _converse(self, caller: socket.socket, near: bool) -> None:
         """Answers a caller until it hangs up."""
-        with caller, contextlib.suppress(OSError, DecodeError, ValueError, HungUp):
-            prepare(caller)
+        with contextlib.suppress(OSError, DecodeError, ValueError, HungUp), self._secured(caller, near) as caller:
             connection = _Connection(caller)
             if not await self._admitted(connection.wire):
                 return
+            newest = time.monotonic() + MAX_AGE_SECONDS if isinstance(caller, ssl.SSLSocket) else math.inf
             # Until the listeners are closed.
-            while self._sockets:
+            while self._sockets and time.monotonic() < newest:
                 self._idle.add(caller)
                 try:
                     size = await connection.wire.size()
                 finally:
                     self._idle.discard(caller)
                 await self._answer(await self._request(connection.wire, size), connection, near)
+
+    def _secured(self, caller: socket.socket, near: bool) -> socket.socket:
+        """An accepted connection, with TLS if its port has it. Closes it on errors."""
+        try:
+            prepare(caller)
+            if self._tls is None or near:
+                return caller
+            return self._tls.wrap_socket(caller, server_side=True, do_handshake_on_connect=False)
+        except BaseException:
+            caller.close()
+            raise
 
     async def _request(self, wire: Wire, size: int) -> pb.DataRequest:
         """A request of so many bytes. Raises TimeoutError if it does not arrive in time."""
@@ -198,6 +218,8 @@ class DataPlane:
         """Whether a caller shows a ticket, which it gets back."""
         ticket = bytearray(TICKET_BYTES)
         async with asyncio.timeout(TICKET_SECONDS):
+            if isinstance(wire.socket, ssl.SSLSocket):
+                await wire.attempt(wire.socket.do_handshake)
             await wire.fill(memoryview(ticket))
         if not self._tickets.redeem(bytes(ticket)):
             return False
@@ -345,8 +367,3 @@ def _bind_unix(path: Path) -> socket.socket:
 def _name(listener: socket.socket) -> str:
     at = listener.getsockname()
     return f"unix:{os.fsdecode(at)}" if listener.family is socket.AF_UNIX else f"{at[0]}:{at[1]}"
-
-
-def _hang_up(caller: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        caller.shutdown(socket.SHUT_RDWR)

@@ -3,11 +3,16 @@
 import asyncio
 import contextlib
 import socket
+import ssl
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from google.protobuf.message import Message
+
+T = TypeVar("T")
 
 TICKET_BYTES = 32
 # Bytes of an entry that are received, and then hashed from the processor's cache.
@@ -42,6 +47,12 @@ def prepare(connected: socket.socket) -> None:
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
+def shut_down(connected: socket.socket) -> None:
+    """Ends a connection, on which another thread may be sending: with TLS, `shutdown` has it go on in plain text."""
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(connected, socket.SHUT_RDWR)
+
+
 class Wire:
     """A connected socket of the running event loop. Methods raise OSError, and HungUp."""
 
@@ -52,7 +63,9 @@ class Wire:
         self._ahead = self._scratch[:0]  # received, and not taken yet
 
     async def send(self, data: bytes | memoryview) -> None:
-        await self._loop.sock_sendall(self.socket, data)
+        rest = memoryview(data)
+        while rest:
+            rest = rest[await self.attempt(partial(self.socket.send, rest), writes=True) :]
 
     async def message(self) -> bytes:
         """The next message, without its size."""
@@ -93,10 +106,40 @@ class Wire:
 
     async def receive(self, into: memoryview) -> int:
         """Receives some bytes, at least one; returns their number."""
-        count = await self._loop.sock_recv_into(self.socket, into)
+        count = await self.attempt(partial(self.socket.recv_into, into))
         if not count:
             raise HungUp("the connection was closed")
         return count
+
+    async def attempt(self, operation: Callable[[], T], *, writes: bool = False) -> T:
+        """The result of an operation on the socket, which is tried whenever the socket is ready for it.
+
+        writes: whether it waits until it can write, unless TLS says what it waits for.
+        """
+        while True:
+            try:
+                return operation()
+            except ssl.SSLWantReadError:
+                writes = False
+            except ssl.SSLWantWriteError:
+                writes = True
+            except BlockingIOError:
+                pass
+            await self._ready(writes)
+
+    async def _ready(self, writes: bool) -> None:
+        """Waits until the socket can be read, or written."""
+        ready, file = self._loop.create_future(), self.socket.fileno()
+        add, remove = (
+            (self._loop.add_writer, self._loop.remove_writer)
+            if writes
+            else (self._loop.add_reader, self._loop.remove_reader)
+        )
+        add(file, lambda: None if ready.done() else ready.set_result(None))
+        try:
+            await ready
+        finally:
+            remove(file)
 
     @contextlib.contextmanager
     def cancelling(self) -> Iterator[None]:
@@ -107,7 +150,8 @@ class Wire:
         def readable() -> None:
             self._loop.remove_reader(file)
             try:
-                gone = not self.socket.recv(1, socket.MSG_PEEK)
+                # What arrives on the network, which with TLS is not what was sent.
+                gone = not socket.socket.recv(self.socket, 1, socket.MSG_PEEK)
             except BlockingIOError:
                 gone = False
             except OSError:

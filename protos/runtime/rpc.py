@@ -22,7 +22,7 @@ from fusionkv.protos.observe import logs, rejected, telemetry
 from fusionkv.protos.runtime import errors, fields, process
 from fusionkv.protos.runtime.admission import PROBE_PLACES, Admit, Arrivals, following, write
 from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted, ServiceError
-from fusionkv.protos.runtime.tls import ClientTLS, ServerTLS
+from fusionkv.protos.runtime.tls import MAX_AGE_SECONDS, ClientTLS, ServerTLS
 
 log = logging.getLogger(__name__)
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
@@ -86,8 +86,7 @@ _SERVER_OPTIONS = [
     # Otherwise two servers could share a port unnoticed.
     ("grpc.so_reuseport", 0),
 ]
-# Limits how long a client stays connected whose certificate is no longer trusted; calls in flight complete.
-_TLS_OPTIONS = [("grpc.max_connection_age_ms", 3_600_000)]
+_TLS_OPTIONS = [("grpc.max_connection_age_ms", int(MAX_AGE_SECONDS * 1000))]
 
 Deserialiser = Callable[[bytes], Any]
 

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import functools
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -19,8 +19,12 @@ if TYPE_CHECKING:
     from cryptography import x509
 
 C = TypeVar("C", grpc.Channel, grpc.aio.Channel)
+# The kernel encrypts where it and OpenSSL can, from Python 3.12 on.
+_KERNEL_TLS = getattr(ssl, "OP_ENABLE_KTLS", 0)
 # After a certificate changes, calls in flight complete on their connection; the longest answers take minutes.
 _GRACE_SECONDS = 3600.0
+# For so long a client stays connected whose certificate is no longer trusted; calls in flight complete.
+MAX_AGE_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,7 @@ class ServerTLS:
         )
 
     def context(self) -> ssl.SSLContext:
-        """The same for servers other than gRPC's. Raises as `credentials`."""
+        """The same for servers other than gRPC's, for asyncio and for `wrap_socket`. Raises as `credentials`."""
         return _NewestContext(Watched(self._files(), self._read_context))
 
     def _files(self) -> list[Path]:
@@ -74,7 +78,8 @@ class ServerTLS:
     def _read_context(self) -> ssl.SSLContext:
         self._read()  # for its precise errors
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.sslobject_class = _Counted
+        context.options |= _KERNEL_TLS
+        context.sslobject_class, context.sslsocket_class = _Counted, _CountedSocket
         try:
             context.load_cert_chain(self.cert, self.key)
             if self.client_ca is not None:
@@ -90,17 +95,28 @@ class ServerTLS:
         return grpc.ssl_server_certificate_configuration([identity], client_ca)
 
 
-class _Counted(ssl.SSLObject):
-    """Counts and logs failed handshakes, of which asyncio says nothing."""
+@contextlib.contextmanager
+def _counted() -> Iterator[None]:
+    """Counts and logs a failed handshake."""
+    try:
+        yield
+    except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+        raise
+    except ssl.SSLError as error:
+        rejected.note("tls_handshake", getattr(error, "verify_message", "") or error.reason or "")
+        raise
 
+
+class _Counted(ssl.SSLObject):
     def do_handshake(self) -> None:
-        try:
+        with _counted():
             super().do_handshake()
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            raise
-        except ssl.SSLError as error:
-            rejected.note("tls_handshake", getattr(error, "verify_message", "") or error.reason or "")
-            raise
+
+
+class _CountedSocket(ssl.SSLSocket):
+    def do_handshake(self, block: bool = False) -> None:
+        with _counted():
+            super().do_handshake(block)
 
 
 class _NewestContext(ssl.SSLContext):
@@ -117,6 +133,9 @@ class _NewestContext(ssl.SSLContext):
         """Called by asyncio for each accepted connection."""
         return self._watched.value.wrap_bio(*args, **kwargs)
 
+    def wrap_socket(self, *args: Any, **kwargs: Any) -> ssl.SSLSocket:
+        return self._watched.value.wrap_socket(*args, **kwargs)
+
 
 class ClientTLS:
     """The CAs that a client trusts, and its certificate for servers that require one; for any number of channels."""
@@ -131,7 +150,9 @@ class ClientTLS:
         if (cert is None) != (key is None):
             raise ValueError("a certificate and its key must be given together")
         self._ca, self.cert, self._key = ca, cert, key
-        self._credentials = Watched([file for file in (ca, cert, key) if file is not None], self._read)
+        files = [file for file in (ca, cert, key) if file is not None]
+        self._credentials = Watched(files, self._read)
+        self._context = Watched(files, self._read_context)
 
     @classmethod
     def of(cls, ca: Path | None, cert: Path | None, key: Path | None) -> "ClientTLS | None":
@@ -142,6 +163,22 @@ class ClientTLS:
         """A channel that `dial` creates with the latest files; it is replaced for later calls when a file changes."""
         # It implements what callers use of both kinds of channels.
         return cast(C, _Renewed(self._credentials, dial))
+
+    def context(self) -> ssl.SSLContext:
+        """The same for a connection other than gRPC's, with the latest files."""
+        return self._context.value
+
+    def _read_context(self) -> ssl.SSLContext:
+        self._read()  # for its precise errors
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.options |= _KERNEL_TLS
+        try:
+            context.load_verify_locations(self._ca)
+            if self.cert is not None:
+                context.load_cert_chain(self.cert, self._key)
+        except (ssl.SSLError, OSError) as error:
+            raise BadFile(f"the CA certificates {self._ca}, or the certificate can't be used for TLS") from error
+        return context
 
     def _read(self) -> grpc.ChannelCredentials:
         ca = read_ca(self._ca)

@@ -4,10 +4,12 @@ import asyncio
 import contextlib
 import random
 import socket
+import ssl
 import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,6 +25,11 @@ from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.runtime import errors
 from tests.kvcache_service.tools import MIB, NAMESPACE, Clock, Service, digest, nearby, payload, serving
 from tests.waiting import until
+
+
+@pytest.fixture(params=["plain", "tls"])
+def start(start: Any, authority: Any, request: Any) -> Any:
+    return start if request.param == "plain" else partial(start, authority=authority("ours"))
 
 
 @pytest.fixture
@@ -43,9 +50,18 @@ async def counted(service: Service, monkeypatch: Any) -> tuple[Service, list[str
 @asynccontextmanager
 async def opened(service: Service) -> AsyncIterator[socket.socket]:
     """A connection that was admitted, as a socket that blocks: to be used in threads."""
-    connected = await asyncio.to_thread(connect, service.client.address, await granted(service), 5)
+    tls = service.tls.context() if service.tls else None
+    connected = await asyncio.to_thread(connect, service.client.address, await granted(service), 5, tls)
     with connected:
         yield connected
+
+
+async def unknown(service: Service) -> socket.socket:
+    """A connection that has shown no ticket."""
+    connected = socket.create_connection(("127.0.0.1", service.plane.port))
+    if service.tls is None:
+        return connected
+    return await asyncio.to_thread(service.tls.context().wrap_socket, connected, server_hostname="127.0.0.1")
 
 
 async def granted(service: Service) -> pb.ConnectResponse:
@@ -142,8 +158,7 @@ async def test_without_a_ticket_of_its_own_nobody_is_served(service: Service, mo
     if shown == "late":
         monkeypatch.setattr(service.plane._tickets, "_clock", lambda: time.monotonic() + tickets.TICKET_SECONDS)
     monkeypatch.setattr(listener, "TICKET_SECONDS", 0.5)
-    at = ("127.0.0.1", service.plane.port)
-    with socket.create_connection(at) as first, socket.create_connection(at) as connected:
+    with await unknown(service) as first, await unknown(service) as connected:
         if shown == "used":
             first.sendall(ticket)
             assert await asyncio.to_thread(first.recv, 32) == ticket
@@ -385,17 +400,45 @@ async def test_at_a_unix_socket(service: Service, tmp_path: Any) -> None:
 
 
 async def test_only_the_service_that_gave_a_ticket_accepts_it(
-    service: Service, tmp_path: Any, monkeypatch: Any
+    service: Service, authority: Any, tmp_path: Any, monkeypatch: Any
 ) -> None:
     """Services behind one name: each of its addresses is tried."""
-    async with serving(tmp_path / "other") as other:
+    tls = service.tls.context() if service.tls else None
+    async with serving(tmp_path / "other", authority=authority("ours") if tls else None) as other:
         ports = [other.plane.port, service.plane.port]
         found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.0.1", port)) for port in ports]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
         response = await granted(service)
-        (await asyncio.to_thread(connect, "cache:7070", response, 5)).close()
+        if tls is not None:
+            # Whatever host a service grants: it has to prove the name that was called.
+            tls.load_verify_locations(tmp_path / "ours.ca.pem")
+            with pytest.raises(ssl.SSLCertVerificationError, match="cache"):
+                await asyncio.to_thread(connect, "cache:7070", response, 5, tls)
+        (await asyncio.to_thread(connect, "localhost:7070", response, 5, tls)).close()
         with pytest.raises(OSError, match="the ticket was not accepted"):
-            await asyncio.to_thread(connect, "cache:7070", response, 5)
+            await asyncio.to_thread(connect, "localhost:7070", response, 5, tls)
+
+
+async def test_a_certificate_is_asked_for_again_within_an_hour(counted: Any, monkeypatch: Any) -> None:
+    service, calls = counted
+    monkeypatch.setattr(listener, "MAX_AGE_SECONDS", 0.2)
+    for _ in range(4):
+        await service.find("S")
+        await asyncio.sleep(0.3)
+    # The third call finds a connection that was closed, the fourth one opens another.
+    assert calls == (["Connect"] if service.tls is None else ["Connect", "Lookup", "Connect"])
+
+
+async def test_without_tls_nobody_enters_a_port_that_has_it(service: Service) -> None:
+    if service.tls is None:
+        return
+    ticket = (await granted(service)).ticket
+    with socket.create_connection(("127.0.0.1", service.plane.port)) as plain:
+        plain.sendall(ticket)
+        plain.settimeout(20)
+        with contextlib.suppress(ConnectionResetError):
+            assert ticket not in await asyncio.to_thread(plain.recv, 100)
+        assert await ended(plain)
 
 
 async def test_a_service_that_breaks_off_is_asked_by_grpc(counted: Any, monkeypatch: Any) -> None:

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpc.aio import insecure_channel
-
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.data_plane.listener import DataPlane
@@ -26,7 +24,10 @@ from fusionkv.kvcache_service.tiers.disk import DiskTier
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.kvcache_service.tiers.sealed_disk import DiskKeys
 from fusionkv.protos.kvcache.v1 import kvcache_pb2_grpc
+from fusionkv.protos.runtime import rpc
 from fusionkv.protos.runtime.checksum import checksum
+from fusionkv.protos.runtime.tls import ClientTLS, ServerTLS
+from tests.conftest import Authority
 from tests.services import listening
 from tests.system.cache_process import MIB as MIB
 from tests.system.cache_process import NAMESPACE as NAMESPACE
@@ -101,6 +102,7 @@ class Service(Caller):
     clock: Clock
     sharing: Sharing | None
     plane: DataPlane
+    tls: ClientTLS | None
 
     def chunks(self, tier: str) -> set[bytes]:
         """The chunks of the entries that are in a tier."""
@@ -123,9 +125,11 @@ def make_tiers(directory: Path, memory: int, disk: int) -> list[Tier]:
 
 
 @asynccontextmanager
-async def data_plane(servicer: KVCacheServicer, address: str) -> AsyncIterator[DataPlane]:
+async def data_plane(
+    servicer: KVCacheServicer, address: str, tls: ServerTLS | None = None
+) -> AsyncIterator[DataPlane]:
     """Serves the data plane of a service at this address."""
-    plane = servicer.data_plane = DataPlane("data", servicer, [address])
+    plane = servicer.data_plane = DataPlane("data", servicer, [address], tls=tls)
     await plane.start()
     try:
         yield plane
@@ -140,9 +144,13 @@ async def serving(
     disk: int = 16 * MIB,
     engine: RemoteEngine | None = None,
     opened: bool = True,
+    authority: Authority | None = None,
     **more: Any,
 ) -> AsyncIterator[Service]:
-    """engine: what its remote tier stands on, if it is to have one. opened: its index is loaded before it serves."""
+    """engine: what its remote tier stands on, if it is to have one. opened: its index is loaded before it serves.
+
+    authority: of its certificate, if it has TLS.
+    """
     clock = Clock()
     remote = {"remote_lookup_ms": 5000, "remote_ttl_seconds": 0.4}
     config = Config(memory_bytes=memory, disk_bytes=disk, data_dir=directory, **{**remote, **more})
@@ -154,14 +162,15 @@ async def serving(
     writing = asyncio.create_task(sharing.run()) if sharing is not None else None
     try:
         servicer = KVCacheServicer(store, sharing)
+        tls, trust = (ServerTLS(*authority.issue("service")), ClientTLS(authority.ca)) if authority else (None, None)
         async with (
-            listening(handler(servicer)) as at,
-            data_plane(servicer, at) as plane,
-            insecure_channel(at) as channel,
+            listening(handler(servicer), tls=tls) as at,
+            data_plane(servicer, at, tls) as plane,
+            rpc.dial(at, tls=trust) as channel,
         ):
-            client, stub = CacheClient(at), kvcache_pb2_grpc.KVCacheServiceStub(channel)
+            client, stub = CacheClient(at, trust), kvcache_pb2_grpc.KVCacheServiceStub(channel)
             try:
-                yield (service := Service(client, stub, config, store, clock, sharing, plane))
+                yield (service := Service(client, stub, config, store, clock, sharing, plane, trust))
                 await service.settled()
             finally:
                 await client.close()
