@@ -22,7 +22,18 @@ from fusionkv.protos.runtime.errors import FailedPrecondition, first_line, print
 
 log = logging.getLogger(__name__)
 # model_type -> whether RoPE pairs neighbouring channels (GLM) instead of the two halves (Llama).
-FAMILIES = {"llama": False, "mistral": False, "qwen2": False, "qwen3": False, "glm4": True, "gemma3_text": False}
+FAMILIES = {
+    "gemma3_text": False,
+    "glm4": True,
+    "llama": False,
+    "mistral": False,
+    "mixtral": False,
+    "phi3": False,
+    "qwen2": False,
+    "qwen2_moe": False,
+    "qwen3": False,
+    "qwen3_moe": False,
+}
 # Rotations that depend only on the position; those of `dynamic` and `longrope` also depend on the prompt's length.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -256,9 +267,17 @@ def check_shareable(directory: Path, count: int) -> None:
         raise FailedPrecondition(
             f"{name} can't be split over ranks: transformers has no tp_plan for {config.model_type}"
         )
+    plan = config.base_model_tp_plan
+    if any("self_attn" in name and style == "colwise_gather_output" for name, style in plan.items()):
+        raise FailedPrecondition(
+            f"{name} can't be split over ranks: by transformers' tp_plan for {config.model_type}, each rank computes "
+            "all attention heads"
+        )
     heads = config.num_attention_heads
     sizes = {"KV heads": getattr(config, "num_key_value_heads", None) or heads, "attention heads": heads}
-    for what, size in (sizes | {"MLP channels": config.intermediate_size}).items():
+    sizes |= {"MLP channels": config.intermediate_size}
+    sizes |= {"channels of an expert": getattr(config, "moe_intermediate_size", count)}
+    for what, size in sizes.items():
         if size % count:
             raise FailedPrecondition(
                 f"{name} has {size} {what}, which can't be split evenly over {count} ranks: "

@@ -16,9 +16,13 @@ _SIZES = (
     "head_dim",
     "hidden_size",
     "intermediate_size",
+    "moe_intermediate_size",
     "num_attention_heads",
+    "num_experts",
     "num_hidden_layers",
     "num_key_value_heads",
+    "num_local_experts",
+    "shared_expert_intermediate_size",
     "vocab_size",
 )
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -37,6 +41,8 @@ _ROPE_KEYS = {
         "original_max_position_embeddings",
     },
 }
+# Families in which a part of the channels may be rotary.
+_PARTIAL = ("glm4", "phi3")
 # Older names of RoPE's parameters, which transformers translates.
 _OLDER = {"rope_theta", "rope_scaling", "partial_rotary_factor"}
 _OLDER_GEMMA = {"rope_local_base_freq", "sliding_window_pattern", "_sliding_window_pattern"}
@@ -48,9 +54,9 @@ _HARMLESS = re.compile(
     r"|exponential_decay_length_penalty|finetuning_task|forced_(bos|eos)_token_id|gradient_checkpointing"
     r"|(hidden|embd|resid|residual|classifier|embedding)_dropout(_prob)?|id2label|initializer_range"
     r"|is_decoder|is_llama_config|label2id|length_penalty|max_length|max_window_layers|min_length|model_type"
-    r"|no_repeat_ngram_size|num_(beams|beam_groups|labels|return_sequences)|output_(attentions|hidden_states|scores)"
+    r"|no_repeat_ngram_size|num_(beams|beam_groups|labels|return_sequences)|output_(attentions|hidden_states|router_logits|scores)"
     r"|pad_token_id|prefix|pretraining_tp|problem_type|remove_invalid_values|repetition_penalty"
-    r"|return_dict(_in_generate)?|sep_token_id|suppress_tokens|task_specific_params|temperature|tokenizer_class"
+    r"|return_dict(_in_generate)?|router_(aux_loss_coef|jitter_noise)|sep_token_id|suppress_tokens|task_specific_params|temperature|tokenizer_class"
     r"|top_[kp]|torch_dtype|torchscript|training|transformers_version|transformers\.js_config|typical_p"
     r"|unk_token_id|unsloth_\w+|use_bfloat16|use_cache|use_reentrant|_unsloth_\w+"
 )
@@ -74,6 +80,8 @@ _SAYS_SO: dict[str, tuple[Any, ...]] = {
 _FAMILY_SAYS_SO: dict[tuple[str, str], Any] = {
     ("qwen2", "attention_bias"): True,
     ("mistral", "attention_bias"): False,
+    ("mixtral", "attention_bias"): False,
+    ("phi3", "attention_bias"): False,
     ("qwen2", "use_qk_norm"): False,
     ("qwen3", "use_qk_norm"): True,
     ("llama", "use_qk_norm"): False,
@@ -272,7 +280,9 @@ class _Checked:
         fields = (
             CONFIG_MAPPING[self._family].__dataclass_fields__.keys() - PreTrainedConfig.__dataclass_fields__.keys()
         )
-        used = (fields - {"pad_token_id", "use_cache"}) | {"head_dim"} | _OLDER
+        # Those of `attribute_map` are other names of fields, such as num_local_experts.
+        used = fields - {"output_router_logits", "pad_token_id", "use_cache"}
+        used |= {"head_dim", *_OLDER, *CONFIG_MAPPING[self._family].attribute_map.values()}
         used |= _OLDER_GEMMA if self._family == "gemma3_text" else set()
         expected = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self._family]
         if self._said.get("architectures") not in (None, [expected]):
@@ -310,6 +320,8 @@ class _Checked:
         from transformers.activations import ACT2FN
 
         counts = {*_SIZES, "max_position_embeddings", "query_pre_attn_scalar", "sliding_window", *_OLDER_GEMMA}
+        if self._family == "qwen2_moe" and not values.get("use_sliding_window") and values.get("sliding_window") == 0:
+            counts -= {"sliding_window"}  # as transformers writes that there is none
         for key, value in values.items():
             if key in counts - {"rope_local_base_freq"}:
                 self._check(key, value, _is_count, "it has to be a positive integer below 2**31")
@@ -349,7 +361,7 @@ class _Checked:
             raise self._refused("layer_types", "it has to be full_attention or sliding_attention for each layer")
 
     def _check_share(self, key: str, share: Any) -> None:
-        if share != 1 and (self._family != "glm4" or share > 1):
+        if share != 1 and (self._family not in _PARTIAL or share > 1):
             raise self._refused(key, f"a model of the family {self._family} can't rotate a part of the channels")
 
     def _check_rope(self, key: str, value: Any) -> None:

@@ -31,6 +31,8 @@ _ORIGINAL = {"factor": 4.0, "original_max_position_embeddings": 64}
 _LLAMA3 = {**_ORIGINAL, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 _WINDOWED = {"use_sliding_window": True, "sliding_window": 24}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+_NARROW = {**_EXPERTS, "moe_intermediate_size": 32}
 # Name -> (class of the configuration, what differs from `BASE`).
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"head_dim": 32}),
@@ -47,6 +49,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3TextConfig",
         {**_MIXED, "head_dim": 32, "num_key_value_heads": 1, "query_pre_attn_scalar": 20, "sliding_window": 24},
     ),
+    "mixtral": ("MixtralConfig", _EXPERTS),
+    "qwen3-moe": ("Qwen3MoeConfig", {**_NARROW, "head_dim": 32, "norm_topk_prob": True}),
+    "qwen2-moe": ("Qwen2MoeConfig", {**_NARROW, "shared_expert_intermediate_size": 48}),
+    "phi3": ("Phi3Config", {"rope_parameters": _rope(partial_rotary_factor=0.75), "pad_token_id": 0}),
     "glm4": ("Glm4Config", {"head_dim": 32, "rope_parameters": _rope(partial_rotary_factor=0.5), "pad_token_id": 0}),
 }
 BASE: dict[str, Any] = {

@@ -166,6 +166,10 @@ REFUSED: dict[str, tuple[Change, str]] = {
         "does not use all of it",
     ),
     "a factor without a type": (said(rope_parameters={**NESTED, "factor": 4.0}), "does not use all of it"),
+    "too many experts": (
+        said(model_type="mixtral", architectures=None, num_local_experts=10**9),
+        "num_local_experts",
+    ),
     "two rotations": (said(rope_scaling={"type": "linear", "factor": 2.0}), "rope_parameters says it as well"),
     # Values of config.json
     "no type": (said(without="model_type"), "family None is not supported"),
@@ -264,6 +268,53 @@ def test_what_has_no_effect_is_said_once_at_the_start(directory: Path, caplog: p
     assert tokenized == (
         "tokenizer_config.json of tiny sets clean_up_tokenization_spaces True, novel 'x', without effect here"
     )
+
+
+QWEN = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "output_router_logits": False,
+    "rope_scaling": None,
+    "rope_theta": 1e6,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "use_sliding_window": False,
+}
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"],
+    "hidden_size": 4096,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rope_theta": 1e6,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+}
+PHI = {
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False,
+    "embd_pdrop": 0.0,
+    "original_max_position_embeddings": 16384,
+    "resid_pdrop": 0.0,
+    "rope_scaling": None,
+    "rope_theta": 250000,
+    "sliding_window": None,
+}
+
+
+@pytest.mark.parametrize(("kind", "published"), [("qwen3_moe", QWEN), ("mixtral", MIXTRAL), ("phi3", PHI)])
+def test_keys_of_published_models_are_known(kind: str, published: dict[str, Any], tmp_path: Path) -> None:
+    said(model_type=kind, **published)(tmp_path)
+    assert models.configuration(tmp_path).model_type == kind
 
 
 @pytest.mark.parametrize("as_family", ["llama", "mistral", "qwen3"])

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 import signal
 import subprocess
 import sys
@@ -33,9 +34,9 @@ pytestmark = [
 ]
 # By 1e-4 of the largest logit: sums over heads and channels are made in another order, and no more than that.
 POOL = {"pool_bytes": 8 << 20, "page_tokens": 4}
-# Gate and up in one matrix; norms of heads; biases of q, k and v.
+# Gate and up in one matrix; experts; norms of heads; biases of q, k and v.
 # The tests after those of all recipes take the last one's ranks over.
-SHARED = ("glm4", "qwen3", "qwen2")
+SHARED = ("glm4", "qwen3-moe", "qwen3", "qwen2")
 RECIPES = {
     **{name: {"ratio": 0.4} for name in ("prophetkv", "fusionrag", "epic", "cacheblend", "kvshare", "cache_craft")},
     **{name: {"ratio": 0.4} for name in ("a3", "a3+snapkv(12)")},
@@ -97,7 +98,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
 
 async def together(pair: Pair, start: Any, **more: Any) -> Any:
     """A worker over both ranks."""
-    family, tp = pair.model.family.removesuffix("_text"), pair.tp
+    family, tp = pair.model.family.removesuffix("_text").replace("_", "-"), pair.tp
     return await start(family, replace=lambda _: pair.model, tp=tp, **POOL, **more)
 
 
@@ -254,6 +255,18 @@ def test_heads_that_can_not_be_shared(count: int, tmp_path: Path) -> None:
     why = f"qwen2 has 4 KV heads, which can't be split evenly over {count} ranks: set tensor_parallel to a divisor"
     with pytest.raises(FailedPrecondition, match=f"{why} of 4"):
         models.check_shareable(saved(tmp_path / "qwen2", "qwen2"), count)
+
+
+def test_experts_that_can_not_be_shared(tmp_path: Path) -> None:
+    file = saved(tmp_path / "moe", "qwen3-moe") / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "moe_intermediate_size": 47}))
+    with pytest.raises(FailedPrecondition, match="47 channels of an expert, which can't be split evenly over 2"):
+        models.check_shareable(tmp_path / "moe", 2)
+
+
+def test_heads_that_each_rank_would_compute(tmp_path: Path) -> None:
+    with pytest.raises(FailedPrecondition, match=r"phi3 can't be split over ranks: .* computes all attention heads"):
+        models.check_shareable(saved(tmp_path / "phi3", "phi3"), 2)
 
 
 def test_a_family_without_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
