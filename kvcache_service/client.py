@@ -1,37 +1,25 @@
 """The client of the cache service."""
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
 
-import grpc
-from opentelemetry import propagate, trace
-
-from fusionkv.kvcache_service.data_plane.connection import Broken, Connection, Connections, Refused
 from fusionkv.kvcache_service.index.record import HitKind
 from fusionkv.kvcache_service.local import LocalTiers, copy_hashed, read_into
+from fusionkv.kvcache_service.transport import Transport
 from fusionkv.protos.deadline import Deadline
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
-from fusionkv.protos.kvcache.v1.kvcache_pb2_grpc import KVCacheServiceStub
-from fusionkv.protos.runtime import cancellation, errors, frames, process, rpc
+from fusionkv.protos.runtime import errors
 from fusionkv.protos.runtime.checksum import checksum as checksum_of
 from fusionkv.protos.runtime.tls import ClientTLS
 
 __all__ = ["CacheClient", "Entry", "Hit", "HitKind", "Lookup"]
 
-tracer = trace.get_tracer(__name__)
-T = TypeVar("T")
-
-_SERVICE = "/kvcache.v1.KVCacheService/"
 _KINDS = {pb.HitKind.Value(f"HIT_KIND_{kind.name}"): kind for kind in HitKind}
 _TIERS = {pb.TIER_MEMORY: "memory", pb.TIER_DISK: "disk", pb.TIER_REMOTE: "remote"}
-# Key in the initial metadata of a Put: space is reserved, and the client shall send the data.
-RESERVED = "fusionkv-reserved"
 # Below this size, a checksum (about 10 GB/s) takes less time than a hop to a thread.
 _HASH_INLINE_BYTES = 1 << 20
 # Maximum time in which a request waits for the deletion of a damaged entry.
@@ -84,13 +72,8 @@ class CacheClient:
 
     def __init__(self, address: str, tls: ClientTLS | None = None) -> None:
         self.address = address
-        self._tls = tls
-        self._channels: list[grpc.aio.Channel] = []
-        self._stub: Any = None
-        self._closed = False
-        self._puts: set[asyncio.Timeout] = set()
+        self._transport = Transport(address, tls)
         self._local = LocalTiers(address)
-        self._data: Connections | None = None
 
     async def lookup(
         self,
@@ -112,7 +95,7 @@ class CacheClient:
 
     async def _find(self, name: str, request: pb.LookupRequest | pb.FindRequest, deadline: Deadline) -> Lookup:
         sent = time.monotonic()
-        response = await self._exchange(name, request, deadline)
+        response = await self._transport.exchange(name, request, deadline)
         # The service measures the lease from the arrival of the request, or later.
         self._local.add_lease(response.lease, sent + response.lease_ms / 1000)
         shared = await self._local.open(response.arena)
@@ -138,7 +121,9 @@ class CacheClient:
                 return
         elif await self._fetch_promoted(entry, into, deadline):
             return
-        digest = await self._receive(pb.FetchRequest(key=entry.key, checksum=entry.checksum), into, deadline)
+        digest = await self._transport.receive(
+            pb.FetchRequest(key=entry.key, checksum=entry.checksum), into, deadline
+        )
         if digest != entry.checksum:
             await self._delete_damaged([entry], deadline)
             raise errors.DataLoss(f"entry {entry.key.hex()} arrived damaged from {self.address}; it is deleted there")
@@ -156,19 +141,8 @@ class CacheClient:
         if not left:
             return done
         fetches = [pb.FetchRequest(key=entries[i].key, checksum=entries[i].checksum) for i in left]
-        asked = pb.DataRequest(fetch_all=pb.FetchAllRequest(entries=fetches))
-        received: list[memoryview] = []
-
-        async def receive(connection: Connection) -> list[bytes]:
-            sizes = (await connection.call(asked)).sizes.bytes
-            received[:] = [into[i].cast("B")[:size] for i, size in zip(left, sizes, strict=True)]
-            if [*map(len, received)] != [*sizes]:
-                raise Broken("entries of other sizes")
-            return await connection.receive(received)
-
-        try:
-            digests = await self._on_data_plane(asked, receive, deadline)
-        except Broken:
+        digests = await self._transport.receive_all(fetches, [into[i].cast("B") for i in left], deadline)
+        if digests is None:
             for i in left:
                 with suppress(errors.NotFound, errors.DataLoss):
                     await self.fetch(entries[i], into[i], timeout=deadline.remaining())
@@ -176,8 +150,7 @@ class CacheClient:
             return done
         for i, digest in zip(left, digests, strict=True):
             done[i] = digest == entries[i].checksum
-        # A buffer without bytes: the service has no such entry.
-        if damaged := [entries[i] for i, view in zip(left, received, strict=True) if len(view) and not done[i]]:
+        if damaged := [entries[i] for i, digest in zip(left, digests, strict=True) if digest and not done[i]]:
             await self._delete_damaged(damaged, deadline)
         return done
 
@@ -228,7 +201,7 @@ class CacheClient:
         if not self._local.mapped:
             return False
         try:
-            response = await self._call("Prefetch", pb.PrefetchRequest(keys=[entry.key]), deadline)
+            response = await self._transport.call("Prefetch", pb.PrefetchRequest(keys=[entry.key]), deadline)
         except errors.ServiceError:
             return False  # the stream, which is tried next, raises the error
         arena = await self._local.open(response.arena)
@@ -273,13 +246,13 @@ class CacheClient:
             offered=offered,
             signature=signature,
         )
-        response = await self._send(header, data, deadline)
+        response = await self._transport.send(header, data, deadline)
         return response.key, response.outcome == pb.PutResponse.OUTCOME_STORED
 
     async def release(self, lease: int, *, timeout: float = 5.0) -> None:
         """Ends a lease; an unknown or expired one is ignored."""
         self._local.drop_lease(lease)
-        await self._exchange("release", pb.ReleaseRequest(lease=lease), Deadline.after(timeout))
+        await self._transport.exchange("release", pb.ReleaseRequest(lease=lease), Deadline.after(timeout))
 
     async def delete(
         self, keys: Sequence[bytes] = (), *, namespace: bytes = b"", here: bool = False, timeout: float = 30.0
@@ -289,172 +262,17 @@ class CacheClient:
         here: Keep entries in the remote tier.
         """
         request = pb.DeleteRequest(keys=keys, namespace=namespace, here=here)
-        response = await self._call("Delete", request, Deadline.after(timeout))
+        response = await self._transport.call("Delete", request, Deadline.after(timeout))
         return int(response.deleted)
 
     async def stats(self, *, timeout: float = 5.0) -> pb.StatsResponse:
         """Counters and gauges of the service."""
-        return await self._call("Stats", pb.StatsRequest(), Deadline.after(timeout))
+        return await self._transport.call("Stats", pb.StatsRequest(), Deadline.after(timeout))
 
     async def close(self) -> None:
         """Closes the connection; calls in progress and later ones raise Unavailable."""
-        self._closed = True
-        if self._data is not None:
-            self._data.close()
-        for put in self._puts:
-            put.reschedule(0)  # grpc.aio would let it wait for ever
-        for channel in self._channels:
-            await channel.close()
+        await self._transport.close()
         self._local.close()
-
-    async def _exchange(self, name: str, request: Any, deadline: Deadline) -> Any:
-        """A call with one response: on the data plane, or by gRPC if that is not possible."""
-        asked = pb.DataRequest(**{name: request})
-        try:
-            response = await self._on_data_plane(asked, lambda connection: connection.call(asked), deadline)
-        except Broken:
-            return await self._call(name.capitalize(), request, deadline)
-        return getattr(response, name)
-
-    async def _receive(self, request: pb.FetchRequest, into: memoryview, deadline: Deadline) -> bytes | None:
-        """Fills `into` with the bytes of an entry; returns their checksum, or None if the sizes differ."""
-        asked = pb.DataRequest(fetch=request)
-
-        async def receive(connection: Connection) -> bytes:
-            response = await connection.call(asked)
-            if response.bytes != len(into):
-                raise Broken(f"{response.bytes} bytes of an entry of {len(into)}")
-            return (await connection.receive([into]))[0]
-
-        with suppress(Broken):
-            return await self._on_data_plane(asked, receive, deadline)
-        call = self._begin("Fetch", request, deadline)
-        try:
-            with self._errors("fetch from"):
-                return await frames.fill(into, call)
-        except ValueError as error:
-            raise errors.DataLoss(f"fetch from the cache service at {self.address}: {error}") from error
-        finally:
-            call.cancel()
-
-    async def _send(self, header: pb.PutHeader, data: memoryview, deadline: Deadline) -> pb.PutResponse:
-        """Sends the header of a Put, waits until the server has reserved space, then sends the data.
-
-        If the server does not need the data, it responds at once.
-        """
-        asked = pb.DataRequest(put=header)
-
-        async def send(connection: Connection) -> pb.PutResponse:
-            response = await connection.call(asked)
-            if response.WhichOneof("result") == "reserved":
-                await connection.send(data)
-                response = await connection.response()
-            return response.put
-
-        with suppress(Broken):
-            return await self._on_data_plane(asked, send, deadline)
-        with self._errors("put at"):
-            async with asyncio.timeout(None) as put:
-                self._puts.add(put)
-                try:
-                    return await self._send_by_grpc(header, data, deadline)
-                finally:
-                    self._puts.discard(put)
-
-    async def _on_data_plane(
-        self, request: pb.DataRequest, work: Callable[[Connection], Awaitable[T]], deadline: Deadline
-    ) -> T:
-        """Runs `work` on a connection, which makes this request there. Raises Broken if gRPC is to be used."""
-        name = str(request.WhichOneof("call"))
-        self._check(name, deadline)
-        if self._data is None:
-            # Here, since it binds to the running event loop.
-            self._data = Connections(self.address, partial(self._call, "Connect", pb.ConnectRequest()), self._tls)
-        doing, method = f"{name} at the cache service at {self.address}", name.title().replace("_", "")
-        attributes = {"rpc.system": "fusionkv", "rpc.service": "kvcache.v1.KVCacheService", "rpc.method": method}
-        with tracer.start_as_current_span(_SERVICE + method, kind=trace.SpanKind.CLIENT, attributes=attributes):
-            context: dict[str, str] = {}
-            propagate.inject(context)
-            request.traceparent = context.get("traceparent", "")
-            try:
-                return await self._data.run(work, deadline)
-            except Refused as error:
-                raise errors.of_number(error.status, f"{doing}: {error}") from error
-            except TimeoutError as error:
-                raise errors.DeadlineExceeded(f"{doing}: no response in time") from error
-
-    async def _send_by_grpc(self, header: pb.PutHeader, data: memoryview, deadline: Deadline) -> pb.PutResponse:
-        """As `_send`. Data that the server does not need would lose the status.
-
-        grpc.aio reports INTERNAL for a write after the end of its call.
-        """
-        rpc_of = {"rpc.system": "grpc", "rpc.service": "kvcache.v1.KVCacheService", "rpc.method": "Put"}
-        span = tracer.start_as_current_span(_SERVICE + "Put", kind=trace.SpanKind.CLIENT, attributes=rpc_of)
-        with span, self._errors("put at"):
-            metadata: dict[str, str] = {}
-            propagate.inject(metadata)
-            call = self._begin("Put", None, deadline, metadata=tuple(metadata.items()))
-            try:
-                # The call has ended, and its status has the reason. InternalError: directly before the half-close.
-                with suppress(asyncio.InvalidStateError, grpc.aio.InternalError):
-                    await call.write(pb.PutRequest(header=header))
-                    if RESERVED in await call.initial_metadata():
-                        for frame in frames.split(data):
-                            await call.write(frame)
-                        await call.done_writing()
-            except grpc.RpcError as error:
-                if error.code() is not grpc.StatusCode.INTERNAL:
-                    raise
-                # A write on a broken connection: a server that ends cancels calls after its drain time.
-                why = f"put at the cache service at {self.address}: it stopped during the call"
-                raise errors.Unavailable(why) from error
-            else:
-                return await call
-            finally:
-                call.cancel()
-
-    async def _call(self, method: str, request: Any, deadline: Deadline) -> Any:
-        with self._errors(f"{method.lower()} at"):
-            return await self._begin(method, request, deadline)
-
-    @contextlib.contextmanager
-    def _errors(self, doing: str) -> Iterator[None]:
-        try:
-            yield
-        except grpc.RpcError as error:
-            raise errors.from_rpc(error, f"{doing} the cache service at {self.address}") from error
-        except (TimeoutError, asyncio.CancelledError) as error:
-            # `close` ends Puts by a timeout, and grpc.aio may cancel other calls.
-            if not self._closed or cancellation.requests():
-                raise
-            raise self._unavailable(doing) from error
-
-    def _unavailable(self, doing: str) -> errors.Unavailable:
-        return errors.Unavailable(f"{doing} the cache service at {self.address}: the client is closed")
-
-    def _check(self, method: str, deadline: Deadline) -> None:
-        """Raises DeadlineExceeded or Unavailable if a call is not worth a try."""
-        if deadline.passed:
-            raise errors.DeadlineExceeded(f"no time left for {method} at the cache service at {self.address}")
-        if self._closed:
-            raise self._unavailable(f"{method} at")
-
-    def _begin(self, method: str, request: Any, deadline: Deadline, **more: Any) -> Any:
-        """Starts a call. The channel is created here, since it binds to the running event loop."""
-        self._check(method.lower(), deadline)
-        if not self._channels:
-            process.keep_freed_memory()
-            channel = rpc.dial(self.address, tls=self._tls)
-            put_channel = rpc.dial(self.address, tls=self._tls, traced=False)
-            self._channels, self._stub = [channel, put_channel], KVCacheServiceStub(channel)
-            # KV bytes bypass protobuf (frames.py).
-            self._stub.Fetch = channel.unary_stream(
-                _SERVICE + "Fetch", request_serializer=pb.FetchRequest.SerializeToString, response_deserializer=None
-            )
-            self._stub.Put = put_channel.stream_unary(
-                _SERVICE + "Put", request_serializer=_put_message, response_deserializer=pb.PutResponse.FromString
-            )
-        return getattr(self._stub, method)(request, timeout=deadline.remaining(), **more)
 
 
 def _check_size(entry: Entry, into: memoryview) -> None:
@@ -482,7 +300,3 @@ def _arena_view(at: pb.Entry | pb.Prefetched, arena: memoryview, size: int) -> m
     """View of an entry's bytes in the arena; None if it is not in memory."""
     inside = at.HasField("arena_offset") and at.arena_offset + size <= len(arena)
     return arena[at.arena_offset : at.arena_offset + size] if inside else None
-
-
-def _put_message(message: pb.PutRequest | memoryview) -> bytes:
-    return frames.encode_frame(message) if isinstance(message, memoryview) else message.SerializeToString()

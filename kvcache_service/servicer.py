@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from fusionkv.kvcache_service.client import RESERVED
 from fusionkv.kvcache_service.data_plane.listener import DataPlane, Receive
 from fusionkv.kvcache_service.index import record as records
 from fusionkv.kvcache_service.index.record import EntryRecord, HitKind
@@ -20,6 +19,7 @@ from fusionkv.kvcache_service.store.entries import StoredEntry
 from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.tiers.disk import SEGMENT_BYTES, DiskTier, readable_files
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
+from fusionkv.kvcache_service.transport import RESERVED
 from fusionkv.protos.contract.limits import MAX_FOUND, MAX_READ, check_variants
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.runtime import rpc

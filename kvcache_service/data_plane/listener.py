@@ -261,21 +261,11 @@ class DataPlane:
                 # A caller that is gone may leave a full window, into which nothing can be sent.
                 with connection.wire.cancelling():
                     async with self._calls.reading(request.fetch) as (size, frames):
-                        async for frame in frames:
-                            # Not before: the first one may fail with a status.
-                            if not connection.sending:
-                                await connection.answer(bytes=size)
-                                connection.sending = True
-                            await connection.send(frame)
-                connection.sending = False
+                        await connection.send_entries(frames, bytes=size)
             case "fetch_all":
                 with connection.wire.cancelling():
                     async with self._calls.reading_all(request.fetch_all) as (sizes, frames):
-                        await connection.answer(sizes=pb.Sizes(bytes=sizes))
-                        connection.sending = True
-                        async for frame in frames:
-                            await connection.send(frame)
-                connection.sending = False
+                        await connection.send_entries(frames, sizes=pb.Sizes(bytes=sizes))
             case "put":
                 await connection.answer(put=await self._calls.store(request.put, connection.receive_entry))
             case None:
@@ -320,6 +310,18 @@ class _Connection:
                 await self._fill(scratch[:left])
                 left -= min(left, len(scratch))
             raise
+
+    async def send_entries(self, frames: AsyncIterator[memoryview], **announced: Any) -> None:
+        """Answers with what is announced, and sends the bytes of entries."""
+        async for frame in frames:
+            # Not before: the first one may fail with a status.
+            if not self.sending:
+                await self.answer(**announced)
+                self.sending = True
+            await self.send(frame)
+        if not self.sending:
+            await self.answer(**announced)
+        self.sending = False
 
     async def answer(self, **result: Any) -> None:
         await self.send(encode(pb.DataResponse(**result)))

@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from fusionkv.kvcache_service import client as clients
-from fusionkv.kvcache_service.client import CacheClient, Entry
+from fusionkv.kvcache_service import transport
+from fusionkv.kvcache_service.client import Entry
 from fusionkv.kvcache_service.data_plane import connection as connections
 from fusionkv.kvcache_service.data_plane import listener, tickets
 from fusionkv.kvcache_service.data_plane.connection import Broken, Connection, connect
 from fusionkv.kvcache_service.data_plane.messages import MAX_MESSAGE_BYTES, SIZE, encode
 from fusionkv.kvcache_service.data_plane.tickets import Tickets
+from fusionkv.kvcache_service.transport import Transport
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.runtime import errors
 from tests.kvcache_service.tools import MIB, NAMESPACE, Clock, Service, digest, nearby, payload, serving
@@ -35,13 +36,13 @@ def start(start: Any, authority: Any, request: Any) -> Any:
 @pytest.fixture
 async def counted(service: Service, monkeypatch: Any) -> tuple[Service, list[str]]:
     """A service, and the names of its client's calls by gRPC."""
-    calls, begin = [], CacheClient._begin
+    calls, begin = [], Transport._begin
 
-    def count(self: CacheClient, method: str, *args: Any, **more: Any) -> Any:
+    def count(self: Transport, method: str, *args: Any, **more: Any) -> Any:
         calls.append(method)
         return begin(self, method, *args, **more)
 
-    monkeypatch.setattr(CacheClient, "_begin", count)
+    monkeypatch.setattr(Transport, "_begin", count)
     # However busy the machine is.
     monkeypatch.setattr(connections, "_WAIT_SECONDS", 30)
     return service, calls
@@ -318,7 +319,7 @@ async def test_nobody_waits_for_a_port_that_does_not_answer(counted: Any, monkey
     assert calls == ["Connect", "Put", "Put", "Put"]
     answers.set()
     # Once it answers, it is used.
-    await until(lambda: bool(service.client._data._idle))
+    await until(lambda: bool(service.client._transport._data._idle))
     assert await service.get("S", "A") == b"abc"
     assert len(calls) == 4
 
@@ -394,8 +395,8 @@ async def test_at_a_unix_socket(service: Service, tmp_path: Any) -> None:
         await near.put("S", data)
         assert await near.get("S") == data
         assert (tmp_path / "s.data").is_socket()
-        assert near.client._data is not None
-        assert near.client._data._idle
+        assert near.client._transport._data is not None
+        assert near.client._transport._data._idle
     assert not (tmp_path / "s.data").exists()
 
 
@@ -450,7 +451,7 @@ async def test_a_service_that_breaks_off_is_asked_by_grpc(counted: Any, monkeypa
     async def broken(*_: object) -> list[bytes]:
         raise Broken("cut")
 
-    monkeypatch.setattr(clients.Connection, "receive", broken)
+    monkeypatch.setattr(transport.Connection, "receive", broken)
     assert await service.fetch(entry) == data
     assert calls == ["Connect", "Fetch"]
     with pytest.raises(errors.NotFound, match="never stored"):

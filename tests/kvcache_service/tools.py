@@ -166,7 +166,7 @@ async def serving(
         async with (
             listening(handler(servicer), tls=tls) as at,
             data_plane(servicer, at, tls) as plane,
-            rpc.dial(at, tls=trust) as channel,
+            rpc.dial(at, tls=trust, traced=False) as channel,
         ):
             client, stub = CacheClient(at, trust), kvcache_pb2_grpc.KVCacheServiceStub(channel)
             try:
