@@ -96,7 +96,7 @@ class _PlannedPrompt:
 
 
 class Pipeline:
-    """Answers questions over given passages or over the corpora in the retrieval engine."""
+    """Answers questions over given passages, over the corpora in the retrieval engine, or without passages."""
 
     def __init__(self, config: GatewayConfig, engine: AnswerEngine, search: HybridSearch) -> None:
         self._config = config
@@ -209,7 +209,7 @@ class Pipeline:
         if values := dict(request.chat_template_kwargs):
             check_variables(values, vocabulary.model.template_variables)
             vocabulary = await self._engine.rendered(vocabulary, values, deadline)
-        if request.passages:
+        if not request.corpus:
             with _charged(tenant):
                 passages = await asyncio.to_thread(plan.given, request.passages, vocabulary)
         else:

@@ -120,11 +120,9 @@ def as_encoded(requested: RequestedRecipe, passages: Sequence[Passage], vocabula
 
 def check(request: pb.GenerateRequest, max_passages: int) -> None:
     """Raises InvalidArgument if a request is invalid; does not check its conversation."""
-    if bool(request.corpus) == bool(request.passages):
-        state = "both a corpus and passages are" if request.corpus else "neither a corpus nor passages are"
-        raise InvalidArgument(f"{state} given: a request needs exactly one of them")
-    if request.passages and (request.query or request.top_k or request.filter):
-        raise InvalidArgument("query, top_k and filter apply to a corpus only: given passages are all used")
+    _check_context(request)
+    if not request.corpus and (request.query or request.top_k or request.filter):
+        raise InvalidArgument("query, top_k and filter apply to a corpus only: nothing else is searched")
     if len(request.passages) > max_passages:
         raise InvalidArgument(f"{len(request.passages)} passages are given; the maximum is {max_passages}")
     _check_passages(request.passages)
@@ -135,6 +133,19 @@ def check(request: pb.GenerateRequest, max_passages: int) -> None:
         raise InvalidArgument(error)
     template_values(request.chat_template_kwargs)
     check_sampling(request.sampling)
+
+
+def _check_context(request: pb.GenerateRequest) -> None:
+    """Raises InvalidArgument unless exactly one field says which passages the prompt has."""
+    given = {"a corpus": request.corpus, "passages": request.passages, "no_passages": request.no_passages}
+    found = [name for name, value in given.items() if value]
+    if len(found) > 1:
+        raise InvalidArgument(f"{' and '.join(found)} are given: a request needs exactly one of them")
+    if not found:
+        raise InvalidArgument(
+            "neither a corpus nor passages are given: for an answer without passages, send an empty list of them "
+            "(in gRPC, set no_passages)"
+        )
 
 
 def _check_passages(passages: Sequence[pb.Passage]) -> None:
@@ -230,7 +241,7 @@ def build(
         TooLong: the prompt and its answer exceed the model's length.
         InvalidArgument, FailedPrecondition: as `check_request`.
     """
-    layout = nfc(request.prompt_template)
+    layout = nfc(request.prompt_template) or (vocabulary.plain_layout if request.no_passages else "")
     worker_request = fusion_pb2.GenerateRequest(
         recipe=requested.name,
         system=fusion_pb2.Tokens(ids=vocabulary.system(conversation.system, layout)),

@@ -64,6 +64,11 @@ class Vocabulary:
         names = "|".join(map(re.escape, self._special))
         self._control = re.compile(f"({names})") if names else None
 
+    @property
+    def plain_layout(self) -> str:
+        """The user message of a prompt without passages: the question, labelled where there is no chat template."""
+        return "{passages}{question}" if self.template.tail else "{passages}Question: {question}\nAnswer:"
+
     def with_template(self, template: fusion_pb2.PromptTemplate) -> "Vocabulary":
         """This vocabulary with another prompt template; both share the tokenizer."""
         other = copy.copy(self)

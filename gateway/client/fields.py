@@ -97,7 +97,7 @@ class QuestionFields(RetrievalFields):
     """A question's options, as in `requests.Options`; None uses the default of the gateway or the worker.
 
     Attributes:
-        corpus: the corpus to answer over; without one, each call takes its passages.
+        corpus: the corpus to answer over. Without one, a call is answered over its passages, if it has any.
     """
 
     _more: ClassVar[frozenset[str]] = frozenset({"timeout", "passages"})
@@ -115,6 +115,15 @@ class QuestionFields(RetrievalFields):
     sample_top_k: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
+
+    def take_passages(self, options: dict[str, Any]) -> Sequence[Any] | None:
+        """Takes the passages out of the options of a call; None if there are none but those of the corpus.
+
+        Raises:
+            InvalidArgument: they are no list.
+        """
+        passages = options.pop("passages", None if self.corpus else ())
+        return passages if passages is None else requests.listed("passages", passages)
 
 
 def with_metadata(sources: Sequence[Passage], metadata: Sequence[Mapping[str, Any]]) -> Iterable[tuple[Passage, Any]]:

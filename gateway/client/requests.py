@@ -44,7 +44,7 @@ class Options(TypedDict, total=False):
     """Options of a question; those left out use the gateway's or the worker's defaults.
 
     Attributes:
-        passages: texts to answer over instead of a corpus.
+        passages: texts to answer over instead of a corpus; an empty list for an answer without passages.
         messages: a conversation instead of a question; the last one is the question.
         system: the system prompt.
         prompt_template: the user message, with `{passages}` and behind it `{question}`.
@@ -66,7 +66,7 @@ class Options(TypedDict, total=False):
         explain: whether to return an Explanation.
     """
 
-    passages: Sequence[str | Passage]
+    passages: Sequence[str | Passage] | None
     messages: Sequence[Message]
     system: str
     prompt_template: str
@@ -98,7 +98,7 @@ _SAMPLING = ("max_tokens", "temperature", "top_p", "seed", "stop")
 
 
 def generate(corpus: str = "", question: str = "", **options: Unpack[Options]) -> pb.GenerateRequest:
-    """The request of a question over a corpus or over given passages.
+    """The request of a question over a corpus, over given passages, or without any.
 
     Raises:
         InvalidArgument: an unknown option, or an invalid value.
@@ -107,12 +107,14 @@ def generate(corpus: str = "", question: str = "", **options: Unpack[Options]) -
     sampling = {name: fields.pop(name) for name in _SAMPLING if name in fields}
     if isinstance(stop := sampling.get("stop"), str):
         sampling["stop"] = [stop]
-    passages, messages = (listed(name, fields.pop(name, ())) for name in ("passages", "messages"))
+    given, messages = fields.pop("passages", None), listed("messages", fields.pop("messages", ()))
+    passages = () if given is None else listed("passages", given)
     return of(
         pb.GenerateRequest,
         corpus=corpus,
         question=question,
         passages=[_passage(number, passage) for number, passage in enumerate(passages)],
+        no_passages=given is not None and not passages,
         messages=[_message(number, message) for number, message in enumerate(messages)],
         order=order_of(fields.pop("order", None)),
         sampling=of(Sampling, **sampling, top_k=fields.pop("sample_top_k", 0)),

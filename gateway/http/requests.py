@@ -16,7 +16,7 @@ from fusionkv.protos.runtime.errors import InvalidArgument
 # Fields of `fusionkv` in the body, passed to `fusionkv.gateway.client.requests.generate`.
 _RETRIEVAL = ("corpus", "query", "top_k", "order", "filter")
 EXTENSION = frozenset([*_RETRIEVAL, "recipe", "ratio", "sample_top_k", "system", "prompt_template"])
-# Model name of requests that bring their own passages; `passages` and `documents` are synonyms.
+# Model name of requests that bring their own passages or none; `passages` and `documents` are synonyms.
 NO_CORPUS = "fusionkv"
 _PASSAGES = ("passages", "documents")
 _SAMPLING = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop")
@@ -165,8 +165,10 @@ def completion(body: Any, text: bool = False, max_passages: int = sys.maxsize) -
     _typed(extension, "order", str, "")
     values = {name: value for name, value in _typed(fields, _TEMPLATE, dict, {}).items() if value is not None}
     options = {**_of_model(model), "passages": _passages(fields, max_passages), **conversation, **extension}
-    if not options["corpus"] and not options["passages"]:
-        raise BadRequest("model names no corpus and there are no passages: name a corpus, or send passages", "model")
+    if not options["corpus"] and options["passages"] is None:
+        if model.partition("@")[0].partition(":")[0] != NO_CORPUS:
+            raise BadRequest(f"model names no corpus: name one, or {NO_CORPUS} for passages of your own", "model")
+        options["passages"] = []
     request = requests.generate(**options, chat_template_kwargs=values, **_sampling(fields))
     for checked, check in ((field, Conversation.of), (_TEMPLATE, lambda r: template_values(r.chat_template_kwargs))):
         try:
@@ -278,8 +280,12 @@ def _sampling(fields: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _passages(fields: Mapping[str, Any], limit: int) -> list[Passage]:
-    name, *more = [name for name in _PASSAGES if name in fields] or ["passages"]
+def _passages(fields: Mapping[str, Any], limit: int) -> list[Passage] | None:
+    """The passages of a body; None if it has no list of them."""
+    names = [name for name in _PASSAGES if name in fields]
+    if not names:
+        return None
+    name, *more = names
     if more:
         raise BadRequest("passages and documents are the same field: use only one of them", "documents")
     return [_passage(passage, f"{name}[{i}]") for i, passage in enumerate(_list(fields, name, limit))]

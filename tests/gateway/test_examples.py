@@ -16,6 +16,8 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, TextBlock
+from llama_index.core.chat_engine import CondenseQuestionChatEngine, ContextChatEngine, SimpleChatEngine
+from llama_index.core.prompts import PromptTemplate
 from llama_index.core.query_engine import RetrieverQueryEngine
 
 from fusionkv import llama_index
@@ -171,8 +173,31 @@ def test_nodes_of_llama_index_are_passages_with_their_titles(notes: str, titled:
         llama_index.FusionKVRetriever(titled, address=notes), llama_index.FusionKVSynthesizer(llm)
     )
     assert [node.metadata["title"] for node in engine.query(QUESTION).source_nodes] == ["Report Velkorda"]
-    with pytest.raises(InvalidArgument, match="use FusionKVSynthesizer"):
-        llm.complete(QUESTION)
+
+
+def test_chat_engines_and_predict_of_llama_index_need_no_other_llm(notes: str) -> None:
+    """They write, grade and condense questions by the same LLM; passages go to it only with an answer."""
+    llm = llama_index.FusionKV(address=notes, max_tokens=8)
+    retriever = llama_index.FusionKVRetriever("notes", address=notes)
+    with Client(notes) as client:
+        said = client.ask(question="Report Velkorda: write a query", passages=[], max_tokens=8).text
+    assert llm.predict(PromptTemplate("Report {name}: write a query"), name="Velkorda").strip() == said.strip()
+    engine = RetrieverQueryEngine(retriever, llama_index.FusionKVSynthesizer(llm))
+    # The first question is asked as it is, the second as the LLM writes it.
+    condensed = CondenseQuestionChatEngine.from_defaults(engine, llm=llm)
+    assert str(condensed.chat(QUESTION)).strip() == "535"
+    assert str(condensed.chat("Report Velkorda: age of Dorlin?"))
+    for chat in (SimpleChatEngine.from_defaults(llm=llm), ContextChatEngine.from_defaults(retriever, llm=llm)):
+        first, second = chat.chat("Hello?"), chat.chat("And now?")
+        assert str(first)
+        assert str(second)
+        assert len(chat.chat_history) == 4
+
+
+def test_langchain_without_passages(notes: str) -> None:
+    answer = ChatFusionKV(address=notes, max_tokens=4).invoke("Rewrite: code of Bervek?")
+    assert answer.response_metadata["sources"] == []
+    assert answer.response_metadata["summary"]["context_tokens"] == 0
 
 
 @pytest.mark.slow

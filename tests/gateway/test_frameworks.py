@@ -188,6 +188,17 @@ def test_prompts_and_queries_without_effect_are_errors() -> None:
             llama_index.FusionKVRetriever("c").retrieve(bundle)
 
 
+async def test_without_a_corpus_and_passages_nothing_but_the_messages_is_sent(gateway: Gateway) -> None:
+    address, recorder = gateway
+    for given in ({}, {"passages": []}, {"passages": None}):
+        await ChatFusionKV(address=address).ainvoke("?", **given)
+        await llama_index.FusionKV(address=address).acomplete("?", **given)
+    assert [request.no_passages for request in recorder.requests] == [True] * 6
+    await ChatFusionKV(address=address, corpus="c").ainvoke("?")
+    await llama_index.FusionKV(address=address).acomplete("?", passages=["a"])
+    assert not any(request.no_passages for request in recorder.requests[6:])
+
+
 @pytest.fixture
 def cached() -> Iterator[None]:
     set_llm_cache(InMemoryCache())

@@ -149,9 +149,22 @@ def test_passages_of_the_request_take_the_corpus_place(client: openai.OpenAI) ->
     again = client.chat.completions.create(extra_body={"passages": own["sources"]}, **asked)
     assert again.choices == chat.choices
     assert again.fusionkv["summary"]["chunks_missed"] == 0  # type: ignore[attr-defined]
-    for model, extra in (("fusionkv", {}), ("notes", {"passages": ["x"]})):
-        with pytest.raises(openai.BadRequestError, match="a corpus"):
-            client.chat.completions.create(model=model, messages=ASKED, extra_body=extra)
+    for passages in ([], ["x"]):
+        with pytest.raises(openai.BadRequestError, match=r"a corpus and (no_)?passages are given"):
+            client.chat.completions.create(model="notes", messages=ASKED, extra_body={"passages": passages})
+
+
+def test_a_request_without_passages_is_answered_without_any(client: openai.OpenAI) -> None:
+    """As clients that know nothing of passages send it."""
+    asked: dict[str, Any] = {"messages": ASKED, "max_tokens": 4}
+    plain = client.chat.completions.create(model="fusionkv", **asked)
+    own = plain.fusionkv  # type: ignore[attr-defined]
+    assert (own["sources"], own["summary"]["context_tokens"]) == ([], 0)
+    for model, extra in (("fusionkv:full_attention", {}), ("fusionkv:a3@0.5", {"documents": []})):
+        same = client.chat.completions.create(model=model, extra_body=extra, **asked)
+        assert same.choices == plain.choices
+    text = client.completions.create(model="fusionkv", prompt=ASKED[0]["content"], max_tokens=4)
+    assert text.choices[0].text == plain.choices[0].message.content
 
 
 def test_corpora_are_models(client: openai.OpenAI) -> None:
@@ -173,7 +186,7 @@ def test_corpora_are_models(client: openai.OpenAI) -> None:
         (b"{", None, "not valid JSON"),
         (b'{"temperature": NaN}', None, "not valid JSON"),
         ({"model": "notes@7"}, None, "ratio is 7"),
-        ({"model": None}, "model", "name a corpus, or send passages"),
+        ({"model": None}, "model", "model names no corpus"),
     ],
     ids=str,
 )

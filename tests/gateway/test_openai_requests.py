@@ -35,9 +35,8 @@ GOOD = {"model": "notes", "messages": ASKED, "max_tokens": 1}
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0]", "not text"),
         ({"messages": "hello"}, "messages", "wrong type: it must be a list"),
         ({"model": "notes@much"}, "model", "invalid ratio 'much'"),
-        ({"model": "fusionkv"}, "model", "name a corpus, or send passages"),
-        ({"model": "fusionkv:a3", "documents": []}, "model", "name a corpus, or send passages"),
-        ({"model": ""}, "model", "name a corpus, or send passages"),
+        ({"model": "fusionkvnotes", "fusionkv": {"corpus": ""}}, "model", "name one, or fusionkv for passages"),
+        ({"model": "", "passages": None}, "model", "model names no corpus: name one, or fusionkv for passages"),
         ({"stream": "yes"}, "stream", "wrong type"),
         ({"max_tokens": 0}, "max_tokens", "must be at least 1"),
         ({"max_tokens": 1.5}, "max_tokens", "wrong type"),
@@ -150,6 +149,17 @@ def test_passages_and_roles() -> None:
         sampling=Sampling(seed=0),
     )
     assert requests.completion({**GOOD, "passages": documents}).request.passages == made.passages
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"passages": []}, {"documents": []}, {"passages": None}, {"model": "", "passages": []}], ids=str
+)
+def test_no_passages_are_plain_generation(more: dict[str, Any]) -> None:
+    said = [pb.Message(role=pb.ROLE_USER, text="Which colour?")]
+    made = requests.completion({**GOOD, "model": "fusionkv", **more}).request
+    assert made == pb.GenerateRequest(messages=said, sampling=Sampling(max_tokens=1), no_passages=True)
+    own = requests.completion({**GOOD, "model": "fusionkv", "fusionkv": {"corpus": "notes"}}).request
+    assert (own.corpus, own.no_passages) == ("notes", False)
 
 
 def test_embeddings_are_written_as_json_where_they_are_converted() -> None:

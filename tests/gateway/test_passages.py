@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from fusionkv.gateway.client.client import Client
-from fusionkv.gateway.client.results import Answer, Explanation, Passage
+from fusionkv.gateway.client.results import Answer, Explanation, Passage, Summary
+from fusionkv.protos.runtime.errors import InvalidArgument
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system
@@ -76,6 +77,36 @@ def laid_out(client: Client, **asked: Any) -> tuple[str, str]:
     (found,) = [event for event in events if isinstance(event, Explanation)]
     assert ["".join(chunk.texts) for chunk in found.chunks] == ["A page.\n"]
     return "".join(found.system.texts), "".join(found.question.texts)
+
+
+def test_an_empty_list_of_passages_is_plain_generation(client: Client) -> None:
+    """No instruction and no worker's user message: the conversation alone, labelled, as there is no chat template."""
+    talk = said(user="Who?", assistant="He.") + said(user="Why?")
+    for asked, expected in (
+        ({"question": "Who?"}, ("<bos>", "Question: Who?\nAnswer:")),
+        (
+            {"messages": talk, "system": "Be brief."},
+            ("<bos>Be brief.\n", "Question: Who?\nAnswer: He.\nQuestion: Why?\nAnswer:"),
+        ),
+        ({"question": "def f(", "prompt_template": "{passages}{question}"}, ("<bos>", "def f(")),
+    ):
+        events = list(client.stream(passages=[], explain=True, max_tokens=2, **asked))  # type: ignore[arg-type]
+        (found,) = [event for event in events if isinstance(event, Explanation)]
+        assert ("".join(found.system.texts), "".join(found.question.texts)) == expected
+        summary = events[-1]
+        assert isinstance(summary, Summary)
+        assert (summary.context_tokens, summary.chunks_retrieved, summary.tokens_generated) == (0, 0, 2)
+        assert not summary.degraded
+    recipes = {
+        client.ask(question="Who?", passages=[], max_tokens=4, recipe=name).text
+        for name in ("", "full_attention", "full_reuse")
+    }
+    assert len(recipes) == 1
+    for asked in ({}, {"passages": None}):
+        with pytest.raises(InvalidArgument, match="neither a corpus nor passages are given: for an answer without"):
+            client.ask(question="Who?", **asked)
+    with pytest.raises(InvalidArgument, match="a corpus and no_passages are given"):
+        client.ask("base", "Who?", passages=[])
 
 
 def test_messages_keep_their_roles(client: Client) -> None:

@@ -21,6 +21,8 @@ from fusionkv.protos.fusion.v1.fusion_pb2 import Sampling
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import InvalidArgument
 from tests.conftest import ROOT
+from tests.fusion_worker.oracle import byte_tokenizer
+from tests.fusion_worker.test_models import LLAMA_LIKE, QWEN_LIKE
 from tests.gateway import test_tokens
 
 NAN = float("nan")
@@ -139,13 +141,42 @@ def test_prompt_and_answer_must_fit_the_model() -> None:
 
 
 @pytest.mark.parametrize(
+    "talk",
+    [
+        [("user", "Who?")],
+        [("system", "Be brief."), ("user", "Who?")],
+        [("user", "Who?"), ("assistant", "He."), ("user", "Why?")],
+    ],
+    ids=len,
+)
+@pytest.mark.parametrize("chat", [QWEN_LIKE, LLAMA_LIKE])
+def test_without_passages_a_prompt_is_that_of_the_chat_template(chat: str, talk: list[tuple[str, str]]) -> None:
+    """Also if the operator has a user message for prompts with passages."""
+    tokenizer = byte_tokenizer(chat_template=chat)
+    template = PromptTemplate.of(tokenizer).configured("", "Use these:\n{passages}Then say: {question}")
+    as_json = tokenizer.backend_tokenizer.to_str().encode()
+    model = fusion_pb2.GetModelResponse(
+        tokenizer_json=as_json, template=fusion_pb2.PromptTemplate(**asdict(template)), max_tokens=1000
+    )
+    messages = [{"role": role, "content": text} for role, text in talk]
+    request = requests.generate(passages=[], messages=messages)
+    made = plan.build(request, Conversation.of(request), PLAIN, [], Vocabulary(model), "")
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    assert [*made.system.ids, *made.question.ids] == ids
+    assert not made.chunks
+
+
+@pytest.mark.parametrize(
     ("wrong", "error"),
     [
         ({"prompt_template": "{question}"}, r"must contain \{passages\} and, behind it, \{question\}, each once"),
         ({"prompt_template": "{passages}{question}" + "x" * 65_536}, "the prompt template has 65556 characters"),
         ({"sampling": Sampling(temperature=NAN)}, "temperature is nan"),
         ({"corpus": ""}, "neither a corpus nor passages are given"),
-        ({"passages": [ONE]}, "both a corpus and passages are given"),
+        ({"passages": [ONE]}, "a corpus and passages are given: a request needs exactly one of them"),
+        ({"no_passages": True}, "a corpus and no_passages are given"),
+        ({"corpus": "", "passages": [ONE], "no_passages": True}, "passages and no_passages are given"),
+        ({"corpus": "", "no_passages": True, "query": "q"}, "query, top_k and filter apply to a corpus only"),
         ({"query": " "}, "query is empty"),
         ({"corpus": "", "passages": [ONE], "query": "q"}, "query, top_k and filter apply to a corpus only"),
         ({"corpus": "", "passages": [ONE], "top_k": 1}, "query, top_k and filter apply to a corpus only"),

@@ -65,9 +65,10 @@ class FusionKVRetriever(RetrievalFields, BaseRetriever):
 class ChatFusionKV(QuestionFields, BaseChatModel):
     """A chat model that answers over a corpus; the gateway retrieves passages and reuses their KV.
 
-    Without a corpus, each call takes its passages: `chat.invoke(messages, passages=[...])`, which are texts,
-    `Passage`s or documents, whose metadata `title` is the passage's title. Retrieval uses the last message. A call
-    may override the options: `chat.invoke(messages, max_tokens=16)`. Unknown arguments are errors.
+    Without a corpus, it answers over the passages of a call, `chat.invoke(messages, passages=[...])`, and without
+    them from the messages alone. Passages are texts, `Passage`s or documents, whose metadata `title` is the passage's
+    title. Retrieval uses the last message. A call may override the options: `chat.invoke(messages, max_tokens=16)`.
+    Unknown arguments are errors.
 
     `response_metadata` of an answer holds its sources, with the documents' metadata, and its summary. Raises the
     errors of `fusionkv.protos.runtime.errors`.
@@ -104,7 +105,7 @@ class ChatFusionKV(QuestionFields, BaseChatModel):
         """The key of LangChain's cache for an answer beside the messages: all else that determines it."""
         options = self._call(kwargs, stop)
         options.pop("timeout", None)
-        passages, metadata = _passages(options)
+        passages, metadata = self._passages(options)
         request = requests.generate(self.corpus, "", **{**options, "passages": passages})
         sent = hashlib.sha256(request.SerializeToString(deterministic=True))
         sent.update(json.dumps(metadata, sort_keys=True, default=repr).encode())
@@ -164,8 +165,16 @@ class ChatFusionKV(QuestionFields, BaseChatModel):
         """The options of a call, with its messages and passages, and the metadata of each passage."""
         turns = [_turn(number, message) for number, message in enumerate(messages)]
         options = self._call(arguments, stop)
-        passages, metadata = _passages(options)
+        passages, metadata = self._passages(options)
         return {**options, "passages": passages, "messages": turns}, metadata
+
+    def _passages(self, options: dict[str, Any]) -> tuple[list[str | Passage] | None, list[dict[str, Any]]]:
+        """Takes the passages out of the options of a call; and the metadata of each, which stays here."""
+        passages = self.take_passages(options)
+        if passages is None:
+            return None, []
+        metadata = [passage.metadata if isinstance(passage, Document) else {} for passage in passages]
+        return [_passage(passage) for passage in passages], metadata
 
     def _call(self, arguments: dict[str, Any], stop: list[str] | None = None) -> dict[str, Any]:
         """The options of a call; `stream` is LangChain's own."""
@@ -187,13 +196,6 @@ def _document(passage: Passage) -> Document:
     # The title stands above the text in the prompt: with it, the text is the same chunk in every request.
     title = {"title": passage.title} if passage.title else {}
     return Document(passage.text, id=passage.name, metadata={**origin, **passage.metadata, **title})
-
-
-def _passages(options: dict[str, Any]) -> tuple[list[str | Passage], list[dict[str, Any]]]:
-    """Takes the passages out of the options of a call; and the metadata of each, which stays here."""
-    passages = requests.listed("passages", options.pop("passages", ()))
-    metadata = [passage.metadata if isinstance(passage, Document) else {} for passage in passages]
-    return [_passage(passage) for passage in passages], metadata
 
 
 def _passage(passage: str | Passage | Document) -> str | Passage:

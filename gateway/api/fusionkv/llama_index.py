@@ -61,11 +61,13 @@ class FusionKVRetriever(BaseRetriever):
 
 
 class FusionKV(QuestionFields, LLM):
-    """Answers over a corpus, or over the `passages` of a call: `llm.complete(question, passages=[...])`.
+    """Answers over a corpus; without one, over the passages of a call, `llm.complete(question, passages=[...])`.
 
-    Passages are texts, `Passage`s or nodes; the source of a node has its id and metadata. A call may override the
-    options: `llm.complete(question, max_tokens=16)`. Unknown arguments are errors. `additional_kwargs` of an answer
-    holds its sources and its summary. Raises the errors of `fusionkv.protos.runtime.errors`.
+    A call with neither is answered from its messages alone, as chat engines and `predict` need it. In a query engine,
+    use FusionKVSynthesizer, which sends the nodes as passages. Passages are texts, `Passage`s or nodes; the source of
+    a node has its id and metadata. A call may override the options: `llm.complete(question, max_tokens=16)`. Unknown
+    arguments are errors. `additional_kwargs` of an answer holds its sources and its summary. Raises the errors of
+    `fusionkv.protos.runtime.errors`.
     """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
@@ -139,15 +141,11 @@ class FusionKV(QuestionFields, LLM):
         """The options of a call, and the reader of its answer."""
         turns = [_turn(number, message) for number, message in enumerate(messages)]
         options = self.call_options(arguments)
-        passages = requests.listed("passages", options.pop("passages", ()))
-        if not self.corpus and not passages:
-            raise InvalidArgument(
-                "there is neither a corpus nor passages: set `corpus`, or give `passages`; in a query engine, use "
-                "FusionKVSynthesizer, which sends the nodes as passages"
-            )
+        passages = self.take_passages(options)
+        sent = None if passages is None else [_passage(passage) for passage in passages]
         conversation = {"messages": turns} if turns else {"question": question}
-        sent = [_passage(passage) for passage in passages]
-        return {**options, "passages": sent, **conversation}, _Reader([_metadata(passage) for passage in passages])
+        read = _Reader([_metadata(passage) for passage in passages or ()])
+        return {**options, "passages": sent, **conversation}, read
 
     def _parts(
         self, arguments: dict[str, Any], question: str = "", messages: Sequence[ChatMessage] = ()
