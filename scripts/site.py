@@ -81,9 +81,9 @@ def _home(page: str) -> str:
     """The home page: what the README says to users, its picture beside the first paragraphs, and no sidebars.
 
     Raises:
-        ValueError: the README lacks a picture before its first table, or a section "Dependencies".
+        ValueError: the README lacks a picture before its first table.
     """
-    page, _, _ = page[: page.index("\n## Dependencies\n") + 1].partition("\n## Documentation\n")
+    page, _, _ = page.partition("\n## Documentation\n")
     first, table, rest = page.partition("\n| ")
     picture = _PICTURE.search(first)
     if picture is None:
