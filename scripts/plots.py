@@ -86,20 +86,23 @@ def throughput(rows: list[dict[str, Any]]) -> None:
 
 
 def first_token(page: str) -> None:
-    """Time to the first token over the length of the context, with AMX and without."""
+    """Time to the first token over the length of the context, with AMX and without, of the recipes measured there."""
     rows = table(page, "Time to the first token")
     names = [name for name in rows[0] if name.endswith(", s")]
+    colours = dict(zip(names, (INK, OTHER, THIRD, OURS), strict=True))
     figure, panels = plt.subplots(2, 1, figsize=(WIDTH, 2.4 * PANEL), layout="constrained", sharex=True)
+    labels = {}
     for panel, amx in zip(panels, ("no", "yes"), strict=True):
         mine = [row for row in rows if row["AMX"] == amx]
         contexts = [number(row["context"]) for row in mine]
-        for name, colour in zip(names, (INK, OTHER, THIRD, OURS), strict=True):
-            label = name.removesuffix(", s").strip("`")
-            panel.plot(contexts, [number(row[name]) for row in mine], "o-", ms=4, color=colour, label=label)
+        for name in (name for name in names if all(row[name] for row in mine)):
+            seconds = [number(row[name]) for row in mine]
+            (line,) = panel.plot(contexts, seconds, "o-", ms=4, color=colours[name])
+            labels[name.removesuffix(", s").strip("`")] = line
         panel.set(title=f"with{'out' * (amx == 'no')} AMX", ylabel="seconds")
         panel.set_ylim(bottom=0)
     panels[1].set_xlabel("tokens of context")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+    figure.legend(labels.values(), labels, loc="outside lower center", ncols=4, frameon=False)
     save(figure, IMAGES / "first-token.svg")
 
 
