@@ -56,7 +56,13 @@ class WorkerConfig:
         low=1,
     )
     rank_timeout: float = setting(120.0, "seconds that ranks wait for one another before the worker exits", low=1)
-    pool_bytes: int = setting(1 << 30, "size of the paged KV pool on each device", bytes=True, low=1 << 20)
+    pool_bytes: int = setting(
+        0,
+        "size of the paged KV pool on each device; 0 takes a GPU's free memory, less a tenth of all its memory, and "
+        "1GiB on a CPU",
+        bytes=True,
+        low=0,
+    )
     page_tokens: int = setting(16, "tokens in a page of the pool", low=1, high=1024)
     max_prompt_tokens: int = setting(
         0, "maximum tokens of a prompt and its answer together; 0 uses the model's limit", low=0

@@ -54,8 +54,8 @@ _PROBED = 8
 class Ranks:
     """Process `rank` of `count`. Each has an equal share of the model's heads.
 
-    All ranks must call `total` in the same order. It raises RuntimeError when another rank ended, or did not answer
-    within the timeout of torch.distributed's default group, which transformers' split layers use as well.
+    All ranks must call `total` and `least` in the same order. They raise RuntimeError when another rank ended, or did
+    not answer within the timeout of torch.distributed's default group, which transformers' split layers use as well.
     """
 
     rank: int = 0
@@ -66,6 +66,14 @@ class Ranks:
         if self.count > 1:
             dist.all_reduce(partial)
         return partial
+
+    def least(self, number: int, device: torch.device) -> int:
+        """The minimum of a number over all ranks. device: of the rank."""
+        if self.count == 1:
+            return number
+        there = torch.tensor(number, device=device)
+        dist.all_reduce(there, dist.ReduceOp.MIN)
+        return int(there)
 
 
 ALONE = Ranks()

@@ -147,17 +147,14 @@ class LoadedChunk:
         return stretches(self.pooled.runs, len(self.source.chunk), position, shift, hidden)
 
 
-def masked(
-    parts: Sequence[LoadedChunk], computed: torch.Tensor, device: torch.device
-) -> Iterator[tuple[LoadedChunk, torch.Tensor | None]]:
-    """Yields each part with a mask of its recomputed tokens: bool [tokens] on the device, None if there are none.
+def masked(parts: Sequence[LoadedChunk], computed: torch.Tensor) -> Iterator[tuple[LoadedChunk, torch.Tensor | None]]:
+    """Yields each part with a mask of its recomputed tokens: bool [tokens], None if there are none.
 
-    computed: bool [positions] on the CPU; reading it from a GPU would synchronise once for each part.
+    computed: bool [positions].
     """
-    there = computed.to(device)
     for part in parts:
         place = slice(part.source.position, part.source.position + len(part.source.chunk))
-        yield part, there[place] if computed[place].any() else None
+        yield part, computed[place] if computed[place].any() else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import grpc
 
 from fusionkv.fusion_worker.client import CHECKSUM
 from fusionkv.fusion_worker.compute.engine import Engine, TPGroup
-from fusionkv.fusion_worker.compute.kv_pool import KVPool
+from fusionkv.fusion_worker.compute.kv_pool import KVPool, pool_size
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.decode.sampling import SamplingParams
 from fusionkv.fusion_worker.load.encoder import Encoder
@@ -63,7 +63,7 @@ class FusionServicer:
         self._model = model
         self._verdict = verdict or Verdict(model.fingerprint.hex(), {})
         self.cache = CacheClient(config.cache, config.client_tls()) if config.cache else None
-        self.pool = KVPool.of(model.kv, config.pool_bytes, config.page_tokens, model.device)
+        self.pool = KVPool.of(model.kv, pool_size(config.pool_bytes, model), config.page_tokens, model.device)
         self.engine = Engine(model, self.pool, config, tp)
         self.loader = Loader(config, model, self.pool, self.engine, self.cache)
         self.auxiliary = Auxiliary(config, model, auxiliary, self.cache) if auxiliary is not None else None

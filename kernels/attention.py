@@ -107,16 +107,16 @@ def tempered_attention(
     For c the keys in the range and o all others, with attentions A_c (at the temperature) and A_o and sums of
     exponentials Z_c and Z_o, the result is (Z_c^scale A_c + Z_o A_o) / (Z_c^scale + Z_o).
     """
-    order = span.in_order(rotation)
+    order, rows = span.in_order(rotation, q.device), span.positions_on(q.device)[:, None]
     heads, kv_heads = q.shape[1], k_pool.shape[1]
     keys = order.keys(k_pool).float().transpose(0, 1)
     values = v_pool.index_select(0, order.slots).float().transpose(0, 1)
     folded = q.float().transpose(0, 1).reshape(kv_heads, -1, q.shape[2])
     scores = (folded @ keys.transpose(1, 2) * scale).unflatten(1, (heads // kv_heads, span.rows))
     position = torch.arange(len(order.slots), device=q.device)
-    unseen = position > span.positions[:, None]
+    unseen = position > rows
     if window is not None:
-        unseen |= position <= span.positions[:, None] - window
+        unseen |= position <= rows - window
     scores = scores.masked_fill(unseen, float("-inf"))
     inside = (position >= temper.low) & (position < temper.high)
     scores = torch.where(inside, scores / temper.temperature, scores)

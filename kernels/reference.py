@@ -34,8 +34,7 @@ def attention_scores(
 ) -> torch.Tensor:
     """The same as `attention.attention_scores`."""
     weights, _ = _weights(q[span.start : span.stop], k_pool, k_pool, span, rotation, scale, window)
-    positions = torch.cat([s.key_positions(q.device) for s in span.segments])
-    visible = torch.cat([_visible(s, q.device) for s in span.segments])
+    positions, visible = _keys(span, q.device)
     scores = torch.zeros(int(span.positions[-1]) + 1, dtype=torch.float32, device=q.device)
     seen = visible & (positions < len(scores))
     return scores.index_put_((positions[seen],), weights.sum((0, 1))[seen].float())
@@ -55,16 +54,18 @@ def _weights(
     groups = q.shape[1] // k_pool.shape[1]
     keys = torch.cat([rotation.turn(k_pool[s.start : s.stop].to(wide), s.shift) for s in span.segments])
     values = torch.cat([v_pool[s.start : s.stop] for s in span.segments])
-    positions = torch.cat([s.key_positions(q.device) for s in span.segments])
-    mask = torch.cat([_visible(s, q.device) for s in span.segments])[None] & (positions <= span.positions[:, None])
+    positions, visible = _keys(span, q.device)
+    rows = span.positions_on(q.device)[:, None]
+    mask = visible & (positions <= rows)
     if window is not None:
-        mask &= positions > span.positions[:, None] - window
+        mask &= positions > rows - window
     keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
     logits = torch.einsum("rhd,nhd->hrn", q.to(wide), keys) * scale
     return logits.masked_fill(~mask, float("-inf")).softmax(-1), values
 
 
-def _visible(segment, device: torch.device) -> torch.Tensor:  # type: ignore[no-untyped-def]
-    if segment.hidden is None:
-        return torch.ones(segment.length, dtype=torch.bool, device=device)
-    return ~segment.hidden
+def _keys(span: QuerySpan, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of all slots of a span: int64 positions, and bool, whether they are visible."""
+    positions = torch.cat([s.key_positions() for s in span.segments])
+    shown = [torch.ones(s.length, dtype=torch.bool) if s.hidden is None else ~s.hidden for s in span.segments]
+    return positions.to(device), torch.cat(shown).to(device)

@@ -1,14 +1,21 @@
-"""The inputs of attention: RoPE, runs of pool slots with their positions, and the query rows that read them."""
+"""The inputs of attention: RoPE, runs of pool slots with their positions, and the query rows that read them.
+
+Their tensors are in host memory, so that no plan of a step waits for a GPU.
+"""
 
 import itertools
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from fusionkv.kernels.upload import upload
+
 _T = TypeVar("_T")
+# A hidden slot's position, above every row's: one comparison is both the causal mask and the mask of hidden slots.
+NEVER = 2**31 - 1
 
 
 class Rotation:
@@ -37,11 +44,12 @@ class Rotation:
         """Rotates `x` `[..., head_dim]` by `shift` positions, in its dtype; returns `x` itself if shift is 0."""
         return x if shift == 0 else self.apply(x, *self._factors(shift, x.device))
 
-    def factors(self, shifts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def factors(self, shifts: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines, float32 [tokens, rotary_dim / 2] each, that rotate tokens by int64 [tokens] shifts."""
         different, which = shifts.unique(return_inverse=True)
-        angle = different[:, None] * self.inv_freq.to(shifts.device).double()
-        return angle.cos().float()[which], angle.sin().float()[which]
+        angle = different[:, None] * self.inv_freq.double()
+        cos, sin, which = upload([angle.cos().float(), angle.sin().float(), which], device)
+        return cos[which], sin[which]
 
     def apply(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor | None = None
@@ -71,6 +79,7 @@ class KVSegment:
     positions: int64 [length], ascending, for slots whose positions in the prompt are not consecutive.
     hidden: bool [length]; True for a stale slot whose token is recomputed in another slot: no row attends to it. A
         segment has `positions` (fresh keys) or `hidden` (stale keys), not both.
+    listed: int32 [length], each slot's position, NEVER for a hidden one; None if slot i is visible at `first + i`.
     """
 
     start: int
@@ -79,6 +88,14 @@ class KVSegment:
     shift: int = 0
     positions: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
+    listed: torch.Tensor | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        assert self.positions is None or self.hidden is None, "a segment has positions or hidden slots, not both"
+        listed = None if self.positions is None else self.positions.int()
+        if self.hidden is not None:
+            listed = self.key_positions().int().masked_fill_(self.hidden, NEVER)
+        object.__setattr__(self, "listed", listed)
 
     @property
     def stop(self) -> int:
@@ -89,11 +106,9 @@ class KVSegment:
         """Position of the last slot."""
         return self.first + self.length - 1 if self.positions is None else int(self.positions[-1])
 
-    def key_positions(self, device: torch.device) -> torch.Tensor:
+    def key_positions(self) -> torch.Tensor:
         """int64 [length]: position of each slot's key in the prompt."""
-        if self.positions is not None:
-            return self.positions
-        return torch.arange(self.first, self.first + self.length, device=device)
+        return torch.arange(self.first, self.first + self.length) if self.positions is None else self.positions
 
 
 class Prepared:
@@ -130,9 +145,13 @@ class QuerySpan(Prepared):
     def rows(self) -> int:
         return self.stop - self.start
 
-    def in_order(self, rotation: Rotation) -> "Order":
-        """The span's keys in prompt order, computed once for all layers."""
-        return self.once(Order.of, rotation)
+    def in_order(self, rotation: Rotation, device: torch.device) -> "Order":
+        """The span's keys in prompt order, with tensors on a device, computed once for all layers."""
+        return self.once(Order.of, rotation, device)
+
+    def positions_on(self, device: torch.device) -> torch.Tensor:
+        """The rows' positions on a device, copied once for all layers."""
+        return self.once(_positions_on, device)
 
     def last(self, count: int, start: int) -> "QuerySpan":
         """The last `count` rows, as those from `start` on of another batch, with the order of keys known so far."""
@@ -142,23 +161,27 @@ class QuerySpan(Prepared):
 
     def keys(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """int64 each: position, slot and shift of every key that any row sees, in the order of the segments."""
-        device, segments = self.positions.device, self.segments
+        segments = self.segments
         counts = [s.length for s in segments]
-        which = torch.repeat_interleave(torch.tensor(counts, device=device), output_size=sum(counts))
+        which = torch.repeat_interleave(torch.tensor(counts), output_size=sum(counts))
         begins = [end - count for end, count in zip(itertools.accumulate(counts), counts, strict=True)]
         table = [(s.first - begin, s.start - begin, s.shift) for s, begin in zip(segments, begins, strict=True)]
-        at, slots, shifts = torch.tensor(table, device=device).t().index_select(1, which).unbind()
-        place = torch.arange(len(which), device=device)
+        at, slots, shifts = torch.tensor(table).t().index_select(1, which).unbind()
+        place = torch.arange(len(which))
         at, slots = at + place, slots + place
         for segment, begin in zip(segments, begins, strict=True):
             if segment.positions is not None:
                 at[begin : begin + segment.length] = segment.positions
         seen = at <= self.positions[-1]
         if any(s.hidden is not None for s in segments):
-            nothing = torch.zeros(max(counts), dtype=torch.bool, device=device)
+            nothing = torch.zeros(max(counts), dtype=torch.bool)
             seen &= ~torch.cat([nothing[: s.length] if s.hidden is None else s.hidden for s in segments])
         (kept,) = seen.nonzero(as_tuple=True)
         return at[kept], slots[kept], shifts[kept]
+
+
+def _positions_on(span: QuerySpan, device: torch.device) -> torch.Tensor:
+    return upload([span.positions], device)[0]
 
 
 class Spans(Prepared, tuple[QuerySpan, ...]):
@@ -179,14 +202,15 @@ class Order(NamedTuple):
     moved: bool
 
     @classmethod
-    def of(cls, span: QuerySpan, rotation: Rotation) -> "Order":
+    def of(cls, span: QuerySpan, rotation: Rotation, device: torch.device) -> "Order":
         """The order of the keys that the span's last row sees."""
         length, at, slots, shifts = int(span.positions[-1]) + 1, *span.keys()
-        ordered = torch.full((2, length), -1, dtype=torch.int64, device=at.device)
+        ordered = torch.full((2, length), -1, dtype=torch.int64)
         ordered[:, at] = torch.stack([slots, shifts])
         slots, shifts = ordered
         assert (slots >= 0).all(), "a position has no key"
-        return cls(slots, *rotation.factors(shifts), rotation, bool(shifts.any()))
+        (there,) = upload([slots], device)
+        return cls(there, *rotation.factors(shifts, device), rotation, bool(shifts.any()))
 
     def keys(self, k_pool: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The keys in prompt order, rotated: [positions, kv_heads, head_dim]. dtype: None for that of the pool."""

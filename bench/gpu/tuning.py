@@ -32,8 +32,8 @@ def tune(head_dim: int, dtype: torch.dtype, device: torch.device) -> Tile:
     from fusionkv.kernels.gpu import sparse_attention_triton
 
     context, chunk, heads, kv_heads = 16384, 512, 28, 4
-    chosen = torch.randperm(context, device=device)[: context * 15 // 100].sort().values
-    hidden = torch.zeros(context, dtype=torch.bool, device=device).index_fill_(0, chosen, True)
+    chosen = torch.randperm(context)[: context * 15 // 100].sort().values
+    hidden = torch.zeros(context, dtype=torch.bool).index_fill_(0, chosen, True)
     segments = [KVSegment(i, chunk, i, shift=i, hidden=hidden[i : i + chunk]) for i in range(0, context, chunk)]
     segments.append(KVSegment(context, len(chosen), int(chosen[0]), positions=chosen))
     rotation = Rotation(1e6 ** (-torch.arange(head_dim // 2) / (head_dim // 2)), interleaved=False)

@@ -49,10 +49,9 @@ class Problem:
     rotation: Rotation
 
     @classmethod
-    def random(cls, shape: Shape, slots: int, spans: Spans, dtype: torch.dtype) -> "Problem":
-        """Random normal queries, keys and values for these spans, on their device."""
-        device, rows = spans[0].positions.device, spans[-1].stop
-        q = torch.randn(rows, shape.heads, shape.dim, dtype=dtype, device=device)
+    def random(cls, shape: Shape, slots: int, spans: Spans, device: torch.device, dtype: torch.dtype) -> "Problem":
+        """Random normal queries, keys and values for these spans."""
+        q = torch.randn(spans[-1].stop, shape.heads, shape.dim, dtype=dtype, device=device)
         k, v = (torch.randn(slots, shape.kv_heads, shape.dim, dtype=dtype, device=device) for _ in range(2))
         return cls(q, k, v, spans, rotary(shape.dim))
 
@@ -99,9 +98,7 @@ def choose(first: int, tokens: int, share: float) -> torch.Tensor:
     return first + torch.randperm(tokens)[: round(share * tokens)].sort().values
 
 
-def lay_out(
-    parts: Sequence[Part], computed: torch.Tensor, fresh: int, row: int, rows: int, device: torch.device
-) -> QuerySpan:
+def lay_out(parts: Sequence[Part], computed: torch.Tensor, fresh: int, row: int, rows: int) -> QuerySpan:
     """The span of the last `rows` computed tokens, and all keys that they see.
 
     Args:
@@ -110,21 +107,19 @@ def lay_out(
         fresh: slot of the first computed token's fresh key; the others follow.
         row: first query row.
         rows: number of query rows.
-        device: device of the span's tensors.
     """
     stale = torch.zeros(sum(part.length for part in parts), dtype=torch.bool)
     stale[computed[computed < len(stale)]] = True
-    hidden = stale.to(device)
     segments, at = [], 0
     for part in parts:
         stop = at + part.length
-        unseen = hidden[at:stop] if stale[at:stop].any() else None
+        unseen = stale[at:stop] if stale[at:stop].any() else None
         segments.append(KVSegment(part.slot, part.length, at, at - part.base, hidden=unseen))
         at = stop
-    first, positions = int(computed[0]), computed.to(device)
+    first = int(computed[0])
     gapless = int(computed[-1]) - first + 1 == len(computed)
-    segments.append(KVSegment(fresh, len(computed), first, positions=None if gapless else positions))
-    return QuerySpan(row, row + rows, positions[len(computed) - rows :], tuple(segments))
+    segments.append(KVSegment(fresh, len(computed), first, positions=None if gapless else computed))
+    return QuerySpan(row, row + rows, computed[len(computed) - rows :], tuple(segments))
 
 
 def cached(context: int, chunk: int) -> list[Part]:
@@ -142,8 +137,8 @@ def prefill(
     """The problem with a random share of the context and a question as rows over cached chunks."""
     start = SYSTEM + context
     computed = torch.cat([choose(SYSTEM, context, ratio), torch.arange(start, start + QUESTION)])
-    span = lay_out(cached(context, chunk), computed, start, 0, len(computed), device)
-    return Problem.random(shape, start + len(computed), Spans([span]), dtype)
+    span = lay_out(cached(context, chunk), computed, start, 0, len(computed))
+    return Problem.random(shape, start + len(computed), Spans([span]), device, dtype)
 
 
 def decode(shape: Shape, context: int, batch: int, shared: bool, device: torch.device, dtype: torch.dtype) -> Problem:
@@ -154,6 +149,6 @@ def decode(shape: Shape, context: int, batch: int, shared: bool, device: torch.d
         start = 0 if shared else slot
         slot += 0 if shared else context
         parts = [Part(start + place * chunk, chunk, 7) for place in torch.randperm(DECODE_CHUNKS).tolist()]
-        spans.append(lay_out(parts, computed, slot, row, 1, device))
+        spans.append(lay_out(parts, computed, slot, row, 1))
         slot += len(computed)
-    return Problem.random(shape, slot, Spans(spans), dtype)
+    return Problem.random(shape, slot, Spans(spans), device, dtype)

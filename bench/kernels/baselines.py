@@ -15,7 +15,7 @@ class Dense:
 
     def __init__(self, problem: Problem) -> None:
         (span,) = problem.spans
-        order = span.in_order(problem.rotation)
+        order = span.in_order(problem.rotation, problem.q.device)
         self.positions = span.positions
         self.q = problem.q.transpose(0, 1)[None].contiguous()
         self.k = order.keys(problem.k).transpose(0, 1)[None].contiguous()
@@ -36,7 +36,7 @@ class Masked:
         groups = dense.q.shape[1] // dense.k.shape[1]
         self._q = dense.q
         self._k, self._v = (x.repeat_interleave(groups, 1) for x in (dense.k, dense.v))
-        self._mask = torch.arange(dense.keys, device=dense.q.device) <= dense.positions[:, None]
+        self._mask = torch.arange(dense.keys, device=dense.q.device) <= dense.positions.to(dense.q.device)[:, None]
 
     @staticmethod
     def refusal(dense: Dense) -> str:

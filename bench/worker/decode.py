@@ -22,12 +22,12 @@ from fusionkv.kernels.segments import KVSegment, QuerySpan, Spans
 CHUNKS, REQUESTS, RATIO = (1, 8, 20), (1, 8), 0.15
 
 
-def _segments(request: int, chunks: int, tokens: int, ratio: float, device: torch.device) -> tuple[KVSegment, ...]:
+def _segments(request: int, chunks: int, tokens: int, ratio: float) -> tuple[KVSegment, ...]:
     """Segments of a request: shared chunks that were rotated for other positions, and its own tokens after them."""
     each, own = tokens // chunks, tokens + request * (tokens + 1)
     if chunks == 1 and not ratio:
         return KVSegment(0, tokens, 0), KVSegment(own, 1, tokens)
-    recomputed = (torch.rand(chunks * each, generator=torch.Generator().manual_seed(request)) < ratio).to(device)
+    recomputed = torch.rand(chunks * each, generator=torch.Generator().manual_seed(request)) < ratio
     positions = recomputed.nonzero()[:, 0]
     stale = [
         KVSegment(at, each, at, shift=at + 1, hidden=recomputed[at : at + each] if ratio else None)
@@ -42,11 +42,11 @@ def _segments(request: int, chunks: int, tokens: int, ratio: float, device: torc
 
 def _step(model: models.Model, pool: torch.Tensor, chunks: int, requests: int, tokens: int, ratio: float) -> float:
     """Seconds of a step that decodes a token of each request."""
-    position, rows = torch.tensor([tokens], device=pool.device), range(requests)
-    seen = [_segments(row, chunks, tokens // chunks * chunks, ratio, pool.device) for row in rows]
+    position, rows = torch.tensor([tokens]), range(requests)
+    seen = [_segments(row, chunks, tokens // chunks * chunks, ratio) for row in rows]
     spans = Spans([QuerySpan(row, row + 1, position, segments) for row, segments in zip(rows, seen, strict=True)])
-    slots = torch.tensor([segments[-1].stop - 1 for segments in seen], device=pool.device)
-    ids = torch.ones(requests, dtype=torch.int64, device=pool.device)
+    slots = torch.tensor([segments[-1].stop - 1 for segments in seen])
+    ids = torch.ones(requests, dtype=torch.int64)
     batch = Batch(ids, position.expand(requests), slots, spans, pool, model.rotations, used=[1] * requests)
     if pool.is_cuda:
         torch.cuda.synchronize()

@@ -9,21 +9,19 @@ import torch
 
 from fusionkv.kernels.attention import Temper, attention_scores, sparse_attention, tempered_attention
 from fusionkv.kernels.segments import QuerySpan, Rotation, Spans
+from fusionkv.kernels.upload import upload
 
 
 @dataclass(slots=True)
 class Probe:
     """Sums the attention of one span's rows to each position, over the given layers.
 
-    scores: float32 [last position + 1], complete after the forward pass.
+    scores: float32 [last position + 1], on the pool's device, complete after the forward pass.
     """
 
     span: QuerySpan
     layers: frozenset[int]
-    scores: torch.Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.scores = torch.zeros(int(self.span.positions[-1]) + 1, device=self.span.positions.device)
+    scores: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -40,6 +38,8 @@ class Votes:
 @dataclass(frozen=True, slots=True)
 class Batch:
     """A ragged batch: token rows of several requests, concatenated, with the slots of their keys.
+
+    Made in host memory; `there` copies what a forward pass reads to the pool's device.
 
     ids, positions: int64 [rows]; row i has position positions[i].
     slots: int64, slots of the pool to which the KV of the last len(slots) rows is written. Other rows write no KV.
@@ -64,6 +64,11 @@ class Batch:
     def narrows(self) -> bool:
         """Whether less than half of the rows are used; with more, a separate pass would save little."""
         return self.used is not None and 2 * sum(self.used) < len(self.ids)
+
+    def there(self) -> "Batch":
+        """The batch with ids, positions and slots on the pool's device, by one copy that nobody waits for."""
+        ids, positions, slots = upload([self.ids, self.positions, self.slots], self.pool.device)
+        return replace(self, ids=ids, positions=positions, slots=slots)
 
     def attend(
         self,
@@ -106,7 +111,7 @@ class Batch:
         return sorted((*self.spans, *(span for span, _ in self.tempered)), key=lambda span: span.start)
 
     def last(self, counts: Sequence[int]) -> "tuple[torch.Tensor, Batch]":
-        """int64, the last rows of each span, and a batch of them that writes no KV.
+        """int64, the last rows of each span, and a batch of them that writes no KV; of a batch in host memory.
 
         The order of keys that earlier layers computed is kept.
         """
@@ -116,7 +121,7 @@ class Batch:
             if count:
                 new[span.stop] = span.last(count, at)
                 at += count
-        rows = [torch.arange(stop - span.rows, stop, device=self.ids.device) for stop, span in new.items()]
+        rows = [torch.arange(stop - span.rows, stop) for stop, span in new.items()]
         kept = torch.cat([self.slots[:0], *rows])
         return kept, replace(
             self,

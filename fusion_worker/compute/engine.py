@@ -20,6 +20,7 @@ from fusionkv.fusion_worker.decode.sampling import NotFinite
 from fusionkv.fusion_worker.models import ALONE, Model, Ranks
 from fusionkv.fusion_worker.select.base import scores
 from fusionkv.fusion_worker.select.fresh_layer import FreshStates
+from fusionkv.kernels.upload import upload
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime.cancellation import to_the_end
 from fusionkv.protos.runtime.errors import Unavailable, first_line
@@ -145,10 +146,11 @@ class Engine:
         """Runs a step's rows through all layers, and completes the jobs of which it has the last rows."""
         hidden = self.tp.step(partial(forward, self._model, step.batch))
         predicted = self._predict(step, hidden)
+        drawn = step.best(predicted)
         for index, one in enumerate(step.slices):
             if one.last:
                 try:
-                    one.queued.future.set_result(step.result(index, predicted.get(index)))
+                    one.queued.future.set_result(step.result(index, predicted.get(index), drawn.get(index)))
                 except NotFinite as error:  # of this job: the step's others have their results
                     one.queued.future.set_exception(error)
 
@@ -159,7 +161,10 @@ class Engine:
             return {}
         stops = {index: step.spans[index].stop for index in counts}
         rows = [torch.arange(stops[index] - count, stops[index]) for index, count in counts.items()]
-        predicted = logits(self._model, hidden[torch.cat(rows).to(hidden.device)])
+        kept = torch.cat(rows)
+        if len(kept) < len(hidden):
+            hidden = hidden[upload([kept], hidden.device)[0]]
+        predicted = logits(self._model, hidden)
         return dict(zip(counts, predicted.split(list(counts.values())), strict=True))
 
 

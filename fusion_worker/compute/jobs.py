@@ -101,7 +101,7 @@ class ForwardJob(Generic[T_co]):
     """Rows to compute, over keys in the pool. `T_co` is the type of the result.
 
     Attributes:
-        ids, positions: int64 [rows], positions ascending.
+        ids, positions: int64 [rows] in host memory, positions ascending.
         slots: slots for the rows' KV, in row order.
         keys: segments of the keys that exist already.
         output: what is wanted of the rows.
@@ -128,12 +128,12 @@ class ForwardJob(Generic[T_co]):
     def targets(self, start: int, stop: int) -> torch.Tensor:
         """int64: the slots of the rows `[start, stop)` that are stored."""
         first = max(0, start - self.unstored)
-        return slots_of(self.slots)[first : stop - self.unstored].to(self.ids.device)
+        return slots_of(self.slots)[first : stop - self.unstored]
 
 
 def encoding(
-    ids: Sequence[int], start: int, slots: Sequence[SlotRange], keys: tuple[KVSegment, ...], device: torch.device
+    ids: Sequence[int], start: int, slots: Sequence[SlotRange], keys: tuple[KVSegment, ...]
 ) -> ForwardJob[None]:
     """The job that computes the KV of tokens at consecutive positions from `start` on."""
-    positions = torch.arange(start, start + len(ids)).to(device)
-    return ForwardJob(torch.tensor(ids, dtype=torch.int64).to(device), positions, slots, keys, Nothing())
+    positions = torch.arange(start, start + len(ids))
+    return ForwardJob(torch.tensor(ids, dtype=torch.int64), positions, slots, keys, Nothing())

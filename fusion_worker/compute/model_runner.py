@@ -10,6 +10,7 @@ from transformers import AttentionInterface
 from fusionkv.fusion_worker.compute.batch import Batch
 from fusionkv.fusion_worker.models import Model, Ranks
 from fusionkv.kernels.segments import KVSegment, QuerySpan, Spans
+from fusionkv.kernels.upload import upload
 from fusionkv.protos.runtime.errors import FailedPrecondition
 
 NAME = "fusionkv"
@@ -70,9 +71,8 @@ def install(model: Model) -> None:
 
 def _keys(model: Model, start: int) -> torch.Tensor:
     """Keys [layers, 4, kv_heads, head_dim] of four tokens from position `start` on; only RoPE depends on `start`."""
-    device, shape = model.device, model.kv
-    rows = torch.arange(4, device=device)
-    pool = torch.zeros(shape.layers, 2, 4, shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=device)
+    shape, rows = model.kv, torch.arange(4)
+    pool = torch.zeros(shape.layers, 2, 4, shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=model.device)
     spans = Spans([QuerySpan(0, 4, rows + start, (KVSegment(0, 4, start),))])
     forward(model, Batch(rows % model.vocabulary, rows + start, rows, spans, pool, model.rotations))
     return pool[:, 0]
@@ -81,31 +81,33 @@ def _keys(model: Model, start: int) -> torch.Tensor:
 @torch.inference_mode()
 def forward(model: Model, batch: Batch) -> torch.Tensor:
     """Runs all layers over the rows; writes their KV to the pool. Returns the last hidden states [rows, hidden]."""
-    decoder, place = model.network.model, batch.positions[None]
+    decoder, there = model.network.model, batch.there()
     narrows = batch.narrows and len(decoder.layers) > 1
     layers = _layers(decoder, slice(0, -1)) if narrows else decoder
-    out = layers(input_ids=batch.ids[None], position_ids=place, use_cache=False, fusionkv_batch=batch)
-    hidden = _last_layer(decoder, out.last_hidden_state, batch) if narrows else out.last_hidden_state[0]
+    out = layers(input_ids=there.ids[None], position_ids=there.positions[None], use_cache=False, fusionkv_batch=there)
+    hidden = _last_layer(decoder, out.last_hidden_state, batch, there) if narrows else out.last_hidden_state[0]
     if model.ranks.count > 1:
         _reduce_over_ranks(batch, model.ranks)
     return hidden
 
 
-def _last_layer(decoder: Any, before: torch.Tensor, batch: Batch) -> torch.Tensor:
+def _last_layer(decoder: Any, before: torch.Tensor, batch: Batch, there: Batch) -> torch.Tensor:
     """Runs the last layer: the used rows in full, all other rows only up to their KV.
 
-    before: [1, rows, hidden], after all other layers. Returns [rows, hidden], 0 for rows that are not used.
+    before: [1, rows, hidden], after all other layers. there: the batch on the pool's device. Returns [rows, hidden],
+    0 for rows that are not used.
     """
     layer = decoder.layers[-1]
     number = layer.self_attn.layer_idx
-    states, stored = _attention_inputs(decoder, layer, before, batch), slice(len(batch.ids) - len(batch.slots), None)
-    batch.pool[number, 0].index_copy_(0, batch.slots, states.k[stored])
-    batch.pool[number, 1].index_copy_(0, batch.slots, states.v[stored])
+    states, stored = _attention_inputs(decoder, layer, before, there), slice(len(batch.ids) - len(batch.slots), None)
+    batch.pool[number, 0].index_copy_(0, there.slots, states.k[stored])
+    batch.pool[number, 1].index_copy_(0, there.slots, states.v[stored])
     hidden = torch.zeros_like(before[0])
     assert batch.used is not None
-    used, narrowed = batch.last(batch.used)
-    if len(used):
+    rows, narrowed = batch.last(batch.used)
+    if len(rows):
         last = _layers(decoder, slice(-1, None))
+        (used,), narrowed = upload([rows], before.device), narrowed.there()
         place = narrowed.positions[None]
         out = last(inputs_embeds=before[:, used], position_ids=place, use_cache=False, fusionkv_batch=narrowed)
         hidden[used] = out.last_hidden_state[0]
@@ -144,8 +146,8 @@ def shallow(model: Model, batch: Batch) -> States:
 
     Returns the inputs of layer 1's attention.
     """
-    decoder, place = model.network.model, batch.positions[None]
-    first = _layers(decoder, slice(0, 1))
+    decoder, batch = model.network.model, batch.there()
+    place, first = batch.positions[None], _layers(decoder, slice(0, 1))
     hidden = first(input_ids=batch.ids[None], position_ids=place, use_cache=False, fusionkv_batch=batch)[0]
     return _attention_inputs(decoder, decoder.layers[1], hidden, batch)
 

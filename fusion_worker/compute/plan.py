@@ -35,7 +35,6 @@ class PrefillPlan:
     ids: torch.Tensor
     chosen: torch.Tensor
     stale: torch.Tensor
-    device: torch.device
     scores: torch.Tensor | None = None
     scored_rows: int = 0
     temper: Temper | None = None
@@ -54,8 +53,7 @@ class PrefillPlan:
 
     def visible(self) -> tuple[KVSegment, ...]:
         """The keys that a row after all rows so far sees."""
-        computed = lay_out(self.positions[self.evicted :].to(self.device), behind(self.layout.fresh, self.evicted))
-        return (*self.keys, *computed)
+        return (*self.keys, *lay_out(self.positions[self.evicted :], behind(self.layout.fresh, self.evicted)))
 
     def evict(self, keys: tuple[KVSegment, ...]) -> "PrefillPlan":
         """The plan with these keys in place of the parts' keys and of those of chosen and link tokens."""
@@ -70,14 +68,13 @@ class PrefillPlan:
 
     def prefill(self, output: Output[T_co]) -> ForwardJob[T_co]:
         """The job that computes all rows."""
-        ids, positions = self.ids.to(self.device), self.positions.to(self.device)
-        return ForwardJob(ids, positions, self.layout.fresh, self.keys, output, temper=self.temper)
+        return ForwardJob(self.ids, self.positions, self.layout.fresh, self.keys, output, temper=self.temper)
 
     def next(self, tokens: Sequence[int], output: Output[T_co]) -> ForwardJob[T_co]:
         """The job that computes more tokens after all rows so far, which have been computed."""
         return ForwardJob(
-            torch.tensor(tokens, device=self.device),
-            self._next_positions(len(tokens)).to(self.device),
+            torch.tensor(tokens),
+            self._next_positions(len(tokens)),
             behind(self.layout.fresh, len(self.positions)),
             self.visible(),
             output,

@@ -37,7 +37,7 @@ class Planner:
         """A plan that reuses nothing: every token is a row."""
         every = torch.arange(prompt.tokens)
         stale = every[: prompt.question_start] >= len(prompt.system)
-        return PrefillPlan(layout, (), every, prompt.ids, stale.nonzero()[:, 0], stale, self._model.device)
+        return PrefillPlan(layout, (), every, prompt.ids, stale.nonzero()[:, 0], stale)
 
     def score_early(self, prompt: Prompt, recipe: Recipe, ratio: float) -> "asyncio.Task[Scored] | None":
         """Starts scoring that needs no KV of the primary model, while that KV loads; None if the recipe has none."""
@@ -91,7 +91,7 @@ class Planner:
         # With no stale token left, every recipe is full attention.
         reuses = len(chosen) < stale_tokens
         links = Links.behind(prompt, self._model.links, recipe.links if reuses else 0)
-        parts = masked(layout.parts, fresh, self._model.device)
+        parts = masked(layout.parts, fresh)
         keys = tuple(segment for part, hidden in parts for segment in links.placed(part).segments(hidden))
         rows = torch.cat([chosen, torch.arange(prompt.question_start, prompt.tokens)])
         positions, ids = rows, prompt.ids[rows]
@@ -109,7 +109,6 @@ class Planner:
             ids,
             chosen,
             stale,
-            self._model.device,
             scores=scored.scores if scored is not None else None,
             scored_rows=scored.rows if scored is not None else 0,
             temper=temper,
@@ -127,9 +126,8 @@ class Planner:
         self, layout: PromptLayout, prompt: Prompt, selectors: Sequence[Selector]
     ) -> list[Scored]:
         context = _stale(layout, prompt).nonzero()[:, 0]
-        starts = torch.tensor(_starts(prompt), device=self._model.device)
         rows = torch.cat([context, torch.arange(prompt.question_start, prompt.tokens)])
-        output = ShallowScores(tuple(selectors), starts)
+        output = ShallowScores(tuple(selectors), torch.tensor(_starts(prompt)))
         scored = await self._run(prompt, layout, rows, output, unstored=len(context))
         return [Scored(each, len(rows)) for each in scored[:, : prompt.question_start]]
 
@@ -146,9 +144,8 @@ class Planner:
         output: Output[torch.Tensor],
         unstored: int = 0,
     ) -> torch.Tensor:
-        ids, device = prompt.ids[positions], self._model.device
         # The prefill writes its own rows over these slots.
-        job = ForwardJob(ids.to(device), positions.to(device), layout.fresh, layout.segments, output, unstored)
+        job = ForwardJob(prompt.ids[positions], positions, layout.fresh, layout.segments, output, unstored)
         return await self._engine.run(job)
 
 

@@ -1,6 +1,6 @@
 """A step of the engine: slices of jobs as one batch, and the results of the jobs that it completes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from fusionkv.fusion_worker.compute.batch import Batch, Probe, Votes
 from fusionkv.fusion_worker.compute.jobs import AttentionScores, Logits, NextToken, Sampled
 from fusionkv.fusion_worker.compute.scheduler import ScheduledSlice
+from fusionkv.fusion_worker.decode.sampling import Best, best
 from fusionkv.fusion_worker.models import Model
 from fusionkv.kernels.segments import QuerySpan, Spans
 
@@ -43,7 +44,7 @@ class Step:
             spans.append(span)
             match job.output:
                 case AttentionScores(layers):
-                    probes[index] = Probe(span, layers)
+                    probes[index] = Probe(span, layers, torch.zeros(int(positions[-1]) + 1, device=kv.device))
                 case NextToken(votes=count) if count:
                     votes[index] = Votes(QuerySpan(at - count, at, positions[-count:], span.segments))
         tempers = [one.job.temper for one in slices]
@@ -72,15 +73,28 @@ class Step:
                     counts[index] = count
         return counts
 
-    def result(self, index: int, logits: torch.Tensor | None) -> Any:
+    def best(self, predicted: Mapping[int, torch.Tensor]) -> dict[int, Best]:
+        """By index of the slice, the best token of each greedy answer: one copy from the device for all of them.
+
+        predicted: by index of the slice, its logits, float32 [predicted rows, vocabulary].
+        """
+        outputs = {index: self.slices[index].job.output for index in predicted}
+        greedy = [
+            index for index, output in outputs.items() if isinstance(output, NextToken) and output.sampler.greedy
+        ]
+        logits = [predicted[index] for index in greedy]
+        return dict(zip(greedy, best(torch.cat(logits)), strict=True)) if greedy else {}
+
+    def result(self, index: int, logits: torch.Tensor | None, drawn: Best | None) -> Any:
         """The result of a slice's job, of type `T_co`; for the last slice of a job.
 
-        logits: float32 [predicted rows, vocabulary]; None if the job needs none. Raises NotFinite as `Sampler.draw`.
+        logits: float32 [predicted rows, vocabulary]; None if the job needs none. drawn: of `best`. Raises NotFinite
+        as `Sampler.draw`.
         """
         match self.slices[index].job.output:
             case NextToken(sampler, wants_logits) if logits is not None:
                 votes = torch.stack(self.votes[index].layers) if index in self.votes else None
-                return Sampled(sampler.draw(logits[0]), logits[0] if wants_logits else None, votes)
+                return Sampled(sampler.draw(logits[0], drawn), logits[0] if wants_logits else None, votes)
             case Logits():
                 return logits
             case AttentionScores():

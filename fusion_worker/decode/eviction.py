@@ -30,7 +30,7 @@ async def evict(
     fresh, low = plan.layout.fresh, len(plan.stale) - plan.context_tokens
     kept = behind(fresh, sum(run.length for run in fresh) - keep.tokens)
     tokens = most_voted(votes[..., low : len(plan.stale) + plan.links], keep.tokens) + low
-    span, to = QuerySpan(0, 1, plan.positions[-1:].to(pool.kv.device), plan.visible()), slots_of(kept)
+    span, to = QuerySpan(0, 1, plan.positions[-1:], plan.visible()), slots_of(kept)
     await to_the_end(asyncio.to_thread(tp.copy, partial(copy_kept, span, tokens, to, pool.kv, model)))
     context = stretches(kept, keep.tokens, low, shift=0)
     plan.layout.let_go()
@@ -56,7 +56,7 @@ def copy_kept(span: QuerySpan, tokens: torch.Tensor, to: torch.Tensor, kv: torch
     heads = torch.arange(kv.shape[3], device=device)
     rank_tokens = tokens.chunk(ranks.count, dim=1)[ranks.rank].transpose(1, 2).to(device)
     for pool, at, rotation in zip(kv, rank_tokens, model.rotations, strict=True):
-        order = span.in_order(rotation)
+        order = span.in_order(rotation, device)
         slots = order.slots[at]
         turned = rotation.apply(pool[0][slots, heads], order.cos[at], order.sin[at])
         pool[0].index_copy_(0, to.to(device), turned)

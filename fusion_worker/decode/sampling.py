@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +17,20 @@ class NotFinite(FailedPrecondition):
             "the model's logits for this prompt are not finite (NaN or infinity): its weights are damaged, or "
             "numbers exceed its dtype; verify the files of the model, or set --dtype float32"
         )
+
+
+class Best(NamedTuple):
+    """The minimum and maximum of logits, NaN if one of them is, and the first token that has the maximum."""
+
+    low: float
+    high: float
+    token: int
+
+
+def best(logits: torch.Tensor) -> list[Best]:
+    """Of each row of logits [rows, vocabulary]. Copied together: on a GPU, each copy waits for the step."""
+    figures = torch.stack([logits.amin(-1).double(), logits.amax(-1).double(), logits.argmax(-1).double()], dim=1)
+    return [Best(low, high, int(token)) for low, high, token in figures.tolist()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +57,21 @@ class Sampler:
             # Any 64-bit seed is accepted, but the generator takes only signed ones.
             self._random.manual_seed(params.seed & 0x7FFF_FFFF_FFFF_FFFF)
 
-    def draw(self, logits: torch.Tensor) -> int:
-        """Samples a token id from logits, float32 [vocabulary].
+    @property
+    def greedy(self) -> bool:
+        return self._params.temperature == 0.0
+
+    def draw(self, logits: torch.Tensor, known: Best | None = None) -> int:
+        """Samples a token id from logits, float32 [vocabulary]. known: their `best`, if it is known already.
 
         Raises:
             NotFinite: one of them is NaN or infinite.
         """
         params = self._params
-        if params.temperature == 0.0:
-            # NaN is the minimum of what holds one. Copied together: on a GPU, each copy waits for the step.
-            figures = torch.stack([*logits.double().aminmax(), logits.argmax().double()]).tolist()
-            _check_finite(*figures)
-            return int(figures[-1])
+        if self.greedy:
+            low, high, token = known or best(logits[None])[0]
+            _check_finite(low, high)
+            return token
         # float64, relative to the maximum: below a temperature of 1e-36 float32 would give inf - inf.
         logits = logits.cpu().double()
         _check_finite(*torch.stack(logits.aminmax()).tolist())

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.jobs import Logits
-from fusionkv.fusion_worker.compute.kv_pool import KVPool
+from fusionkv.fusion_worker.compute.kv_pool import KVPool, pool_size
 from fusionkv.fusion_worker.compute.planner import Planner
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.load.loader import Loader
@@ -68,7 +68,7 @@ def _draw(model: Model, count: int, chance: torch.Generator) -> tuple[int, ...]:
 
 async def _by_engine(model: Model, prompt: Prompt, config: WorkerConfig) -> list[torch.Tensor]:
     """Logits of the next token, with all tokens recomputed and with none."""
-    pool = KVPool.of(model.kv, config.pool_bytes, config.page_tokens, model.device)
+    pool = KVPool.of(model.kv, pool_size(config.pool_bytes, model), config.page_tokens, model.device)
     engine = Engine(model, pool, config)
     loader, planner = Loader(config, model, pool, engine, None), Planner(model, engine)
     computed = []

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fusionkv.fusion_worker.compute.engine import Engine
-from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk, slots_of
+from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk, pool_size, slots_of
 from fusionkv.fusion_worker.compute.planner import Planner, Scored
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.evaluate import metrics
@@ -65,7 +65,7 @@ class Runner:
         self._model = model
         # No answers are streamed, so steps need not be shorter during decoding.
         config = replace(config, max_mixed_tokens=config.max_step_tokens)
-        self._pool = KVPool.of(model.kv, config.pool_bytes, config.page_tokens, model.device)
+        self._pool = KVPool.of(model.kv, pool_size(config.pool_bytes, model), config.page_tokens, model.device)
         self._engine = Engine(model, self._pool, config)
         self._loader = Loader(config, model, self._pool, self._engine, None)
         self._auxiliary = Auxiliary(config, model, auxiliary, None) if auxiliary is not None else None

@@ -150,7 +150,7 @@ class ChunkLoads:
         """Computes a part's KV after the parts before it, directly into its pages."""
         keys = tuple(segment for p in before for segment in p.segments())
         ids, pooled = part.source.chunk.ids, part.pooled
-        await self._engine.run(encoding(ids, pooled.base, pooled.runs, keys, self._model.device))
+        await self._engine.run(encoding(ids, pooled.base, pooled.runs, keys))
 
 
 def _span(source: ChunkSource) -> Span:

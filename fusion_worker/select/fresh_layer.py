@@ -54,14 +54,15 @@ class FreshStates:
 
     def values_away(self) -> torch.Tensor:
         """float32 [stale tokens, kv_heads, head_dim]: fresh minus cached values."""
-        rows = self.span.positions[: self.stale]
-        cached = self.kv[1].index_select(0, self.span.in_order(self.rotation).slots[rows])
-        return self.states.v[: self.stale].float() - cached.float()
+        device, stale = self.kv.device, self.stale
+        rows = self.span.positions_on(device)[:stale]
+        cached = self.kv[1].index_select(0, self.span.in_order(self.rotation, device).slots[rows])
+        return self.states.v[:stale].float() - cached.float()
 
     def keys(self) -> torch.Tensor:
         """[positions, kv_heads, head_dim]: rotated keys in prompt order; fresh where a row has one, else cached."""
-        keys = self.span.in_order(self.rotation).keys(self.kv[0])
-        return keys.index_copy_(0, self.span.positions, self.states.k.to(keys.dtype))
+        keys = self.span.in_order(self.rotation, self.kv.device).keys(self.kv[0])
+        return keys.index_copy_(0, self.span.positions_on(keys.device), self.states.k.to(keys.dtype))
 
     def over(self, keys: torch.Tensor, first_row: int = 0) -> QuerySpan:
         """The span of the rows from `first_row` on, over `keys` as `keys()` returns them."""
@@ -84,9 +85,8 @@ class FreshStates:
         Returns:
             float32 [positions]; 0 where there is no stale token.
         """
-        positions = self.span.positions
-        out = torch.zeros(int(positions[-1]) + 1, device=positions.device)
-        out[positions[: len(each)]] = each
+        out = torch.zeros(int(self.span.positions[-1]) + 1, device=each.device)
+        out[self.span.positions_on(each.device)[: len(each)]] = each
         return self.ranks.total(out)
 
 
@@ -122,8 +122,8 @@ def _to_other_chunks(inputs: FreshStates) -> torch.Tensor:
     states, starts, keys = inputs.states, inputs.starts, inputs.keys()
     over = Spans([inputs.over(keys)])
     # 0 is the system prompt, followed by one number for each chunk.
-    chunk = torch.bucketize(torch.arange(len(keys), device=keys.device), starts, right=True)
-    row_chunks = chunk[inputs.span.positions]
+    chunk = torch.bucketize(torch.arange(len(keys), device=keys.device), starts.to(keys.device), right=True)
+    row_chunks = chunk[inputs.span.positions_on(keys.device)]
     received = torch.zeros(inputs.span.rows, device=keys.device)
     channels = keys.shape[2]
     for first in range(1, len(starts), channels):

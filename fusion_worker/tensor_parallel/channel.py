@@ -21,7 +21,8 @@ class Channel:
 
     Calls are pickled and sent through sockets that no other process can write to. Objects in `own`, which each rank
     has itself, are sent as numbers. So are tensors that were sent before, which must not change: masks are sent once,
-    not at every step. Methods raise OSError, and RuntimeError when another rank ended.
+    not at every step. A tensor in host memory remains in host memory. Methods raise OSError, and RuntimeError when
+    another rank ended.
     """
 
     def __init__(self, device: torch.device, timeout: timedelta, pipes: Sequence[socket]) -> None:
@@ -47,7 +48,11 @@ class Channel:
         pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
         pickler.persistent_id = number  # type: ignore[method-assign]
         pickler.dump(call)
-        new = {at: tensor.numpy(force=True) for tensor, at in self._numbers.items() if at not in self._sent}
+        new = {
+            at: (tensor.numpy(force=True), tensor.is_cpu)
+            for tensor, at in self._numbers.items()
+            if at not in self._sent
+        }
         self._sent = dict.fromkeys(self._numbers.values())
         message = pickle.dumps((new, [*self._sent])) + file.getvalue()
         for pipe in self._pipes:
@@ -59,7 +64,10 @@ class Channel:
             file = self._pipes[0].makefile("rb")
             while True:
                 new, sent = pickle.load(file)
-                self._sent |= {number: torch.from_numpy(array).to(self._device) for number, array in new.items()}
+                self._sent |= {
+                    number: torch.from_numpy(array).to("cpu" if on_host else self._device)
+                    for number, (array, on_host) in new.items()
+                }
                 self._sent = {number: self._sent[number] for number in sent}
                 unpickler = pickle.Unpickler(file)
                 known = dict(enumerate((self, *self.own))) | self._sent

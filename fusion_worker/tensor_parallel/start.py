@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.compute.engine import TPGroup
-from fusionkv.fusion_worker.compute.kv_pool import KVPool
+from fusionkv.fusion_worker.compute.kv_pool import KVPool, pool_size
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.models import ALONE, Model, Ranks
 from fusionkv.fusion_worker.tensor_parallel.channel import Channel
@@ -152,7 +152,8 @@ def follow(config: WorkerConfig, rank: int, meeting: Path, pipes: Sequence[int])
     """Runs a rank other than 0 until rank 0 ends: steps in this thread, copies in another one."""
     step, copy = (socket(fileno=number) for number in pipes)
     model, steps, copies = _join(config, rank, meeting, [(step, copy)])
-    steps.own = copies.own = KVPool.of(model.kv, config.pool_bytes, config.page_tokens, model.device).own(model)
+    size = pool_size(config.pool_bytes, model)
+    steps.own = copies.own = KVPool.of(model.kv, size, config.page_tokens, model.device).own(model)
     threading.Thread(target=copies.obey, name="copies", daemon=True).start()
     steps.obey()
 

@@ -106,7 +106,7 @@ class Handover:
     async def fill(self, held: HeldPrompt, plan: PrefillPlan, prompt: Prompt) -> pb.PrefilledKV:
         """Copies a prompt's KV from the pool, and makes its handle known. The plan's parts must be in the pool."""
         shape, ranks = self._model.kv, self._tp.ranks.count
-        span = QuerySpan(0, 1, plan.positions[-1:].to(plan.device), plan.visible())
+        span = QuerySpan(0, 1, plan.positions[-1:], plan.visible())
         numbers = np.frombuffer(held.data, np.uint8)
         whole = torch.from_numpy(numbers).view(shape.dtype)
         whole = whole.view(shape.layers, 2, prompt.tokens, shape.kv_heads * ranks, shape.head_dim)
@@ -182,7 +182,7 @@ class Handover:
 def copy_prompt(span: QuerySpan, kv: torch.Tensor, model: Model, into: torch.Tensor) -> None:
     """Writes the KV that a row sees to `into`, [layers, 2, tokens, kv_heads, head_dim], keys at their positions."""
     for pool, out, rotation in zip(kv, into, model.rotations, strict=True):
-        order = span.in_order(rotation)
+        order = span.in_order(rotation, kv.device)
         out[0].copy_(order.keys(pool[0]))
         out[1].copy_(pool[1][order.slots])
 

@@ -91,7 +91,7 @@ def prefill_attention(
 
     scores: float32 [last position + 1]; the attention of all rows to each position is added to it.
     """
-    order = span.in_order(rotation)
+    order = span.in_order(rotation, q.device)
     v = v_pool.index_select(0, order.slots)
     if scores is not None:
         return _explicit(q, order.keys(k_pool, torch.float32), v, span, scale, window, scores).to(q.dtype)
@@ -119,7 +119,7 @@ def attention_scores(
     q: torch.Tensor, k_pool: torch.Tensor, span: QuerySpan, rotation: Rotation, scale: float, window: int | None
 ) -> torch.Tensor:
     """`attention.attention_scores` of one span; q holds only the span's rows."""
-    k = span.in_order(rotation).keys(k_pool, torch.float32)
+    k = span.in_order(rotation, q.device).keys(k_pool, torch.float32)
     scores = torch.zeros(len(k))
     _explicit(q, k, None, span, scale, window, scores)
     return scores
@@ -291,7 +291,7 @@ def _plan(few: Spans, rotation: Rotation, groups: int, window: int | None, dtype
         parts[row[turned]].append(part)
     most = max(map(len, parts.values()))
     merged = [numbers + [0] * (most - len(numbers)) for numbers in parts.values()]
-    cos, sin = (factor[:, None] for factor in rotation.factors(torch.tensor(shifts)))
+    cos, sin = (factor[:, None] for factor in rotation.factors(torch.tensor(shifts), torch.device("cpu")))
     return _Plan(calls, torch.tensor(row), cos, sin, blind, torch.tensor(rows), torch.tensor(merged))
 
 
@@ -340,7 +340,7 @@ def _unseen(span: QuerySpan, segment: KVSegment, window: int | None) -> torch.Te
     if segment.hidden is not None:
         unseen |= segment.hidden
     if not inside:
-        keys = segment.key_positions(unseen.device)
+        keys = segment.key_positions()
         unseen |= keys > span.positions[:, None]
         if window is not None:
             unseen |= keys <= span.positions[:, None] - window

@@ -7,6 +7,7 @@ and KV head.
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -23,6 +24,7 @@ from fusionkv.kernels.gpu.tiles_triton import (
     visible,
 )
 from fusionkv.kernels.segments import QuerySpan, Rotation
+from fusionkv.kernels.upload import upload
 
 _ROWS, _KEYS = 64, 32 if INTERPRETED else 64
 
@@ -163,17 +165,20 @@ class _Plan(NamedTuple):
 
 
 def _plan(span: QuerySpan, rotation: Rotation, grid: Grid, device: torch.device) -> _Plan:
-    table = SegmentTable.of([span], rotation, grid, device)
+    table = SegmentTable.of([span], rotation, grid)
     end = int(span.positions[-1]) + 1
     blocks: list[tuple[int, int, int]] = []
-    positions: list[torch.Tensor] = []
-    listed = 0
+    places: list[np.ndarray] = []
+    listed, given = 0, table.positions.numpy()
     for index, (_, length, first, _, own, _) in enumerate(table.segments.tolist()):
         blocks += ((index, start, listed + start) for start in range(0, length, _KEYS))
-        at = torch.arange(first, first + length, device=device) if own < 0 else table.positions[own : own + length]
-        positions.append(at.long().clamp(max=end))
+        places.append(np.arange(first, first + length) if own < 0 else given[own : own + length])
         listed += length
-    return _Plan(table, torch.tensor(blocks, dtype=torch.int32).to(device), torch.cat(positions), end)
+    positions = torch.from_numpy(np.minimum(np.concatenate(places), end).astype(np.int64))
+    *tensors, block_table, positions = upload(
+        [*table.tensors(), torch.tensor(blocks, dtype=torch.int32), positions], device
+    )
+    return _Plan(table.with_tensors(tensors), block_table, positions, end)
 
 
 def attention_scores(

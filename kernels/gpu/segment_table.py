@@ -1,16 +1,16 @@
-"""A batch's spans and segments as flat device tables, made once per step and read by the kernels of every layer."""
+"""A batch's spans and segments as flat tables, made once per step and read by the kernels of every layer."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from fusionkv.kernels.segments import KVSegment, QuerySpan, Rotation
+from fusionkv.kernels.segments import NEVER, KVSegment, QuerySpan, Rotation
+from fusionkv.kernels.upload import upload
 
-# A hidden slot's position, above every row's: one comparison is both the causal mask and the mask of hidden slots.
-NEVER = 2**31 - 1
 HOLED_KEYS = 512  # maximum keys in a piece of a segment with holes
 LEAST_KEYS = 256  # minimum keys in a part: below it, merging costs more than a longer loop over keys
 
@@ -106,6 +106,17 @@ class Launch:
     rows: torch.Tensor
     shared: SharedLaunch | None = None
 
+    def tensors(self) -> list[torch.Tensor]:
+        shared = [] if self.shared is None else [self.shared.items, self.shared.members]
+        return [self.items, self.rows, *shared]
+
+    def with_tensors(self, given: Iterator[torch.Tensor]) -> "Launch":
+        """The launch with the next tensors of `given` in place of its `tensors()`."""
+        items, rows, shared = next(given), next(given), self.shared
+        if shared is not None:
+            shared = replace(shared, items=next(given), members=next(given))
+        return replace(self, items=items, rows=rows, shared=shared)
+
 
 @dataclass(frozen=True)
 class SegmentTable:
@@ -116,22 +127,35 @@ class SegmentTable:
         segments: [segments, 6]: slot, length, position of the first slot, row in `turns`, first index in `positions`
             (-1 if slot i is at first + i), and 1 if it has holes.
         positions: key positions of all segments with holes or hidden slots (NEVER), concatenated.
-        bias: float32, like `positions`: -inf for a hidden slot, otherwise 0.
         row_positions: [rows]: position of each query row.
         turns: float32 [turns, 2, rotary_dim / 2]: cos and sin that rotate a query *back* by a segment's shift.
+        bias: float32, like `positions`: -inf for a hidden slot, otherwise 0; computed where the tables are.
     """
 
     launches: tuple[Launch, ...]
     segments: torch.Tensor
     positions: torch.Tensor
-    bias: torch.Tensor
     row_positions: torch.Tensor
     turns: torch.Tensor
+    bias: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        bias = torch.zeros(self.positions.shape, device=self.positions.device)
+        object.__setattr__(self, "bias", bias.masked_fill_(self.positions == NEVER, float("-inf")))
 
     @classmethod
-    def of(cls, spans: Sequence[QuerySpan], rotation: Rotation, grid: Grid, device: torch.device) -> "SegmentTable":
-        """Makes the tables of these spans. Segments are listed in the given order, which does not affect results."""
-        listing = _Listing(device)
+    def on(cls, spans: Sequence[QuerySpan], rotation: Rotation, grid: Grid, device: torch.device) -> "SegmentTable":
+        """The tables of these spans on a device, by one copy."""
+        table = cls.of(spans, rotation, grid)
+        return table.with_tensors(upload(table.tensors(), device))
+
+    @classmethod
+    def of(cls, spans: Sequence[QuerySpan], rotation: Rotation, grid: Grid) -> "SegmentTable":
+        """Makes the tables of these spans, in host memory.
+
+        Segments are listed in the given order, which does not affect results.
+        """
+        listing = _Listing()
         launches = []
         tiles = {grid.tile(span.rows) for span in spans}
         for tile in sorted(tiles, reverse=True):
@@ -142,19 +166,28 @@ class SegmentTable:
             parts = grid.parts(sum(-(-span.rows // tile) for span in alike), max(map(_keys, alike)))
             launch = listing.launch(alike, tile, parts)
             launches.append(listing.shared(launch, shared, grid) if shared else launch)
-        rows = torch.zeros(max(s.stop for s in spans), dtype=torch.int32, device=device)
+        rows = np.zeros(max(s.stop for s in spans), np.int32)
         for span in spans:
-            rows[span.start : span.stop] = span.positions
+            rows[span.start : span.stop] = span.positions.numpy()
         angles = torch.tensor(list(listing.shifts), dtype=torch.float64)[:, None] * rotation.inv_freq.double()
-        positions = torch.cat(listing.positions or [torch.zeros(1, device=device)]).int()
         return cls(
             launches=tuple(launches),
-            segments=torch.tensor(listing.segments, dtype=torch.int32).to(device),
-            positions=positions,
-            bias=torch.zeros(len(positions), device=device).masked_fill_(positions == NEVER, float("-inf")),
-            row_positions=rows,
-            turns=torch.stack([angles.cos(), -angles.sin()], dim=1).float().to(device).contiguous(),
+            segments=_table(listing.segments),
+            positions=torch.from_numpy(np.concatenate(listing.positions or [np.zeros(1, np.int32)])),
+            row_positions=torch.from_numpy(rows),
+            turns=torch.stack([angles.cos(), -angles.sin()], dim=1).float(),
         )
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors but `bias`."""
+        own = [self.segments, self.positions, self.row_positions, self.turns]
+        return own + [tensor for launch in self.launches for tensor in launch.tensors()]
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> "SegmentTable":
+        """The table with others in place of its `tensors()`, in the same order."""
+        given = iter(tensors)
+        own = [next(given) for _ in range(4)]
+        return SegmentTable(tuple(launch.with_tensors(given) for launch in self.launches), *own)
 
 
 def _keys(span: QuerySpan) -> int:
@@ -164,17 +197,16 @@ def _keys(span: QuerySpan) -> int:
 class _Listing:
     """Builds the rows of the tables."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self) -> None:
         self.segments: list[tuple[int, int, int, int, int, int]] = []
-        self.positions: list[torch.Tensor] = []
+        self.positions: list[np.ndarray] = []
         self.shifts: dict[int, int] = {}
         self._listed = 0
 
     def launch(self, spans: list[QuerySpan], tile: int, parts: int) -> Launch:
         """Lists the spans' segments, split into parts with about the same number of keys."""
         items: list[tuple[int, ...]] = []
-        rows: list[torch.Tensor] = []
+        rows: list[np.ndarray] = []
         taken = 0
         for span in spans:
             quota = -(-_keys(span) // parts)
@@ -186,16 +218,11 @@ class _Listing:
                 for row in range(span.start, span.stop, tile):
                     partial = taken + row - span.start
                     items.append((row, min(tile, span.stop - row), begin, count, part, partial))
-            rows.append(torch.arange(span.start, span.stop))
+            rows.append(np.arange(span.start, span.stop))
             taken += span.rows
         # The last rows of a prompt see the most keys: started last, they would run alone at the end.
         items.reverse()
-        return Launch(
-            tile,
-            parts,
-            torch.tensor(items, dtype=torch.int32).to(self.device),
-            torch.cat(rows).to(self.device),
-        )
+        return Launch(tile, parts, _table(items), torch.from_numpy(np.concatenate(rows)))
 
     def shared(self, launch: Launch, groups: list[Shared], grid: Grid) -> Launch:
         """Adds the slots that groups of the launch's rows share, in tiles of one size."""
@@ -218,21 +245,21 @@ class _Listing:
                     for segment, start, stop in pieces:
                         for own in runs[segment.start][at : at + tile]:
                             self._list(own, start, stop)
-        tables = (torch.tensor(table, dtype=torch.int32).to(self.device) for table in (items, members))
-        return replace(launch, parts=launch.parts + max(parts.values()), shared=SharedLaunch(tile, *tables))
+        together = SharedLaunch(tile, _table(items), _table(members))
+        return replace(launch, parts=launch.parts + max(parts.values()), shared=together)
 
     def _list(self, segment: KVSegment, start: int, stop: int) -> None:
         turn, own = self.shifts.setdefault(segment.shift, len(self.shifts)), -1
-        if segment.hidden is not None or segment.positions is not None:
-            keys = segment.key_positions(self.device)[start:stop]
-            if segment.hidden is not None:
-                keys = keys.masked_fill(segment.hidden[start:stop], NEVER)
-            self.positions.append(keys)
+        if segment.listed is not None:
+            self.positions.append(segment.listed.numpy()[start:stop])
             own, self._listed = self._listed, self._listed + stop - start
         # A kernel reads the first and last position of a piece with holes from `positions`.
-        holes = segment.positions is not None
-        assert not holes or segment.hidden is None, "a segment has positions or hidden slots, not both"
-        self.segments.append((segment.start + start, stop - start, segment.first + start, turn, own, int(holes)))
+        holes = int(segment.positions is not None)
+        self.segments.append((segment.start + start, stop - start, segment.first + start, turn, own, holes))
+
+
+def _table(lines: Sequence[Sequence[int]]) -> torch.Tensor:
+    return torch.from_numpy(np.array(lines, np.int32))
 
 
 def _parts(segments: Sequence[KVSegment], quota: int) -> Iterator[list[tuple[KVSegment, int, int]]]:

@@ -280,7 +280,7 @@ def attend(
     if not spans:  # all rows are tempered
         return out
     grid = Grid.of(heads, kv_heads, tile.rows, processors(q.device), shared.rows if shared else 0)
-    table = spans.once(SegmentTable.of, rotation, grid, q.device)
+    table = spans.once(SegmentTable.on, rotation, grid, q.device)
     for launch in table.launches:
         _launch(launch, table, tile, shared, q, k_pool, v_pool, out, rotation, scale, window)
     return out

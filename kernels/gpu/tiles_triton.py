@@ -7,8 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fusionkv.kernels.gpu.segment_table import NEVER
-from fusionkv.kernels.segments import Rotation
+from fusionkv.kernels.segments import NEVER, Rotation
 
 _NEVER = tl.constexpr(NEVER)
 LOG2E = 1.4426950408889634

@@ -18,7 +18,7 @@ import torch
 from fusionkv.fusion_worker import models as worker_models
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.decode.sampling import Sampler, SamplingParams
+from fusionkv.fusion_worker.decode.sampling import Best, Sampler, SamplingParams
 from fusionkv.fusion_worker.servicer import FusionServicer, handler
 from fusionkv.kvcache_service.client import Entry
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
@@ -181,13 +181,13 @@ async def start(monkeypatch: pytest.MonkeyPatch, tenant: str) -> AsyncIterator[S
             super().__init__(params)
             self._seed = params.seed
 
-        def draw(self, logits: torch.Tensor) -> int:
+        def draw(self, logits: torch.Tensor, known: Best | None = None) -> int:
             if self._seed is not None:
                 drawn.setdefault(self._seed, []).append(logits.to("cpu", copy=True))
                 if self._seed in gates:
                     gates[self._seed].reached.set()
                     assert gates[self._seed].opened.wait(60)
-            return super().draw(logits)
+            return super().draw(logits, known)
 
     monkeypatch.setattr("fusionkv.fusion_worker.request.Sampler", Recorder)
     rigs: list[Rig] = []

@@ -1,6 +1,8 @@
 """The pool's books: any sequence of loads, pins, failures and reservations leaves every slot with one owner."""
 
 import asyncio
+import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,10 +11,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk, SlotRange
+from fusionkv.fusion_worker import models
+from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk, SlotRange, pool_size
 from fusionkv.fusion_worker.models import KVShape
 from fusionkv.protos.runtime.errors import ResourceExhausted
 from tests.examples import examples
+from tests.fusion_worker.oracle import byte_tokenizer, network
 
 SHAPE = KVShape(layers=1, kv_heads=1, head_dim=2, dtype=torch.float32)
 PAGE, PAGES = 4, 12
@@ -185,6 +189,14 @@ async def test_room_is_waited_for_and_given_in_turn() -> None:
     await asyncio.wait(tasks)
     assert order == ["big", "last"]
     pool.check_integrity()
+
+
+def test_the_size_of_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60 << 30, 80 << 30))
+    model = models.wrap("llama", copy.deepcopy(network("llama")), byte_tokenizer(), bytes(32), 100)
+    gpu = replace(model, device=torch.device("cuda"))
+    assert [pool_size(5, each) for each in (model, gpu)] == [5, 5]
+    assert [pool_size(0, each) for each in (model, gpu)] == [1 << 30, 52 << 30]
 
 
 async def test_what_fits_no_empty_pool_is_refused_at_once() -> None:

@@ -1,12 +1,11 @@
 """What tests give the kernels: a rotation, tensors on the device that they run on, and Triton's interpreter."""
 
-import dataclasses
 import os
 from typing import Any
 
 import torch
 
-from fusionkv.kernels.segments import KVSegment, QuerySpan, Rotation
+from fusionkv.kernels.segments import Rotation
 from tests.commands import run_python
 from tests.examples import ALL, FEW, every
 
@@ -32,16 +31,8 @@ def rotation_matrix(inv_freq: torch.Tensor, shift: int, dim: int, interleaved: b
 
 
 def there(x: Any) -> Any:
-    """A tensor, span or segment, or a tuple of them, on the device."""
-    if isinstance(x, torch.Tensor):
-        return x.to(DEVICE)
-    if isinstance(x, tuple):
-        return tuple(there(part) for part in x)
-    if isinstance(x, QuerySpan):
-        return QuerySpan(x.start, x.stop, there(x.positions), there(x.segments))
-    if isinstance(x, KVSegment):
-        return dataclasses.replace(x, positions=there(x.positions), hidden=there(x.hidden))
-    return x
+    """A tensor on the device; anything else as it is, such as spans, which are in host memory."""
+    return x.to(DEVICE) if isinstance(x, torch.Tensor) else x
 
 
 def interpreted(file: str, chosen: str) -> str:

@@ -27,7 +27,7 @@ if HAS_KERNEL:
     from fusionkv.kernels.gpu import attention_scores_triton, sparse_attention_triton
 
     OPERATIONS["triton"] = lambda q, k, v, spans, *rest: sparse_attention_triton.sparse_attention(
-        there(q), there(k), there(v), Spans(there(tuple(spans))), *rest
+        there(q), there(k), there(v), spans, *rest
     ).cpu()
     SCORES["triton"] = lambda *given: attention_scores_triton.attention_scores(*map(there, given)).cpu()
 PARTS = [(20, 0), (1, 7), (61, -13), (30, 900)]

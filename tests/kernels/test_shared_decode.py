@@ -51,7 +51,7 @@ def check(spans: Spans, slots: int, heads: tuple[int, int], window: int | None, 
     k, v = (torch.randn(slots, heads[1], DIM, generator=dice) for _ in range(2))
     rest = rotary(DIM, interleaved=interleaved), DIM**-0.5, window
     expected = reference.sparse_attention(q, k, v, spans, *rest)
-    moved = there(q), there(k), there(v), Spans(there(tuple(spans)))
+    moved = there(q), there(k), there(v), spans
     for shared in (None, Tile(32, 32, 4, 1)):
         found = sparse_attention_triton.attend(*moved, *rest, Tile(64, 32, 4, 1), shared).cpu()
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
@@ -146,7 +146,7 @@ def test_shared_keys_are_read_once_a_tile(requests: int) -> None:
     walked = {}
     for together in (True, False):
         grid = Grid.of(28, 4, 128, 100, 64 if together else 0)
-        table = SegmentTable.of(spans, rotary(DIM), grid, torch.device("cpu"))
+        table = SegmentTable.of(spans, rotary(DIM), grid)
         lengths = table.segments[:, 1]
         (launch,) = table.launches
         own = sum(int(lengths[first : first + n].sum()) for _, _, first, n, _, _ in launch.items.tolist())
