@@ -100,6 +100,7 @@ images: setup ## The CPU images, from Debian's packages and without a registry, 
 .PHONY: bench
 bench: setup ## Speed of the cache service and of the worker, storage that it saves; rows in build/bench/
 	@$(PY) -m fusionkv.bench.cache.simulation --json build/bench/storage.json
+	@$(PY) -m fusionkv.bench.cache.churn --json build/bench/churn.json
 	@$(PY) -m fusionkv.bench.cache.scale --json build/bench/scale.json
 	@$(PY) -m fusionkv.bench.cache.bench --json build/bench/kvcache.json
 	@$(PY) -m fusionkv.bench.worker.bench --json build/bench/ttft.json

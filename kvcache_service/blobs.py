@@ -123,6 +123,7 @@ class Blobs:
                     tokens=1,
                     base=0,
                     data=view,
+                    offered=True,
                     timeout=self._timeout,
                 )
                 return stored

@@ -73,10 +73,13 @@ class Service:
     A miss is encoded after the system prompt only, as in the worker, or, with `in_place`, after the whole path.
     """
 
-    def __init__(self, capacity: int, *, in_place: bool = False) -> None:
-        tier = WithoutBytes(capacity * ALIGNMENT)
-        self.store = Store(Config(), [tier])
+    def __init__(self, store: Store, *, in_place: bool = False) -> None:
+        self.store = store
         self._in_place = in_place
+
+    @classmethod
+    def with_room(cls, entries: int, *, in_place: bool = False) -> "Service":
+        return cls(Store(Config(), [WithoutBytes(entries * ALIGNMENT)]), in_place=in_place)
 
     def __len__(self) -> int:
         return len(self.store.residents)
@@ -157,9 +160,12 @@ async def simulate(workload: Workload, cache: Service | Baseline, marks: Sequenc
 async def compare(workload: Workload, marks: Sequence[int], backtracking: bool) -> list[dict[str, Any]]:
     """A row for each number of queries in `marks`: the workload, each cache's outcome, and the service's savings."""
     capacity = 1 + workload.knowledge + workload.queries * workload.chunks
-    caches: dict[str, Service | Baseline] = {"service": Service(capacity), "prefix": Baseline(backtrack=False)}
+    caches: dict[str, Service | Baseline] = {
+        "service": Service.with_room(capacity),
+        "prefix": Baseline(backtrack=False),
+    }
     if backtracking:
-        caches["in_place"] = Service(capacity, in_place=True)
+        caches["in_place"] = Service.with_room(capacity, in_place=True)
         caches["backtracking"] = Baseline(backtrack=True)
     outcomes = {name: await simulate(workload, cache, marks) for name, cache in caches.items()}
     rows = []

@@ -33,16 +33,16 @@ def decode(value: bytes | None) -> float:
 
 
 class ColdQueue:
-    """Priority queue of one tier's rows by heat, updated lazily. A row is in the tier if it has a place there.
+    """Priority queue of rows by heat, updated lazily. A row belongs to it while `member` says so.
 
     Heat never falls, so the heat in a heap item is a lower bound. An item is refreshed only when it reaches the
     front, and an access costs nothing here. An item is one integer (48 bytes with its heap slot): the bits of the
     heat, which order non-negative floats as their values, and the row.
     """
 
-    def __init__(self, heats: "array[float]", places: "array[int]") -> None:
+    def __init__(self, heats: "array[float]", member: Callable[[int], bool]) -> None:
         self._heats = heats
-        self._places = places
+        self._member = member
         self._heap: list[int] = []
         self._count = 0
 
@@ -50,17 +50,17 @@ class ColdQueue:
         return self._count
 
     def add(self, row: int) -> None:
-        """Adds a row that was given a place."""
+        """Adds a row that became a member."""
         heapq.heappush(self._heap, self._item(row))
         self._count += 1
 
     def remove(self, row: int) -> None:
-        """Removes a row that lost its place. Its item stays until it reaches the front."""
+        """Removes a row that is no member any more. Its item stays until it reaches the front."""
         self._count -= 1
         # The heap is rebuilt when more than half of its items are stale.
         if len(self._heap) > 2 * self._count + 64:
             rows = {item & _ROW for item in self._heap}
-            self._heap = [self._item(row) for row in rows if self._places[row] >= 0]
+            self._heap = [self._item(row) for row in rows if self._member(row)]
             heapq.heapify(self._heap)
 
     def coldest(self, evictable: Callable[[int], bool]) -> Generator[int]:
@@ -73,7 +73,7 @@ class ColdQueue:
                 now = self._item(row)
                 # The row was removed, or its number was reused: the new entry has an item of its own, which is not
                 # above the stale one.
-                if self._places[row] < 0 or item > now or (popped and popped[-1] == item):
+                if not self._member(row) or item > now or (popped and popped[-1] == item):
                     continue
                 if now != item:
                     heapq.heappush(self._heap, now)
@@ -86,8 +86,8 @@ class ColdQueue:
                 heapq.heappush(self._heap, item)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every row with a place has an item, which is not above its heat."""
-        members = {row for row, place in enumerate(self._places) if place >= 0}
+        """Raises AssertionError unless every member has an item, which is not above its heat."""
+        members = {row for row in range(len(self._heats)) if self._member(row)}
         assert len(members) == len(self)
         lowest: dict[int, int] = {}
         for item in self._heap:
@@ -100,19 +100,21 @@ class ColdQueue:
 
 
 class FrequencySketch:
-    """Counts recent lookups by name: the last `limit` to 2 * `limit` distinct ones, in about 150 bytes per name.
+    """Counts recent names: the last `limit` to 2 * `limit` distinct ones, in about 150 bytes per name.
 
     Names are truncated to 8 bytes: among 65,536 names, two collide with a probability of 1 in 4 billion.
     """
 
-    def __init__(self, limit: int = 32_768) -> None:
-        self._limit = limit
+    LIMIT = 32_768
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self.limit = limit
         self._young: dict[bytes, int] = {}
         self._old: dict[bytes, int] = {}
 
     def add(self, name: bytes) -> None:
         self._young[name[:8]] = self.count(name) + 1
-        if len(self._young) >= self._limit:
+        if len(self._young) >= self.limit:
             self._young, self._old = {}, self._young
 
     def count(self, name: bytes) -> int:

@@ -19,6 +19,8 @@ _SIZE_AT = struct.calcsize("<32s32s32s16s")
 # Length and bytes.
 _SIGNATURE = struct.Struct(f"{1 + MAX_SIGNATURE_BYTES}p")
 _NOWHERE = -1
+# Uses from which an entry is kept rather than those that were used once.
+PROTECTED = 2
 # A slot contains 32 bits of the digest and the row + 1; 0 is an empty slot.
 _ROW_BITS = 32
 _ROW_MASK = (1 << _ROW_BITS) - 1
@@ -75,13 +77,15 @@ class PrefixTable:
 
 
 class Rows:
-    """Records, heats and places by row number. Numbers of removed rows are reused.
+    """Records, heats, uses and places by row number. Numbers of removed rows are reused.
 
-    `heats` and `places` (one column per tier, offset or -1) are written by the owner.
+    `heats`, `uses` and `places` (one column per tier, offset or -1) are written by the owner. An entry that a request
+    offered begins with one use; one that was encoded ahead, for others to come, is `PROTECTED`.
     """
 
     def __init__(self, tiers: int) -> None:
         self.heats = array("d")
+        self.uses = array("B")  # up to PROTECTED
         self.places = tuple(array("q") for _ in range(tiers))
         self._fixed = bytearray()
         self._signatures = bytearray()  # up to the last row that was ever signed
@@ -107,12 +111,14 @@ class Rows:
             self._fixed += fixed
             self._prefixes.append(0)
             self.heats.append(0.0)
+            self.uses.append(0)
             for column in self.places:
                 column.append(_NOWHERE)
         row = self._free.pop()
         self._fixed[row * _FIXED.size : (row + 1) * _FIXED.size] = fixed
         self._prefixes[row] = self._prefix_table.acquire(record.namespace, record.trail[DIGEST_BYTES:])
         self.heats[row] = heat
+        self.uses[row] = 1 if record.offered else PROTECTED
         at = row * _SIGNATURE.size
         if record.signature and (missing := at + _SIGNATURE.size - len(self._signatures)) > 0:
             self._signatures += bytes(missing)
@@ -168,7 +174,7 @@ class Rows:
         assert len(set(self._free)) == len(self._free)
         assert all(self._prefixes[row] == 0 for row in self._free)
         assert all(len(column) == len(self._prefixes) for column in self.places)
-        assert len(self.heats) == len(self._prefixes)
+        assert len(self.heats) == len(self.uses) == len(self._prefixes)
         assert len(self._fixed) == _FIXED.size * len(self._prefixes)
         assert len(self._signatures) <= _SIGNATURE.size * len(self._prefixes)
         assert len(self._signatures) % _SIGNATURE.size == 0

@@ -174,7 +174,7 @@ class Store:
         entries = dict.fromkeys(entry for entry in hits if entry is not None)
         lease = self.leases.grant(entries, seconds) if entries else 0
         for entry in entries:
-            self.residents.set_heat(entry, heat.after_access(entry.heat, self.now, self.config.half_life_seconds))
+            self.residents.use(entry, heat.after_access(entry.heat, self.now, self.config.half_life_seconds))
             self.on_used(entry.record.key)
         return lease
 

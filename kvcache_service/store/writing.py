@@ -252,7 +252,7 @@ class Writer:
                 for tier in list(places):
                     residents.add_copy(self._entry, tier, places.pop(tier))
                 replaced = [*_superseded(store, record), *_excess_versions(store, record)]
-                residents.publish(self._entry)
+                residents.publish(self._entry, pulled=self._from_remote)
                 residents.replaced.update((other.record.key, other) for other in replaced)
                 # On failure, they reappear at the next start, and are replaced by the next Put.
                 with contextlib.suppress(OSError):

@@ -116,7 +116,7 @@ def test_the_same_chunks_in_document_order_are_one_path() -> None:
 def test_the_service_computes_each_chunk_once(workload: Workload, in_place: bool) -> None:
     asked = {chunk for query in workload for chunk in query[1:]}
     known = set(workload.corpus())
-    service = Service(2000, in_place=in_place)
+    service = Service.with_room(2000, in_place=in_place)
     done = outcome(workload, service)
     service.store.check_integrity()
     assert (done.stored, done.missed, done.redundant) == (len(asked | known), len(asked - known), 0)

@@ -42,7 +42,7 @@ heats = st.one_of(st.floats(0, 9), st.sampled_from([0.0, 1.0, 2.0]))
 @given(st.lists(st.tuples(st.sampled_from(["add", "remove", "warm", "pass"]), st.integers(0, 9), heats), max_size=80))
 def test_queue_gives_the_coldest_first(steps: list[tuple[str, int, float]]) -> None:
     heat_of_row, places = array("d", [0.0] * 10), array("q", [-1] * 10)
-    queue = ColdQueue(heat_of_row, places)
+    queue = ColdQueue(heat_of_row, lambda row: places[row] >= 0)
     members: list[int] = []
     for step, which, amount in steps:
         if step == "add" and places[which] < 0:
@@ -65,7 +65,7 @@ def test_queue_gives_the_coldest_first(steps: list[tuple[str, int, float]]) -> N
 
 def test_a_queue_forgets_what_left() -> None:
     heats, places = array("d", map(float, range(1000))), array("q", range(1000))
-    queue = ColdQueue(heats, places)
+    queue = ColdQueue(heats, lambda row: places[row] >= 0)
     for row in range(1000):
         queue.add(row)
     for row in range(10, 1000):

@@ -14,6 +14,7 @@ import pytest
 
 from fusionkv.kvcache_service.blobs import Blobs
 from fusionkv.kvcache_service.client import HitKind
+from fusionkv.kvcache_service.index.rows import PROTECTED
 from fusionkv.kvcache_service.remote.tier import RemoteEngine
 from fusionkv.kvcache_service.store.writing import reserve
 from fusionkv.kvcache_service.tiers.base import Unreachable
@@ -146,6 +147,17 @@ async def test_it_is_copied_by_being_looked_up(serve: Any) -> None:
     stats = await b.client.stats()
     assert (stats.remote.read, stats.remote.written, stats.remote.waiting) == (1, 0, 0)
     assert (await a.client.stats()).remote.written == 1
+
+
+async def test_a_copy_has_been_used_once(serve: Any) -> None:
+    a, b = await serve(), await serve()
+    key = await share(a, "S", b"data")
+    await b.find("S")
+    await until(lambda: len(b.store.residents) == 1)
+    uses, row = b.store.residents.index.rows.uses, b.store.residents.get(key).row
+    assert uses[row] == 1
+    await b.find("S")
+    assert uses[row] == PROTECTED
 
 
 @pytest.mark.parametrize("disk", [0, 64 * MIB])
