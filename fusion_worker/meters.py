@@ -12,6 +12,7 @@ from opentelemetry.metrics import CallbackOptions, Observation
 
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.prompt import ChunkSource, Prompt
+from fusionkv.protos.answer.v1 import answer_pb2
 from fusionkv.protos.contract.names import recipe_label
 from fusionkv.protos.contract.recipes import Recipe
 from fusionkv.protos.observe import telemetry
@@ -144,6 +145,34 @@ class Summary:
     def degraded(self) -> str:
         """Why the cache or the handed-over KV was not used; empty if both were."""
         return self.prefill.degraded or self.unused
+
+    def message(self, replaced: str) -> answer_pb2.Summary:
+        """The figures as they are sent. replaced: why another recipe than the requested one was used, if so."""
+        prefill, loaded = self.prefill, self.prefill.loaded
+        return answer_pb2.Summary(
+            finish_reason=self.finish,
+            seconds=answer_pb2.StageSeconds(**self.seconds),
+            hits=[
+                answer_pb2.TierHits(kind=kind, tier=tier, chunks=chunks, tokens=loaded.hit_tokens[kind, tier])
+                for (kind, tier), chunks in sorted(loaded.hits.items())
+            ],
+            chunks_missed=loaded.missed,
+            prompt_tokens=prefill.prompt.tokens,
+            context_tokens=prefill.prompt.context_tokens,
+            tokens_lossless=prefill.lossless,
+            tokens_reused=prefill.reused,
+            tokens_recomputed=prefill.recomputed,
+            tokens_encoded=loaded.encoded_tokens,
+            tokens_generated=self.generated,
+            bytes_fetched=loaded.bytes_fetched,
+            degraded=bool(self.degraded),
+            degraded_reason=self.degraded,
+            recipe=prefill.recipe.name,
+            ratio=prefill.ratio,
+            ratio_raised=prefill.raised,
+            entries_rejected=loaded.rejected,
+            recipe_replaced=replaced,
+        )
 
 
 def degraded(recipe: str) -> None:

@@ -208,13 +208,14 @@ def _load(directory: Path, device: str, dtype: str, max_tokens: int, ranks: Rank
         raise FailedPrecondition(f"unknown dtype {dtype!r}: use auto, {', '.join(DTYPES)}")
     limit = min(config.max_position_embeddings, max_tokens or config.max_position_embeddings)
     try:
-        network = _network(directory, kind, config, ranks).to(device=where).eval()
+        network = _network(directory, kind, config, ranks).to(device=where).eval().requires_grad_(False)
         # Not AutoTokenizer: for a qwen2 model it replaces the pre-tokeniser of tokenizer.json by the family's.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, trust_remote_code=False)
         identity = fingerprint(directory) if ranks.rank == 0 else b""  # only rank 0 needs it
         _check_added(directory, tokenizer)
         for line in files.unused(directory) if ranks.rank == 0 else ():
             log.info(printable(line))
+        pack(network)
         model = wrap(name_of(directory), network, tokenizer, identity, limit, ranks, today)
         _probe(model)
         return model
@@ -411,7 +412,7 @@ def wrap(
     ranks: Ranks = ALONE,
     today: str = DATE,
 ) -> Model:
-    """Makes a Model of a network and a fast tokenizer in memory; packs the network's linear layers, freezes weights.
+    """Makes a Model of a network and a fast tokenizer in memory; freezes the network's weights.
 
     network: a transformers model, already split if there are several ranks. max_tokens: maximum tokens of a prompt
     and its answer. Raises as `check_supported`.
@@ -420,7 +421,7 @@ def wrap(
     config = network.config
     parameter = next(network.parameters())
     ends = (network.generation_config.eos_token_id, config.eos_token_id, tokenizer.eos_token_id)
-    pack(network.requires_grad_(False))
+    network.requires_grad_(False)
     return Model(
         name=name,
         family=config.model_type,

@@ -181,7 +181,7 @@ class FusionServicer:
 
     def _about(self, event: answer_pb2.Explanation | Summary, replaced: str) -> dict[str, Any]:
         if isinstance(event, Summary):
-            return {"summary": _summary(event, replaced), "pool_tokens": self.pool.capacity}
+            return {"summary": event.message(replaced), "pool_tokens": self.pool.capacity}
         event.verdicts.extend(self._verdicts())
         return {"explanation": event}
 
@@ -278,31 +278,3 @@ def _handle(request: pb.HoldPrefillRequest | pb.FetchPrefillRequest | pb.Release
     if len(request.handle) != HANDLE_BYTES:
         raise InvalidArgument(f"a handle has {HANDLE_BYTES} bytes, not {len(request.handle)}")
     return request.handle
-
-
-def _summary(summary: Summary, replaced: str) -> answer_pb2.Summary:
-    prefill, loaded = summary.prefill, summary.prefill.loaded
-    return answer_pb2.Summary(
-        finish_reason=summary.finish,
-        seconds=answer_pb2.StageSeconds(**summary.seconds),
-        hits=[
-            answer_pb2.TierHits(kind=kind, tier=tier, chunks=chunks, tokens=loaded.hit_tokens[kind, tier])
-            for (kind, tier), chunks in sorted(loaded.hits.items())
-        ],
-        chunks_missed=loaded.missed,
-        prompt_tokens=prefill.prompt.tokens,
-        context_tokens=prefill.prompt.context_tokens,
-        tokens_lossless=prefill.lossless,
-        tokens_reused=prefill.reused,
-        tokens_recomputed=prefill.recomputed,
-        tokens_encoded=loaded.encoded_tokens,
-        tokens_generated=summary.generated,
-        bytes_fetched=loaded.bytes_fetched,
-        degraded=bool(summary.degraded),
-        degraded_reason=summary.degraded,
-        recipe=prefill.recipe.name,
-        ratio=prefill.ratio,
-        ratio_raised=prefill.raised,
-        entries_rejected=loaded.rejected,
-        recipe_replaced=replaced,
-    )

@@ -47,9 +47,9 @@ ALLOWED = {
     },
     "vllm_connector": {
         "fusionkv.protos",
-        "fusionkv.fusion_worker.client",
-        # What tells whether vLLM has the worker's model.
-        "fusionkv.fusion_worker.library",
+        # Its client, what tells whether vLLM has the worker's model, and the engine, which runs in vLLM's process.
+        "fusionkv.fusion_worker",
+        "fusionkv.kernels.segments",
         "fusionkv.kvcache_service.client",
         "fusionkv.kvcache_service.keys",
     },
@@ -112,7 +112,7 @@ def test_no_service_or_command_starts_what_only_a_clone_has() -> None:
 
 def test_vllm_is_imported_by_its_connector_alone() -> None:
     importing = {file.parent.name for file in sources() if any(within(name, "vllm") for name in imports_of(file))}
-    assert importing == {"vllm_connector"}
+    assert importing == {"vllm_connector", "vllm"}  # the latter: tests that run in vLLM's process
 
 
 def test_nobody_imports_a_bare_package_of_ours() -> None:

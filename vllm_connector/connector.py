@@ -10,17 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1 import base  # pyright: ignore[reportMissingImports]
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # pyright: ignore[reportMissingImports]
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
 )
 
+from fusionkv.fusion_worker.library.cache import fingerprint
+from fusionkv.fusion_worker.library.resolve import resolve
+from fusionkv.protos.runtime.errors import FailedPrecondition
 from fusionkv.protos.runtime.tls import ClientTLS
 from fusionkv.vllm_connector.background import Background
+from fusionkv.vllm_connector.fusing import FusedPrefill
+from fusionkv.vllm_connector.network import model_among, model_over
 from fusionkv.vllm_connector.pages import Pages
 from fusionkv.vllm_connector.prompts import KVLayout, KVLoad, KVSave, alterations
 from fusionkv.vllm_connector.scheduler import ConnectorScheduler
+from fusionkv.vllm_connector.spans import PARAMETER
+from fusionkv.vllm_connector.steps import VLLMSteps
 from fusionkv.vllm_connector.worker import ConnectorWorker
 
 
@@ -32,6 +40,8 @@ class ConnectorOptions:
         cache: address of the cache service for shared prefixes; empty loads fused prompts only.
         chunk_tokens: tokens of a prefix entry in the cache service.
         load_seconds: maximum seconds for loading a prompt.
+        pool_bytes: size of the KV pool for fused prefill; 0 disables fused prefill.
+        fuse_seconds: maximum seconds for the fused prefill of a prompt.
         tls_ca, tls_cert, tls_key: PEM files, as in the services' settings.
         tls_worker: name in the certificates of workers; empty for their addresses.
     """
@@ -39,6 +49,8 @@ class ConnectorOptions:
     cache: str = ""
     chunk_tokens: int = 256
     load_seconds: float = 10.0
+    pool_bytes: int = 0
+    fuse_seconds: float = 60.0
     tls_ca: str = ""
     tls_cert: str = ""
     tls_key: str = ""
@@ -59,6 +71,28 @@ class ConnectorOptions:
 @dataclass
 class _Metadata(KVConnectorMetadata):
     transfers: list[KVLoad | KVSave]
+
+
+@dataclass
+class _Figures(getattr(base, "KVConnectorWorkerMetadata", KVConnectorMetadata)):  # type: ignore[misc]
+    """Of fused prompts, by request. Versions of vLLM without its base class don't take them."""
+
+    figures: dict[str, dict[str, Any]]
+
+    def aggregate(self, other: "_Figures") -> "_Figures":
+        return _Figures(self.figures | other.figures)
+
+
+def _check_fusing(config: Any, altered: Mapping[str, str]) -> None:
+    """Raises ValueError if passages can't be fused under vLLM's configuration."""
+    uses = {
+        "tensor parallelism": config.parallel_config.tensor_parallel_size > 1,
+        "LoRA": config.lora_config is not None,
+        "speculative decoding": config.speculative_config is not None,
+        **dict.fromkeys(altered, True),
+    }
+    if used := [name for name, there in uses.items() if there]:
+        raise ValueError(f"vLLM can't fuse passages with {used[0]}: remove it, or pool_bytes")
 
 
 class FusionKVConnector(KVConnectorBase_V1):
@@ -86,13 +120,24 @@ class FusionKVConnector(KVConnectorBase_V1):
             size = vllm_config.cache_config.block_size
             raise ValueError(f"chunk_tokens ({options.chunk_tokens}) is not a multiple of vLLM's block size, {size}")
         self._options, self._layout = options, layout
+        altered = alterations(config)
+        if options.pool_bytes:
+            _check_fusing(vllm_config, altered)
         self._background = Background(options.cache, options.tls(), options.tls_worker)
+        self._busy = False
+        self._fusing: FusedPrefill | None = None
         self._scheduler: Any = None
         self._worker: Any = None
         if role == KVConnectorRole.SCHEDULER:
-            chunk = options.chunk_tokens
-            altered = alterations(config)
-            self._scheduler = ConnectorScheduler(self._background, config.model, altered, layout, self._ranks, chunk)
+            self._scheduler = ConnectorScheduler(
+                self._background,
+                config.model,
+                altered,
+                layout,
+                self._ranks,
+                options.chunk_tokens,
+                fuses=options.pool_bytes > 0,
+            )
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -112,7 +157,13 @@ class FusionKVConnector(KVConnectorBase_V1):
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         completed = request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
-        return self._scheduler.finished(request, tuple(block_ids), completed), None
+        figures = self._scheduler.figures(request)
+        told = {PARAMETER: figures} if figures else None
+        return self._scheduler.finished(request, tuple(block_ids), completed), told
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        if (told := connector_output.kv_connector_worker_meta) is not None:
+            self._scheduler.fused(told.figures)
 
     # Worker side
 
@@ -126,9 +177,29 @@ class FusionKVConnector(KVConnectorBase_V1):
             raise ValueError(f"a rank's KV has (layers, heads, head_dim) {actual}, which does not fit {self._layout}")
         ranks = self._vllm_config.parallel_config.tensor_parallel_size
         rank = get_tensor_model_parallel_rank() * self._ranks // ranks
-        self._worker = ConnectorWorker(self._background, pages, rank, self._ranks, ranks, self._options.load_seconds)
+        fusing = self._fused_prefill(layers) if self._options.pool_bytes else None
+        limits = self._options.load_seconds, fusing, self._options.fuse_seconds
+        self._worker = ConnectorWorker(self._background, pages, rank, self._ranks, ranks, *limits)
+
+    def _fused_prefill(self, layers: Mapping[str, torch.nn.Module]) -> FusedPrefill:
+        """The engine on vLLM's weights. layers: vLLM's attention layers. Raises ValueError if they don't fit it."""
+        config, background = self._vllm_config, self._background
+        directory = resolve(config.model_config.model)
+        dtype, longest = config.model_config.dtype, config.model_config.max_model_len
+        try:
+            model = model_over(model_among(layers), directory, fingerprint(directory), dtype, longest)
+        except FailedPrecondition as error:
+            raise ValueError(str(error)) from error
+
+        async def made() -> FusedPrefill:
+            rows, steps = config.scheduler_config.max_num_batched_tokens, VLLMSteps(model.device)
+            return FusedPrefill(model, directory, self._options.pool_bytes, rows, steps, background.cache)
+
+        self._fusing = background.run(made()).result()
+        return self._fusing
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._busy = forward_context.attn_metadata is not None
         self._worker.start(self._get_connector_metadata().transfers)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -141,10 +212,18 @@ class FusionKVConnector(KVConnectorBase_V1):
         """Does nothing: a request's pages are kept until they have been read."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        self._worker.cancel(finished_req_ids)
+        self._worker.run_steps(self._busy)
         return self._worker.finished()
+
+    def build_connector_worker_meta(self) -> "_Figures | None":
+        figures = self._worker.figures()
+        return _Figures(figures) if figures else None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.failed_pages()
 
     def shutdown(self) -> None:
+        if self._fusing is not None:
+            self._background.run(self._fusing.close()).result(5.0)
         self._background.close()

@@ -1,4 +1,4 @@
-"""Sources of a prompt's KV: the fusion worker that prefilled it, or prefixes in a cache service; and transfers."""
+"""Sources of a prompt's KV outside of vLLM: a fusion worker that prefilled it, or a cache service; and transfers."""
 
 import hashlib
 import json
@@ -11,9 +11,8 @@ from typing import Any
 
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import HitKind, Lookup
+from fusionkv.vllm_connector.spans import PARAMETER, SpannedPrompt
 
-PARAMETER = "fusionkv"
-"""Key of `kv_transfer_params` that holds a `FusedPrompt`."""
 # The only paths that are opened, whoever sends them: a worker's file for processes of the same user.
 _PATH = re.compile(r"/proc/\d+/fd/\d+")
 _NO_SYSTEM = keys.chunk_digest(())
@@ -95,6 +94,11 @@ class FusedPrompt:
         return ""
 
 
+def degraded(why: str) -> dict[str, Any]:
+    """The figures of a prompt that vLLM computes itself, as answer.v1.Summary in JSON."""
+    return {"degraded": True, "degraded_reason": why}
+
+
 def digest(tokens: Sequence[int]) -> str:
     """SHA-256 of token ids, each as 4 bytes, little-endian."""
     return hashlib.sha256(struct.pack(f"<{len(tokens)}I", *tokens)).hexdigest()
@@ -132,7 +136,7 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class KVLoad:
-    """Loads tokens `[start, stop)` of a request into its pages, from a fusion worker or the cache service.
+    """Fills the pages of a request's tokens `[start, stop)` from a fusion worker or the cache service, or by fusing.
 
     A prefix has a namespace of the cache service for each tensor-parallel rank.
     """
@@ -141,7 +145,7 @@ class KVLoad:
     pages: tuple[int, ...]
     start: int
     stop: int
-    source: FusedPrompt | Prefix
+    source: FusedPrompt | Prefix | SpannedPrompt
     namespaces: tuple[bytes, ...] = ()
 
 

@@ -13,27 +13,30 @@ from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.kvcache_service import keys
 from fusionkv.protos.runtime.errors import ServiceError
 from fusionkv.vllm_connector.background import Background
-from fusionkv.vllm_connector.prompts import FusedPrompt, KVLayout, KVLoad, KVSave, Prefix
+from fusionkv.vllm_connector.prompts import FusedPrompt, KVLayout, KVLoad, KVSave, Prefix, degraded
+from fusionkv.vllm_connector.spans import SpannedPrompt
 
 log = logging.getLogger("vllm.fusionkv")
 _LOOKUP_SECONDS = 2.0
 # Maximum wait of an entry for its request to be scheduled and loaded.
 _LEASE_MS = 60_000
+_PREEMPTED = "vLLM preempted the request, and computed its prompt again"
 
 
 @dataclass(slots=True)
 class _RequestState:
     """A waiting or running request.
 
-    Attributes: available: number of tokens, from the first, whose KV is available. tried: whether its load was
-    started or is no longer needed.
+    Attributes: available: number of tokens, from the first, whose KV is available or can be made. tried: whether its
+    load was started or is no longer needed. figures: of a request with spans, once they are known.
     """
 
-    source: FusedPrompt | Prefix | None
+    source: FusedPrompt | Prefix | SpannedPrompt | None
     available: "Future[int] | None" = None
     namespaces: tuple[bytes, ...] = ()
     leases: list[int] = field(default_factory=list)
     tried: bool = False
+    figures: dict[str, Any] = field(default_factory=dict)
 
 
 class ConnectorScheduler:
@@ -47,6 +50,7 @@ class ConnectorScheduler:
         layout: KVLayout,
         ranks: int,
         chunk_tokens: int,
+        fuses: bool = False,
     ) -> None:
         """Starts to compute the model's fingerprint.
 
@@ -55,6 +59,7 @@ class ConnectorScheduler:
             altered: as `alterations` returns.
             ranks: number of ranks that share the heads.
             chunk_tokens: tokens of a prefix entry.
+            fuses: whether vLLM's workers fuse prompts.
 
         Raises ValueError for chunks of no tokens.
         """
@@ -62,7 +67,7 @@ class ConnectorScheduler:
             raise ValueError(f"chunk_tokens is {chunk_tokens}: a chunk has at least one token")
         self._background = background
         self._layout, self._ranks, self._chunk_tokens = layout, ranks, chunk_tokens
-        self._altered = dict(altered)
+        self._altered, self._fuses = dict(altered), fuses
         self._fingerprint = background.run(asyncio.to_thread(lambda: fingerprint(resolve(model))))
         self._requests: dict[str, _RequestState] = {}
         self._transfers: list[KVLoad | KVSave] = []
@@ -74,6 +79,8 @@ class ConnectorScheduler:
         """
         state = self._requests.get(request.request_id) or self._new(request)
         if state.tried or state.available is None:
+            if state.tried and isinstance(state.source, SpannedPrompt) and computed < state.source.tokens:
+                state.figures = state.figures if state.figures.get("degraded") else degraded(_PREEMPTED)
             return 0, False
         if not state.available.done():
             return None, False
@@ -94,6 +101,17 @@ class ConnectorScheduler:
         stop = state.available.result()
         load = KVLoad(request.request_id, pages, stop - tokens, stop, state.source, state.namespaces)
         self._transfers.append(load)
+
+    def fused(self, figures: Mapping[str, dict[str, Any]]) -> None:
+        """Takes the figures of requests with spans from the workers."""
+        for request, found in figures.items():
+            if (state := self._requests.get(request)) is not None:
+                state.figures = found
+
+    def figures(self, request: Any) -> dict[str, Any] | None:
+        """The figures of a request with spans; None without spans."""
+        state = self._requests.get(request.request_id)
+        return state.figures if state is not None and state.figures else None
 
     def transfers(self) -> list[KVLoad | KVSave]:
         transfers, self._transfers = self._transfers, []
@@ -122,23 +140,42 @@ class ConnectorScheduler:
         return True
 
     def _new(self, request: Any) -> _RequestState:
-        source: FusedPrompt | Prefix | None = None
+        source: FusedPrompt | Prefix | SpannedPrompt | None = None
         # Keys of the cache service and the digest of a fused prompt cover the model and the tokens, and nothing else.
         plain = not (request.lora_request or request.mm_features) and request.prompt_embeds is None
+        figures: dict[str, Any] = {}
         try:
-            source = FusedPrompt.of(request.kv_transfer_params)
+            source = SpannedPrompt.of(request.kv_transfer_params, request.prompt_token_ids or ())
+            if isinstance(source, SpannedPrompt):
+                self._check_fused(source, request, plain)
+            else:
+                source = FusedPrompt.of(request.kv_transfer_params)
         except ValueError as error:
             log.warning("%s: %s", request.request_id, error)
+            source, figures = None, degraded(str(error))
         else:
             if source is None and self._background.cache is not None and plain:
                 source = Prefix.of(request.prompt_token_ids, request.cache_salt or "", self._chunk_tokens)
-        state = self._requests[request.request_id] = _RequestState(source)
-        if isinstance(source, FusedPrompt):
+        state = self._requests[request.request_id] = _RequestState(source, figures=figures)
+        if isinstance(source, SpannedPrompt):
+            state.available = Future()
+            state.available.set_result(source.tokens if source.reuses else 0)
+        elif isinstance(source, FusedPrompt):
             prompt = list(request.prompt_token_ids) if plain else None
             state.available = self._background.run(self._available_prompt(source, prompt))
         elif source is not None and source.digests:
             state.available = self._background.run(self._available_prefix(state, source))
         return state
+
+    def _check_fused(self, source: SpannedPrompt, request: Any, plain: bool) -> None:
+        """Raises ValueError if a request's passages can't be fused."""
+        if not self._fuses:
+            raise ValueError("vLLM fuses no passages: set pool_bytes in kv_connector_extra_config")
+        if not plain:
+            raise ValueError("the request has an adapter, images or embeddings, and passages are fused without")
+        if not request.cache_salt and source.reuses:
+            # vLLM files KV under the token ids: a plain request with the same ids would get the approximate KV.
+            raise ValueError("a request with spans needs a cache_salt that no plain request has")
 
     async def _available_prompt(self, source: FusedPrompt, prompt: list[int] | None) -> int:
         """Number of tokens of a fused prompt, if its KV is available and fits the request; otherwise 0.

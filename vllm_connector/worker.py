@@ -5,7 +5,7 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,10 @@ from fusionkv.protos.runtime.cancellation import to_the_end
 from fusionkv.protos.runtime.checksum import checksum
 from fusionkv.protos.runtime.errors import DataLoss, NotFound
 from fusionkv.vllm_connector.background import Background
+from fusionkv.vllm_connector.fusing import FusedPrefill
 from fusionkv.vllm_connector.pages import Pages
-from fusionkv.vllm_connector.prompts import FusedPrompt, KVLoad, KVSave, Prefix
+from fusionkv.vllm_connector.prompts import FusedPrompt, KVLoad, KVSave, Prefix, degraded
+from fusionkv.vllm_connector.spans import SpannedPrompt
 
 log = logging.getLogger("vllm.fusionkv")
 # Limits host memory: requests whose pages are copied but not yet put. Further saves are dropped.
@@ -26,19 +28,31 @@ _PUT_SECONDS = 30.0
 
 
 class ConnectorWorker:
-    """Loads and saves of one rank. `start`, `finished` and `failed_pages` are called in vLLM's thread."""
+    """Loads and saves of one rank. All methods are called in vLLM's thread."""
 
     def __init__(
-        self, background: Background, pages: Pages, rank: int, ranks: int, readers: int, seconds: float
+        self,
+        background: Background,
+        pages: Pages,
+        rank: int,
+        ranks: int,
+        readers: int,
+        seconds: float,
+        fusing: FusedPrefill | None = None,
+        fuse_seconds: float = 0.0,
     ) -> None:
         """The pages hold the KV heads of one of `ranks` ranks.
 
         Args:
             readers: number of ranks that load a prompt: more than `ranks` where several hold the same heads.
             seconds: after which a load is given up, and vLLM prefills the prompt itself.
+            fusing: makes the KV of prompts with spans; None without. fuse_seconds: as `seconds`, for these.
         """
         self._background, self._pages = background, pages
         self._rank, self._ranks, self._readers, self._seconds = rank, ranks, readers, seconds
+        self._fusing, self._fuse_seconds = fusing, fuse_seconds
+        self._fused: dict[str, asyncio.Task[Any] | None] = {}
+        self._figures: dict[str, dict[str, Any]] = {}
         self._lock = threading.Lock()
         self._saved: set[str] = set()
         self._loaded: set[str] = set()
@@ -47,7 +61,29 @@ class ConnectorWorker:
 
     def start(self, transfers: Sequence[KVLoad | KVSave]) -> None:
         for transfer in transfers:
-            self._background.run(self._load(transfer) if isinstance(transfer, KVLoad) else self._save(transfer))
+            if isinstance(transfer, KVSave):
+                self._background.run(self._save(transfer))
+                continue
+            if isinstance(transfer.source, SpannedPrompt):
+                self._fused[transfer.request] = None
+            self._background.run(self._load(transfer))
+
+    def run_steps(self, busy: bool) -> None:
+        """Computes for prompts that are being fused. busy: whether vLLM has requests to compute."""
+        if self._fusing is not None:
+            self._fusing.run_steps(busy, lambda: bool(self._fused))
+
+    def cancel(self, requests: Iterable[str]) -> None:
+        """Stops fusing prompts of requests that have ended."""
+        for request in requests:
+            if request in self._fused:
+                self._background.run(self._cancel(request))
+
+    def figures(self) -> dict[str, dict[str, Any]]:
+        """Figures of the prompts that were fused, or why they were not, since the last call."""
+        with self._lock:
+            figures, self._figures = self._figures, {}
+        return figures
 
     def finished(self) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose pages have been read, and requests whose loads have ended or failed, since the last call."""
@@ -66,8 +102,10 @@ class ConnectorWorker:
         try:
             if isinstance(load.source, FusedPrompt):
                 await self._load_prompt(load, load.source)
-            else:
+            elif isinstance(load.source, Prefix):
                 await self._load_prefix(load, load.source)
+            else:
+                await self._fuse(load, load.source)
         except Exception as error:  # on any error: the request must not wait forever
             log.warning("vLLM prefills a prompt itself: %s", error)
             with self._lock:
@@ -75,6 +113,30 @@ class ConnectorWorker:
         finally:
             with self._lock:
                 self._loaded.add(load.request)
+                self._fused.pop(load.request, None)
+
+    async def _fuse(self, load: KVLoad, source: SpannedPrompt) -> None:
+        assert self._fusing is not None
+        self._fused[load.request] = asyncio.current_task()
+
+        async def write(kv: torch.Tensor) -> None:
+            await self._write(kv[:, :, load.start : load.stop], load.pages, load.start)
+
+        try:
+            async with asyncio.timeout(self._fuse_seconds):
+                figures = await self._fusing.fill(source, write)
+        except Exception as error:
+            late = f"fused prefill took longer than {self._fuse_seconds:g} s"
+            why = str(error) or (late if isinstance(error, TimeoutError) else type(error).__name__)
+            with self._lock:
+                self._figures[load.request] = degraded(why)
+            raise RuntimeError(why) from error
+        with self._lock:
+            self._figures[load.request] = figures
+
+    async def _cancel(self, request: str) -> None:
+        if (task := self._fused.get(request)) is not None:
+            task.cancel()
 
     async def _load_prompt(self, load: KVLoad, source: FusedPrompt) -> None:
         shape = (source.layers, 2, source.tokens, source.kv_heads, source.head_dim)

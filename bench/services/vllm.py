@@ -1,4 +1,4 @@
-"""Time to first token with real passages: vLLM alone, with LMCache, with FusionKV, and FusionKV alone.
+"""Time to first token with real passages: vLLM alone, with LMCache, with FusionKV in two ways, and FusionKV alone.
 
 Each prompt has a question and eight passages. It is asked once (cold), again (same order), with its passages in
 another order, and with half of them replaced by passages of earlier prompts (other neighbours). All systems get the
@@ -8,6 +8,7 @@ answer's tokens that equal those of full attention at the same index, as compute
 
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 import statistics
@@ -40,6 +41,7 @@ CASES = ("cold", "same order", "other order", "other neighbours")
 _PASSAGES, _ANSWER = 8, 16
 _START_SECONDS, _ANSWER_SECONDS = 300.0, 120.0
 _MODEL_TOKENS = 4096
+_POOL_BYTES = 1 << 29
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,21 +96,28 @@ def prompts(asked: Iterable[tuple[str, Sequence[str]]], count: int) -> Iterator[
 
 
 @contextlib.asynccontextmanager
-async def over_http(url: str, vocabulary: Vocabulary) -> AsyncIterator[Ask]:
-    """Yields a function that asks a vLLM server."""
+async def over_http(url: str, vocabulary: Vocabulary, fused: bool = False) -> AsyncIterator[Ask]:
+    """Yields a function that asks a vLLM server. fused: whether it is told where the passages are."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(_ANSWER_SECONDS)) as session:
 
         async def ask(prompt: Prompt) -> Asked:
-            chunks = [i for passage in prompt.passages for i in vocabulary.chunk(passage)]
-            ids = [*vocabulary.system(), *chunks, *vocabulary.question(prompt.question)]
-            return await complete(session, url, ids, _ANSWER)
+            system, chunks = vocabulary.system(), [vocabulary.chunk(passage) for passage in prompt.passages]
+            ids = [*system, *(i for chunk in chunks for i in chunk), *vocabulary.question(prompt.question)]
+            more: dict[str, Any] = {}
+            if fused:
+                ends = list(itertools.accumulate(map(len, chunks), initial=len(system)))
+                asked = {"spans": list(itertools.pairwise(ends)), "corpus": "bench"}
+                more = {"cache_salt": "fused", "kv_transfer_params": {"fusionkv": asked}}
+            return await complete(session, url, ids, _ANSWER, **more)
 
         yield ask
 
 
-async def complete(session: aiohttp.ClientSession, url: str, ids: Sequence[int], max_tokens: int) -> Asked:
-    """Lets a vLLM server continue a prompt of token ids, greedily."""
-    more = {"max_tokens": max_tokens, "temperature": 0, "stream": True, "return_token_ids": True}
+async def complete(
+    session: aiohttp.ClientSession, url: str, ids: Sequence[int], max_tokens: int, **more: Any
+) -> Asked:
+    """Lets a vLLM server continue a prompt of token ids, greedily. more: fields of the request."""
+    more |= {"max_tokens": max_tokens, "temperature": 0, "stream": True, "return_token_ids": True}
     found, first, began = list[int](), 0.0, time.perf_counter()
     async with session.post(f"{url}/v1/completions", json={"prompt": ids, **more}) as response:
         response.raise_for_status()
@@ -194,13 +203,13 @@ class Servers:
         more = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
         return {"kv_connector": "LMCacheMPConnector", "kv_connector_extra_config": more}
 
-    def fusionkv(self, cache: str) -> dict[str, Any]:
-        """The configuration of FusionKV's connector."""
+    def fusionkv(self, cache: str, pool_bytes: int = 0) -> dict[str, Any]:
+        """The configuration of FusionKV's connector. pool_bytes: of its pool for fused prefill; 0 for none."""
         return {
             "kv_connector": "FusionKVConnector",
             "kv_connector_module_path": "fusionkv.vllm_connector.connector",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"cache": cache},
+            "kv_connector_extra_config": {"cache": cache, "pool_bytes": pool_bytes},
         }
 
 
@@ -242,6 +251,11 @@ class Bench:
             url = s.vllm(s.fusionkv(cache))
             async with over_gateway(s.gateway(worker, "--decode", "vllm", "--vllm-url", url), "default") as ask:
                 await self._measure("fusionkv in vllm", ask)
+        with servers(self._model) as s:
+            cache = s.ours("kvcache_service", "--data-dir", str(s.folder / "kvcache"))
+            url = s.vllm(s.fusionkv(cache, _POOL_BYTES))
+            async with over_http(url, self._vocabulary, fused=True) as ask:
+                await self._measure("fusionkv inside vllm", ask)
         with servers(self._model) as s:
             async with over_http(s.vllm(None), self._vocabulary) as ask:
                 await self._measure("vllm prefix cache", ask)

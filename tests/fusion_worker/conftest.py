@@ -17,6 +17,7 @@ import torch
 
 from fusionkv.fusion_worker import models as worker_models
 from fusionkv.fusion_worker.client import WorkerClient
+from fusionkv.fusion_worker.compute.packed_linear import pack
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.decode.sampling import Best, Sampler, SamplingParams
 from fusionkv.fusion_worker.servicer import FusionServicer, handler
@@ -197,6 +198,7 @@ async def start(monkeypatch: pytest.MonkeyPatch, tenant: str) -> AsyncIterator[S
         family: str, dtype: torch.dtype = torch.float32, max_tokens: int = 2048, replace: Any = None, **more: Any
     ) -> Rig:
         ours = copy.deepcopy(network(family, dtype)).to(DEVICE)
+        pack(ours.requires_grad_(False))
         made = worker_models.wrap(family, ours, byte_tokenizer(), family.encode().ljust(32), max_tokens)
         made = replace(made) if replace else made
         others = {name: more.pop(name, None) for name in ("auxiliary", "tp", "verdict")}

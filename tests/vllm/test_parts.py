@@ -122,6 +122,47 @@ def test_kv_of_more_than_tokens_is_not_shared(
     assert "the request has an adapter, images or embeddings" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"cache_salt": None}, "needs a cache_salt"),
+        ({"lora_request": object()}, "an adapter, images or embeddings"),
+        ({"prompt_embeds": torch.zeros(20, 8), "prompt_token_ids": None}, "there is no question"),
+        ({"kv_transfer_params": {"fusionkv": {"spans": [[2, 20]]}}}, "there is no question"),
+    ],
+)
+def test_passages_that_are_not_fused(scheduler: ConnectorScheduler, more: dict[str, Any], why: str) -> None:
+    """vLLM computes the prompt, and says why."""
+    spans = {"cache_salt": "fused", "kv_transfer_params": {"fusionkv": {"spans": [[2, 9], [9, 15]]}}}
+    request = asked(**spans)
+    assert scheduler.matched(request, 0) == (0, False)
+    assert "set pool_bytes" in scheduler.figures(request)["degraded_reason"]  # type: ignore[index]
+    scheduler.finished(request, (), completed=True)
+
+    scheduler._fuses = True
+    request = asked(**spans)
+    assert scheduler.matched(request, 4) == (11, True)
+    assert scheduler.figures(request) is None
+    scheduler.finished(request, (), completed=False)
+
+    request = asked(**{**spans, **more})
+    assert scheduler.matched(request, 0) == (0, False)
+    assert why in scheduler.figures(request)["degraded_reason"]  # type: ignore[index]
+
+
+def test_a_preempted_request_is_marked(scheduler: ConnectorScheduler) -> None:
+    scheduler._fuses = True
+    request = asked(cache_salt="fused", kv_transfer_params={"fusionkv": {"spans": [[2, 15]]}})
+    assert scheduler.matched(request, 0) == (15, True)
+    scheduler.allocated(request, (0, 1), 15)
+    (load,) = scheduler.transfers()
+    assert (load.start, load.stop) == (0, 15)  # type: ignore[union-attr]
+    scheduler.fused({"0": {"tokens_recomputed": 3}, "another": {}})
+    assert scheduler.figures(request) == {"tokens_recomputed": 3}
+    assert scheduler.matched(request, 0) == (0, False)
+    assert "preempted" in scheduler.figures(request)["degraded_reason"]  # type: ignore[index]
+
+
 def test_kv_of_a_model_that_flags_change_is_kept_apart(scheduler: ConnectorScheduler, tmp_path: Path) -> None:
     """The fingerprint covers the model's files alone."""
 

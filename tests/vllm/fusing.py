@@ -1,0 +1,230 @@
+"""Checks of fused prefill inside vLLM, in one process with it: run by test_fusing.py with vLLM's Python.
+
+usage: fusing.py MODEL CACHE PID EXPECTED [CHECK...]
+
+PID: of the cache service. EXPECTED: a fusion worker's answers, by recipe, as JSON. CHECK: all by default.
+"""
+
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+# One process: the checks look at vLLM's model and at the connector's pool.
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR"}
+
+import torch
+from vllm import LLM, SamplingParams
+from vllm.distributed.kv_transfer import get_kv_transfer_group  # pyright: ignore[reportMissingImports]
+
+from fusionkv.fusion_worker import models
+from fusionkv.vllm_connector.network import model_among
+
+SYSTEM, QUESTION = [1, 5, 6, 7], [9, 8, 7, 6, 5]
+TOKENS = 8
+Found = tuple[list[int], dict[str, Any]]
+
+
+def chunk(seed: int, tokens: int = 150) -> list[int]:
+    return [10 + (seed * 7919 + i * i * 31 + i * 7) % 240 for i in range(tokens)]
+
+
+def joined(chunks: Iterable[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
+    """A prompt and the spans of its chunks."""
+    ids, spans = list(SYSTEM), []
+    for each in chunks:
+        spans.append([len(ids), len(ids) + len(each)])
+        ids += each
+    return ids + QUESTION, spans
+
+
+class Checks:
+    def __init__(self, model: Path, cache: str, expected: dict[str, list[int]]) -> None:
+        self.directory, self.expected = model, expected
+        transfer = {
+            "kv_connector": "FusionKVConnector",
+            "kv_connector_module_path": "fusionkv.vllm_connector.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"cache": cache, "pool_bytes": 1 << 26},
+        }
+        flags: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "max_model_len": 2048, "max_num_seqs": 8}
+        # Prompts are longer than a step of vLLM.
+        flags |= {"max_num_batched_tokens": 256, "enable_chunked_prefill": True, "kv_transfer_config": transfer}
+        self.llm = LLM(str(model), **flags)
+        self.engine = self.llm.llm_engine
+        self.connector: Any = get_kv_transfer_group()
+        self.salts = 0
+
+    def params(self, **fused: Any) -> SamplingParams:
+        extra = {"kv_transfer_params": {"fusionkv": fused}} if fused else None
+        return SamplingParams(temperature=0, max_tokens=TOKENS, extra_args=extra)
+
+    def ask(self, *asked: tuple[list[int], dict[str, Any]], salt: str | None = "") -> list[Found]:
+        """Asks all at once. salt: empty makes one for each; None gives none."""
+        prompts = []
+        for ids, _ in asked:
+            self.salts += 1
+            more = {} if salt is None else {"cache_salt": salt or f"salt-{self.salts}"}
+            prompts.append({"prompt_token_ids": ids, **more})
+        outs = self.llm.generate(prompts, [self.params(**fused) for _, fused in asked], use_tqdm=False)
+        return [(list(o.outputs[0].token_ids), (o.kv_transfer_params or {}).get("fusionkv", {})) for o in outs]
+
+    def fused(self, chunks: Sequence[Sequence[int]], salt: str | None = "", **more: Any) -> Found:
+        ids, spans = joined(chunks)
+        return self.ask((ids, {"spans": spans, **more}), salt=salt)[0]
+
+    def plain(self, chunks: Sequence[Sequence[int]]) -> list[int]:
+        return self.ask((joined(chunks)[0], {}))[0][0]
+
+    def idle(self) -> None:
+        """Nothing is pinned or reserved once the connector's loop has come to rest."""
+        until = time.monotonic() + 30
+        while True:
+            try:
+                return self.connector._fusing.pool.check_integrity(idle=True)
+            except AssertionError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.05)
+
+    def check_model(self) -> None:
+        """Logits of vLLM's weights through transformers' modules are those of transformers; nothing is copied."""
+        gc.unfreeze()  # vLLM freezes what exists after its start
+        config = self.engine.vllm_config.compilation_config
+        theirs = model_among(config.static_forward_context)
+        ours, own = self.connector._fusing._model.network, models.load(self.directory, dtype="float32").network
+        ids = torch.tensor([chunk(1)])
+        own.config._attn_implementation = ours.config._attn_implementation = "sdpa"
+        try:
+            with torch.inference_mode():
+                mine, right = (each(ids, use_cache=False).logits for each in (ours, own))
+        finally:
+            ours.config._attn_implementation = "fusionkv"
+        torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-4)
+        there = {p.untyped_storage().data_ptr() for p in theirs.parameters()}
+        assert all(p.untyped_storage().data_ptr() in there for p in ours.parameters())
+
+    def check_all_recomputed(self) -> None:
+        """r = 1 is vLLM's own prefill, for a prompt that nothing was reused of, and for one of known chunks."""
+        for chunks in ([chunk(1), chunk(2), chunk(3)], [chunk(3), chunk(1), chunk(2)]):
+            tokens, figures = self.fused(chunks, recipe="prophetkv", ratio=1)
+            assert tokens == self.plain(chunks)
+            assert "degraded" not in figures
+            assert figures.get("tokens_recomputed", 0) + figures.get("tokens_lossless", 0) == 450
+
+    def check_recipes(self) -> None:
+        """Every recipe gives the fusion worker's answer, from what the worker has stored; r = 0 its full reuse."""
+        for name, right in self.expected.items():
+            recipe, _, ratio = name.partition("@")
+            more = {"ratio": float(ratio)} if ratio else {}
+            chunks = [chunk(3), chunk(1), chunk(2)]
+            tokens, figures = self.fused(chunks, recipe=recipe, corpus="c", tenant=name, **more)
+            assert "degraded" not in figures, figures
+            assert "chunks_missed" not in figures, figures
+            assert tokens == right, (name, tokens, right, figures)
+
+    def check_other_order(self) -> None:
+        chunks = [chunk(n) for n in (11, 12, 13, 14)]
+        _, first = self.fused(chunks, recipe="prophetkv")
+        assert first["chunks_missed"] == 4
+        for order in (chunks[::-1], [chunks[i] for i in (2, 0, 3, 1)]):
+            _, figures = self.fused(order, recipe="prophetkv")
+            assert "chunks_missed" not in figures
+            assert sum(hit["chunks"] for hit in figures["hits"]) == 4
+            assert figures["tokens_recomputed"] == 120  # 20% of 600
+
+    def check_parameters(self) -> None:
+        chunks = [chunk(21), chunk(22)]
+        ids, spans = joined(chunks)
+        right = self.plain(chunks)
+        for wrong, why in (
+            ({"spans": []}, "is empty"),
+            ({"spans": [[4, 154], [160, 304]]}, "does not begin where"),
+            ({"spans": [[4, 4], [4, 304]]}, "is empty, or"),
+            ({"spans": [[4, len(ids)]]}, "there is no question"),
+            ({"spans": [[4, "x"]]}, "pairs of positions"),
+            ({"spans": [[-1, 154]]}, "does not begin where"),
+            ({"spans": spans, "more": 1}, "more is not one of"),
+            ({"spans": spans, "ratio": "1"}, "ratio has the wrong type"),
+            ({"spans": spans, "ratio": 2}, "from 0 to 1"),
+            ({"spans": spans, "recipe": "none"}, "unknown recipe"),
+            ({"spans": spans, "recipe": "ape"}, "only the fusion worker can decode"),
+            ({"spans": spans, "recipe": "cacheclip"}, "small second model"),
+            ({"spans": spans, "tenant": "t" * 300}, "longer than 256"),
+        ):
+            tokens, figures = self.ask((ids, wrong))[0]
+            assert figures.get("degraded"), wrong
+            assert why in figures["degraded_reason"], figures
+            assert tokens == right, wrong
+        tokens, figures = self.fused(chunks, salt=None)
+        assert "needs a cache_salt" in figures["degraded_reason"]
+        assert tokens == right
+        tokens, figures = self.fused(chunks, recipe="full_attention")
+        assert (tokens, figures) == (right, {})
+
+    def check_prefix_hit_first(self) -> None:
+        """Only what vLLM's own prefix cache lacks is written."""
+        chunks = [chunk(31), chunk(32), chunk(33)]
+        for other in (chunk(34), chunk(35)):
+            tokens, figures = self.fused([*chunks, other], salt="the same", recipe="prophetkv", ratio=1)
+            assert "degraded" not in figures
+            assert tokens == self.plain([*chunks, other])
+
+    def check_many_at_once(self) -> None:
+        prompts = [[chunk(40 + n), chunk(50 + n % 2)] for n in range(5)]
+        asked = [(ids, {"spans": spans, "recipe": "prophetkv", "ratio": 1}) for ids, spans in map(joined, prompts)]
+        both = [found for pair in zip(asked, [(ids, {}) for ids, _ in asked], strict=True) for found in pair]
+        found = self.ask(*both)
+        for (tokens, figures), (plain, _) in zip(found[::2], found[1::2], strict=True):
+            assert "degraded" not in figures
+            assert tokens == plain
+
+    def check_tenants(self) -> None:
+        chunks = [chunk(61), chunk(62)]
+        assert self.fused(chunks, tenant="a")[1]["chunks_missed"] == 2
+        assert self.fused(chunks, tenant="b")[1]["chunks_missed"] == 2
+        assert "chunks_missed" not in self.fused(chunks, tenant="a")[1]
+
+    def check_aborted(self) -> None:
+        """Whenever a caller leaves, vLLM's blocks and the pool's slots come back."""
+        blocks = self.engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+        self.plain([chunk(70)])
+        before = blocks.get_num_free_blocks()
+        for steps in range(6):
+            ids, spans = joined([chunk(71 + steps), chunk(81 + steps)])
+            prompt = {"prompt_token_ids": ids, "cache_salt": f"aborted-{steps}"}
+            (name,) = self.llm.enqueue([prompt], self.params(spans=spans), use_tqdm=False)
+            for _ in range(steps):
+                self.engine.step()
+            self.engine.abort_request([name], internal=False)
+            self.plain([chunk(70)])
+        self.idle()
+        assert blocks.get_num_free_blocks() == before
+
+    def check_with_the_cache_gone(self) -> None:
+        """The last check."""
+        os.kill(int(sys.argv[3]), 9)
+        for chunks in ([chunk(91), chunk(92)], [chunk(2), chunk(1)]):
+            tokens, figures = self.fused(chunks)
+            assert figures["degraded"], figures
+            assert tokens == self.plain(chunks)
+
+
+def main() -> None:
+    began = time.monotonic()
+    checks = Checks(Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[4]))
+    for name in sys.argv[5:] or sorted(n.removeprefix("check_") for n in dir(checks) if n.startswith("check_")):
+        getattr(checks, f"check_{name}")()
+        checks.idle()
+        print(f"{time.monotonic() - began:.1f} s: {name} passed", flush=True)
+    print("all passed", flush=True)
+
+
+if __name__ == "__main__":
+    main()

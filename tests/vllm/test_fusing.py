@@ -1,0 +1,127 @@
+"""Fused prefill inside vLLM, on vLLM's own weights: checks that run in vLLM's process, and what is refused."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionkv.bench.services.vllm import VLLM, servers
+from fusionkv.fusion_worker.client import WorkerClient
+from fusionkv.vllm_connector.spans import SpannedPrompt
+from tests.fusion_worker import oracle
+from tests.system.prompts import request
+
+ROOT = Path(__file__).parent.parent.parent
+needs_vllm = pytest.mark.skipif(not VLLM.exists(), reason="vLLM is not installed: scripts/setup.sh vllm")
+SYSTEM, QUESTION = [1, 5, 6, 7], [9, 8, 7, 6, 5]
+# A name of a recipe, and its ratio.
+RECIPES = ("full_reuse@", "prophetkv@0", "prophetkv@0.2", "epic@", "cacheblend@", "kvshare@", "cache_craft@", "a3@")
+RECIPES += ("fusionrag@", "deeplayer@0.1", "default@", "epic+primed@0.3", "prefix_cache@")
+
+
+def chunk(seed: int, tokens: int = 150) -> list[int]:
+    return [10 + (seed * 7919 + i * i * 31 + i * 7) % 240 for i in range(tokens)]
+
+
+async def answers(worker: str) -> dict[str, list[int]]:
+    """A fusion worker's answers, by recipe, to the prompt that the checks ask."""
+    client, found = WorkerClient(worker), dict[str, list[int]]()
+    try:
+        for name in RECIPES:
+            recipe, _, ratio = name.partition("@")
+            more = {"ratio": float(ratio)} if ratio else {}
+            chunks = [chunk(3), chunk(1), chunk(2)]
+            # For each recipe a tenant: none finds exactly this prompt, as another recipe stored it.
+            asked = request(SYSTEM, chunks, QUESTION, 8, recipe=recipe, corpus="c", tenant=name, **more)
+            responses = [response async for response in client.generate(asked)]
+            found[name] = [response.token.id for response in responses if response.HasField("token")]
+    finally:
+        await client.close()
+    return found
+
+
+def check(model: Path, *arguments: str) -> None:
+    """Runs checks in vLLM's process, which imports this clone's package."""
+    command = (str(VLLM), "-P", "tests/vllm/fusing.py", str(model), *arguments)
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "build/types")}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "all passed" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.system
+@needs_vllm
+def test_the_checks_in_vllm_pass(reference_model: Path) -> None:
+    with servers(reference_model) as started:
+        folder = ("--data-dir", str(started.folder / "kvcache"))
+        service = started.start(sys.executable, "-P", "-m", "fusionkv.kvcache_service", *listening(started), *folder)
+        (cache,) = service.addresses
+        worker = started.ours("fusion_worker", "--model", str(reference_model), "--cache", cache)
+        check(reference_model, cache, str(service.pid), json.dumps(asyncio.run(answers(worker))))
+
+
+@pytest.mark.slow
+@pytest.mark.system
+@needs_vllm
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "glm4"])
+def test_families(family: str, tmp_path: Path) -> None:
+    """Besides the reference model's, Qwen2."""
+    check(oracle.saved(tmp_path, family), "", "", "{}", "model", "all_recomputed", "other_order")
+
+
+def listening(started: Any) -> tuple[str, str]:
+    return "--listen", f"unix:{started.folder}/kvcache_service.sock"
+
+
+@pytest.mark.slow
+@pytest.mark.system
+@needs_vllm
+def test_what_vllm_is_not_started_with(reference_model: Path) -> None:
+    with servers(reference_model) as started:
+        connector = started.fusionkv("")
+        connector["kv_connector_extra_config"] = {"pool_bytes": 1 << 26}
+        with pytest.raises(RuntimeError, match="vLLM can't fuse passages with hf_overrides"):
+            started.vllm(connector, "--dtype", "float32", "--hf-overrides", '{"rope_theta": 5000.0}')
+
+
+def test_spans() -> None:
+    params = {"fusionkv": {"spans": [[2, 5], [5, 6]], "recipe": "prophetkv", "ratio": 1, "tenant": "a"}}
+    asked = SpannedPrompt.of(params, range(100, 110))
+    assert asked is not None
+    prompt = asked.prompt()
+    assert (asked.tokens, prompt.system.ids, [c.ids for c in prompt.chunks], prompt.question, prompt.tenant) == (
+        6, (100, 101), [(102, 103, 104), (105,)], (106, 107, 108, 109), "a",
+    )  # fmt: skip
+    assert asked.reuses
+    assert SpannedPrompt.of(None, [1]) is SpannedPrompt.of({"fusionkv": {"handle": ""}}, [1]) is None
+    plain = SpannedPrompt.of({"fusionkv": {"spans": [[0, 1]], "recipe": "full_attention"}}, [1, 2])
+    assert plain is not None
+    assert not plain.reuses
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"spans": []}, "spans is empty"),
+        ({"spans": [[0, 3], [4, 5]]}, "does not begin where the passage before it ends"),
+        ({"spans": [[3, 3]]}, r"\[3, 3\] is empty"),
+        ({"spans": [[-1, 3]]}, "does not begin"),
+        ({"spans": [[0, 10]]}, "there is no question"),
+        ({"spans": [[0, True]]}, "pairs of positions"),
+        ({"spans": "x"}, "spans has the wrong type"),
+        ({"spans": [[0, 3]], "handle": "x"}, "handle is not one of spans, recipe"),
+        ({"spans": [[0, 3]], "ratio": True}, "ratio has the wrong type"),
+        ({"spans": [[0, 3]], "ratio": 1.5, "recipe": "epic"}, "ratio is 1.5"),
+        ({"spans": [[0, 3]], "recipe": "epik"}, "unknown recipe"),
+        ({"spans": [[0, 3]], "corpus": "c" * 257}, "longer than 256 characters"),
+    ],
+)
+def test_what_are_no_spans(wrong: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        SpannedPrompt.of({"fusionkv": wrong}, range(10))

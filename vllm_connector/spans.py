@@ -1,0 +1,96 @@
+"""A request whose passages are fused inside vLLM: where they lie in its prompt, and by which recipe."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from fusionkv.fusion_worker.prompt import Chunk, Prompt
+from fusionkv.protos.contract.limits import check_label
+from fusionkv.protos.contract.names import DEFAULT
+from fusionkv.protos.contract.recipes import find_recipe
+from fusionkv.protos.runtime.errors import InvalidArgument
+
+PARAMETER = "fusionkv"
+"""Key of `kv_transfer_params` that holds a `SpannedPrompt` or a `FusedPrompt`."""
+_KINDS = {"spans": (list,), "recipe": (str,), "ratio": (int, float), "tenant": (str,), "corpus": (str,)}
+
+
+@dataclass(frozen=True, slots=True)
+class SpannedPrompt:
+    """`kv_transfer_params.fusionkv` with `spans`, and the prompt.
+
+    Attributes:
+        ids: token ids of the whole prompt.
+        spans: first token of each passage, and the one after its last. They follow one another; before them is the
+            system prompt, and behind them the question.
+        ratio: None for the recipe's own.
+        tenant: whose KV is used and stored. corpus: whose primer passages are encoded after.
+    """
+
+    ids: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...]
+    recipe: str = DEFAULT
+    ratio: float | None = None
+    tenant: str = ""
+    corpus: str = ""
+
+    @classmethod
+    def of(cls, params: Mapping[str, Any] | None, ids: Sequence[int]) -> "SpannedPrompt | None":
+        """Parses the parameters of a request; None if they name no spans.
+
+        Raises ValueError if they are wrong, as far as that does not depend on the model.
+        """
+        values = (params or {}).get(PARAMETER)
+        if not isinstance(values, Mapping) or "spans" not in values:
+            return None
+        names = [field.name for field in fields(cls) if field.name != "ids"]
+        if unknown := sorted(set(values) - set(names)):
+            raise ValueError(f"kv_transfer_params.{PARAMETER}.{unknown[0]} is not one of {', '.join(names)}")
+        for name, value in values.items():
+            if type(value) not in _KINDS[name]:
+                raise ValueError(f"kv_transfer_params.{PARAMETER}.{name} has the wrong type")
+        asked = cls(
+            tuple(ids), _spans(values["spans"], len(ids)), **{k: v for k, v in values.items() if k != "spans"}
+        )
+        try:
+            check_label(asked.tenant, "tenant")
+            check_label(asked.corpus, "corpus")
+            if asked.recipe.partition("+")[0] != DEFAULT:
+                find_recipe(asked.recipe).ratio_for(asked.ratio)
+        except InvalidArgument as error:
+            raise ValueError(str(error)) from error
+        return asked
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens before the question."""
+        return self.spans[-1][1]
+
+    @property
+    def reuses(self) -> bool:
+        """Whether the recipe reuses anything; otherwise vLLM computes the prompt."""
+        return self.recipe.partition("+")[0] == DEFAULT or find_recipe(self.recipe).encode is not None
+
+    def prompt(self) -> Prompt:
+        system = Chunk(self.ids[: self.spans[0][0]])
+        chunks = tuple(Chunk(self.ids[first:end]) for first, end in self.spans)
+        return Prompt(system, chunks, self.ids[self.tokens :], self.tenant, self.corpus)
+
+
+def _spans(given: Sequence[Any], tokens: int) -> tuple[tuple[int, int], ...]:
+    """Raises ValueError unless they are pairs that follow one another within the prompt, before its question."""
+    what = f"kv_transfer_params.{PARAMETER}.spans"
+    for span in given:
+        if not (isinstance(span, list) and [type(at) for at in span] == [int, int]):
+            raise ValueError(f"{what} must be pairs of positions")
+    spans = tuple((first, end) for first, end in given)
+    if not spans:
+        raise ValueError(f"{what} is empty")
+    before = spans[0][0]
+    for first, end in spans:
+        if first != before or not 0 <= first < end:
+            raise ValueError(f"{what}: [{first}, {end}] is empty, or does not begin where the passage before it ends")
+        before = end
+    if before >= tokens:
+        raise ValueError(f"{what} end at {before}, and the prompt has {tokens} tokens: there is no question")
+    return spans
