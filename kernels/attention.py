@@ -13,7 +13,7 @@ import torch
 
 from fusionkv.kernels import reference
 from fusionkv.kernels.cpu import sparse_attention_cpu
-from fusionkv.kernels.gpu import has_triton
+from fusionkv.kernels.gpu import causal_attention, has_triton
 from fusionkv.kernels.segments import QuerySpan, Rotation, Spans
 
 
@@ -38,11 +38,12 @@ def sparse_attention(
     if q.device.type != "cpu":
         for span, into in scores.items():
             into += attention_scores(q, k_pool, span, rotation, scale, window)
-        if not has_triton():
-            return reference.sparse_attention(q, k_pool, v_pool, spans, rotation, scale, window)
-        from fusionkv.kernels.gpu import sparse_attention_triton
+        attend = reference.sparse_attention
+        if has_triton():
+            from fusionkv.kernels.gpu import sparse_attention_triton
 
-        return sparse_attention_triton.sparse_attention(q, k_pool, v_pool, spans, rotation, scale, window)
+            attend = sparse_attention_triton.sparse_attention
+        return causal_attention.sparse_attention(q, k_pool, v_pool, spans, rotation, scale, window, attend)
     return sparse_attention_cpu.sparse_attention(q, k_pool, v_pool, spans, rotation, scale, window, scores)
 
 
