@@ -160,5 +160,5 @@ def _table(model: Model, oracles: Oracles, verdict: Verdict) -> Table:
             figures = [f"{judged.kl:.3f}", f"{judged.low:.3f}-{judged.high:.3f}", f"{judged.agreement:.0%}"]
             figures += map(str, (judged.answers, judged.off, judged.kept))
         table.add_row(name, f"{judged.ratio:g}", judged.verdict, *figures)
-    table.caption = f"default: {verdict.default}" if oracles.held else next(verdict.judged)[1].why
+    table.caption = f"for this model, use {verdict.default}" if oracles.held else next(verdict.judged)[1].why
     return table

@@ -1,9 +1,10 @@
-"""`fusionkv size`: the bytes of KV of a model and a corpus in memory, on disk and over a network."""
+"""`fusionkv size`: the bytes of KV of a model and a corpus, what is worth storing, and the work that it saves."""
 
 import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,25 @@ if TYPE_CHECKING:
 ENTRY_BYTES = 300
 CACHE_BYTES, WORKER_BYTES = 150_000_000, 500_000_000
 LINKS = (10, 25, 100)
+# The share of a corpus that is shown as what questions retrieve.
+HOT = 0.1
+# Operations a second that the work of encoding a corpus is shown for.
+RATE = 100e12
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """What counts of a model.
+
+    Attributes:
+        parameters: number of all its parameters.
+        operations: floating-point operations of a token in its layers, without attention: two for each parameter, of
+            experts for those alone that a token is sent to.
+    """
+
+    shape: "KVShape"
+    parameters: int
+    operations: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +58,18 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Sizes in bytes, except `chunks`, which is a number.
+    """Sizes in bytes, except `chunks`, which is a number, and operations, which are floating-point operations.
 
     Attributes:
         token: KV of a token in the pool.
         chunk: a stored chunk.
         prompt, stored_prompt: the chunks of a prompt, in the pool and as stored.
         chunks: number of chunks of the corpus.
-        disk, index: the corpus on disk, and its index.
+        disk, index: the corpus on disk, each chunk once, and its index.
+        quantised: the corpus on disk as int8 or fp8.
         pool: the pool for all concurrent prompts, with no chunk in common.
         worker, cache: memory of the services, without the memory tier.
+        prompt_operations, corpus_operations: to prefill the chunks of a prompt, and to encode the corpus once.
     """
 
     weights: int
@@ -57,10 +79,13 @@ class Size:
     stored_prompt: int
     chunks: int
     disk: int
+    quantised: int
     index: int
     pool: int
     worker: int
     cache: int
+    prompt_operations: int
+    corpus_operations: int
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,21 +115,21 @@ def _parser() -> argparse.ArgumentParser:
 
 def report(args: argparse.Namespace) -> None:
     """Prints the sizes. Raises FailedPrecondition when the model is unknown or not supported."""
-    shape, parameters = measure(args.model, args.dtype)
+    network = measure(args.model, args.dtype)
     load = Load(args.documents, args.document_tokens, args.chunk_tokens, args.chunks, args.prompts)
-    size = of(shape, parameters, load, args.store)
+    size = of(network, load, args.store)
     if args.json:
-        print(json.dumps({"model": args.model, "dtype": _name(shape), "store": args.store, **asdict(size)}))
+        print(json.dumps({"model": args.model, "dtype": _name(network.shape), "store": args.store, **asdict(size)}))
         return
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold")
-    for row in _rows(shape, size, load, args.store):
+    for row in _rows(network.shape, size, load, args.store):
         table.add_row(*row)
     Console(highlight=False).print(table)
 
 
-def measure(model: str, dtype: str = "auto") -> tuple["KVShape", int]:
-    """A model's KV shape and number of parameters, from its configuration; weights are not read.
+def measure(model: str, dtype: str = "auto") -> Network:
+    """Reads what counts of a model from its configuration; weights are not read.
 
     Raises:
         FailedPrecondition: the model or the dtype is unknown, or the model is not supported.
@@ -120,7 +145,11 @@ def measure(model: str, dtype: str = "auto") -> tuple["KVShape", int]:
         raise FailedPrecondition(f"unknown dtype {dtype!r}: use auto, {', '.join(DTYPES)}")
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    return KVShape.of(config, kind), sum(parameter.numel() for parameter in network.parameters())
+    sizes = {name: parameter.numel() for name, parameter in network.named_parameters()}
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None) or 1
+    share = getattr(config, "num_experts_per_tok", 1) / experts if experts > 1 else 1.0
+    used = sum(n * (share if ".experts." in name else 1.0) for name, n in sizes.items() if ".layers." in name)
+    return Network(KVShape.of(config, kind), sum(sizes.values()), round(2 * used))
 
 
 def _configuration(model: str) -> Any:
@@ -138,18 +167,20 @@ def _configuration(model: str) -> Any:
     return configuration(file.parent)
 
 
-def of(shape: "KVShape", parameters: int, load: Load, store: str = "plain") -> Size:
-    """Computes the sizes of a workload. parameters: number of the model's parameters."""
+def of(network: Network, load: Load, store: str = "plain") -> Size:
+    """Computes the sizes of a workload."""
     from fusionkv.kernels.quantised import GROUP
 
+    shape = network.shape
     token = shape.token_bytes
     heads = shape.layers * shape.kv_heads
     # int8 and fp8: a byte per number, and a 16-bit scale for each value vector and for each channel of GROUP keys.
-    stored = token if store == "plain" else heads * 2 * (shape.head_dim + 1 + shape.head_dim / GROUP)
+    quantised = heads * 2 * (shape.head_dim + 1 + shape.head_dim / GROUP)
+    stored = token if store == "plain" else quantised
     prompt = load.prompt_chunks * load.chunk_tokens
     tokens = load.documents * load.document_tokens
     chunks = load.documents * -(-load.document_tokens // load.chunk_tokens)
-    weights = parameters * shape.dtype.itemsize
+    weights = network.parameters * shape.dtype.itemsize
     pool = load.prompts * prompt * token
     return Size(
         weights=weights,
@@ -159,15 +190,23 @@ def of(shape: "KVShape", parameters: int, load: Load, store: str = "plain") -> S
         stored_prompt=round(prompt * stored),
         chunks=chunks,
         disk=round(tokens * stored),
+        quantised=round(tokens * quantised),
         index=chunks * ENTRY_BYTES,
         pool=pool,
         worker=weights + pool + WORKER_BYTES,
         cache=CACHE_BYTES + chunks * ENTRY_BYTES,
+        prompt_operations=prompt * network.operations,
+        corpus_operations=tokens * network.operations,
     )
 
 
 def _rows(shape: "KVShape", size: Size, load: Load, store: str) -> list[tuple[str, str]]:
     over = ", ".join(f"{size.stored_prompt * 8 / (gigabits * 1e6):,.0f} ms at {gigabits}" for gigabits in LINKS)
+    # Operations in the time of the transfer: a worker that is slower takes longer to prefill.
+    per_byte = size.prompt_operations / (8 * size.stored_prompt)
+    rates = ", ".join(f"{per_byte * gigabits / 1e3:,.3g}" for gigabits in LINKS)
+    links, took = ", ".join(map(str, LINKS)), timedelta(seconds=round(size.corpus_operations / RATE))
+    hot, quantised = round(HOT * size.disk), round(HOT * size.quantised)
     parts = f"{shape.layers} layers x 2 x {shape.kv_heads} KV heads x {shape.head_dim}, {_name(shape)}"
     return [
         ("KV of a token", f"{decimal(size.token)}  ({parts})"),
@@ -175,6 +214,14 @@ def _rows(shape: "KVShape", size: Size, load: Load, store: str) -> list[tuple[st
         (f"prompt of {load.prompt_chunks} chunks", f"{decimal(size.prompt)} in the pool of a worker"),
         ("the same over a network", f"{decimal(size.stored_prompt)}: {over} Gbit/s"),
         (f"corpus of {load.documents:,} documents", f"{decimal(size.disk)} on disk, {size.chunks:,} chunks"),
+        ("encoded ahead", f"{decimal(2 * size.disk)}: the default recipe stores each chunk alone and after a primer"),
+        ("worth storing", "what questions retrieve, which is all that is stored unless it is encoded ahead"),
+        ("a tenth of the corpus", f"{decimal(hot)} on disk, {decimal(quantised)} as int8 or fp8"),
+        ("instead of loading", f"a worker prefills a prompt as fast with {rates} TFLOP/s, at {links} Gbit/s"),
+        (
+            "encoding the corpus",
+            f"{size.corpus_operations:.1e} operations: {took} at {RATE / 1e12:.0f} TFLOP/s",
+        ),
         ("cache service", f"{decimal(size.cache)} of memory, and its memory tier"),
         ("worker", f"{decimal(size.worker)}: {decimal(size.weights)} of weights, {decimal(size.pool)} of pool"),
         ("", f"for {load.prompts} prompts at a time that share no chunk"),

@@ -21,8 +21,7 @@ LOAD = sizing.Load(documents=10, document_tokens=1000, chunk_tokens=256, prompt_
 def test_sizes_are_those_of_the_loaded_model(reference_model: Path, dtype: str) -> None:
     model = models.load(reference_model, "cpu", dtype)
     whole = AutoModelForCausalLM.from_pretrained(reference_model, dtype=model.kv.dtype)
-    shape, parameters = sizing.measure(str(reference_model), dtype)
-    size = sizing.of(shape, parameters, LOAD)
+    size = sizing.of(sizing.measure(str(reference_model), dtype), LOAD)
 
     assert size.token == model.token_bytes
     assert size.weights == sum(p.nbytes for p in whole.parameters())
@@ -32,12 +31,27 @@ def test_sizes_are_those_of_the_loaded_model(reference_model: Path, dtype: str) 
 
 @pytest.mark.parametrize("store", quantised.KINDS)
 def test_a_quantised_chunk_takes_what_is_counted(reference_model: Path, store: str) -> None:
-    shape, parameters = sizing.measure(str(reference_model))
+    network = sizing.measure(str(reference_model))
+    shape = network.shape
     kv = torch.randn(shape.layers, 2, LOAD.chunk_tokens, shape.kv_heads, shape.head_dim)
     parts = quantised.quantise(kv, quantised.KINDS[store])
 
     stored = sum(part.nbytes for part in (parts.numbers, parts.key_scales, parts.value_scales))
-    assert sizing.of(shape, parameters, LOAD, store).chunk == stored
+    assert sizing.of(network, LOAD, store).chunk == stored
+    assert sizing.of(network, LOAD).quantised == round(stored / LOAD.chunk_tokens * 10_000)
+
+
+def test_operations_are_those_of_the_linear_layers(reference_model: Path) -> None:
+    """Two for each weight; without the one of the logits, which only a prompt's last token needs."""
+    whole = AutoModelForCausalLM.from_pretrained(reference_model)
+    network = sizing.measure(str(reference_model))
+    linear = [m for name, m in whole.named_modules() if isinstance(m, torch.nn.Linear) and name != "lm_head"]
+    assert network.operations == pytest.approx(2 * sum(m.weight.numel() for m in linear), rel=0.01)
+    size = sizing.of(network, LOAD)
+    assert (size.prompt_operations, size.corpus_operations) == (
+        2048 * network.operations,
+        10_000 * network.operations,
+    )
 
 
 def test_what_has_no_sizes_is_refused(tmp_path: Path) -> None:
@@ -54,7 +68,10 @@ def test_the_command_prints_both_ways(tmp_path: Path) -> None:
     flags = (str(file), "--documents", "20000")
     env = {"FUSIONKV_MODELS": str(tmp_path / "models")}
 
-    assert "20,000 documents" in fusionkv("size", *flags, env=env).stdout
+    said = fusionkv("size", *flags, env=env).stdout
+    assert "20,000 documents" in said
+    assert "as int8 or fp8" in said
+    assert "TFLOP/s, at 10, 25, 100 Gbit/s" in said
     assert json.loads(fusionkv("size", *flags, "--json", env=env).stdout)["chunks"] == 80_000
     failed = fusionkv("size", str(file), "--dtype", "int4", env=env, status=1)
     assert "unknown dtype 'int4'" in failed.stderr

@@ -11,9 +11,11 @@ from rich.table import Table
 from fusionkv.fusion_worker.evaluate.data.samples import Task
 from fusionkv.fusion_worker.evaluate.metrics import SCORES
 from fusionkv.fusion_worker.evaluate.report import charts
-from fusionkv.fusion_worker.evaluate.report.cells import Cell, Measured
+from fusionkv.fusion_worker.evaluate.report.cells import NO_CONTEXT, Cell, Measured
 from fusionkv.fusion_worker.evaluate.report.rows import Row, untested
 
+# Right answers of full attention from which a recipe is advised.
+_LEAST = 12
 # The ratio of the first table and of the pictures, or the measured one closest to it.
 _RATIO = 0.15
 _COSTS = (
@@ -178,13 +180,13 @@ def page(rows: Sequence[Row], judged: Mapping[str, str], found: Found) -> str:
         ends=charts.ENDS,
         deviations=_deviations(figures),
         pictures=list(_pictures(figures, found)),
-        warnings=warnings(figures),
+        remarks=[*warnings(figures), *advice(figures)],
         n=sorted({row.n for row in rows if row.metric in judged.values()}),
     )
 
 
 def tables(rows: Sequence[Row], judged: Mapping[str, str]) -> Iterator[Table | str]:
-    """Yields the tables of the middle ratio for a terminal, and the sets that are no test for a model.
+    """Yields the tables of the middle ratio for a terminal, the sets that are no test for a model, and advice.
 
     Answers that are counted have a table for each model and set; the worst case over the models is one table.
     """
@@ -194,6 +196,34 @@ def tables(rows: Sequence[Row], judged: Mapping[str, str]) -> Iterator[Table | s
     if len(figures.models) > 1 or len(counted) < len(figures.tasks):
         yield summary(figures)
     yield from warnings(figures)
+    yield from advice(figures)
+
+
+def advice(figures: Figures) -> Iterator[str]:
+    """A sentence for each model: the recipe that keeps most of full attention's right answers, if they were counted.
+
+    Sets that are no test for the model do not count. Of equals, the recipe with the lowest ratio.
+    """
+    no_test = {(row.model, row.task) for row in untested(figures.by.values())}
+    for model in figures.models:
+        kept = [
+            row
+            for row in figures.by.values()
+            if row.model == model and row.metric == "kept" and (model, row.task) not in no_test
+            if row.recipe not in ("full_attention", NO_CONTEXT.recipe.name)
+        ]
+        if not kept:
+            continue
+        right = sum({row.task: row.n for row in kept}.values())
+        by_cell: dict[tuple[str, float], list[Row]] = {}
+        for row in kept:
+            by_cell.setdefault((row.recipe, row.r), []).append(row)
+        held = {cell: sum(round((row.score or 0.0) * row.n) for row in rows) for cell, rows in by_cell.items()}
+        (recipe, ratio), most = min(held.items(), key=lambda item: (-item[1], item[0][1]))
+        if right < _LEAST:
+            yield f"{model} has {right} right answers with full attention: too few to advise on a recipe"
+        else:
+            yield f"for {model}, use {recipe} at {ratio:g}: it keeps {most} of full attention's {right} right answers"
 
 
 def warnings(figures: Figures) -> list[str]:

@@ -3,6 +3,8 @@
 import math
 import re
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from dataclasses import replace
 from io import StringIO
 
 import numpy as np
@@ -282,6 +284,22 @@ def test_a_point_stands_at_what_was_recomputed_not_at_what_was_asked_for() -> No
     ticks = ticks_of(root)
     zero = ticks[0.15] - 3 * (ticks[0.2] - ticks[0.15])
     assert x == pytest.approx(zero + 0.25 * (ticks[0.2] - zero), abs=0.5)
+
+
+def test_advice_is_the_recipe_that_keeps_most_and_then_the_cheapest() -> None:
+    def found(*kept: tuple[str, float, Sequence[int]]) -> dict[Cell, Measured]:
+        right = {cell("full_attention", 1.0): Measured({"exact_match": exact(*range(8))})}
+        return right | {cell(name, r): Measured({"exact_match": exact(*held)}) for name, r, held in kept}
+
+    def advised(**tasks: dict[Cell, Measured]) -> list[str]:
+        made = [row for name, cells in tasks.items() for row in rows("m", replace(COUNTED, name=name), cells)]
+        return [*report.advice(report.Figures.of(made, dict.fromkeys(tasks, "exact_match")))]
+
+    cells = found(("full_reuse", 0.0, [0]), ("epic", 0.1, range(7)), ("epic", 0.3, range(8)), ("a3", 0.2, range(8)))
+    assert advised(one=cells) == ["m has 8 right answers with full attention: too few to advise on a recipe"]
+    assert advised(one=cells, two=cells) == ["for m, use a3 at 0.2: it keeps 16 of full attention's 16 right answers"]
+    bare = {NO_CONTEXT: Measured({"exact_match": exact(*range(8))})}
+    assert advised(one=cells | bare, two=cells | bare) == [], "no set is a test for this model"
 
 
 def test_the_terminal_gets_the_middle_ratio(figures: list[Row]) -> None:
