@@ -218,7 +218,7 @@ def order(passages: Sequence[Passage], order: pb.Order) -> list[Passage]:
     """Sorts passages, best first, into their order in the prompt.
 
     By document and position, a set of chunks makes the same path for every question, and so a prefix hit in the cache
-    service. `ORDER_ENDS` keeps the worst passages away from the question (docs/quality.md, Right answers).
+    service. `ORDER_ENDS` keeps the worst passages away from the question (docs/quality.md).
     """
     if order == pb.ORDER_DOCUMENT:
         return sorted(passages, key=lambda passage: passage[0].key)

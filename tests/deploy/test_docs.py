@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -26,15 +27,33 @@ def test_a_page_that_follows_from_the_code_is_current(root: Path, name: str) -> 
     assert (root / WRITTEN[name]).read_text() == done.stdout, "run `make docs`"
 
 
-PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "k8s/fusionkv/README.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "models/README.md", "k8s/fusionkv/README.md")
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_links_lead_to_files(root: Path, page: str) -> None:
-    """As they stand in the repository; those within docs/ are checked when the site is built."""
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", (root / page).read_text()):
-        if not target.startswith(("http:", "https:")):
-            assert ((root / page).parent / target).exists(), f"{page} links to {target}"
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub and mkdocs name them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading.replace("`", "")) for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in plain}
+
+
+def test_links_lead_to_files_and_headings(root: Path) -> None:
+    """As they stand in the repository, the notes among them; those of the site are checked when it is built."""
+    wrong = []
+    for page in (*(root / name for name in PAGES), *(root / "docs").rglob("*.md")):
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", text):
+            if "://" not in target:
+                file = page.parent / target if target else page
+                if not file.exists() or (anchor and anchor not in anchors(file)):
+                    wrong.append(f"{page.relative_to(root)}: {target}#{anchor}")
+    assert wrong == []
+
+
+def test_users_read_no_more_than_this(root: Path) -> None:
+    """The README and docs/*.md; not the reference that is generated, nor what is for contributors."""
+    counted = runpy.run_path(str(root / "bench/figures.py"))["words"]()
+    assert 10_000 < counted <= 17_000
 
 
 def test_files_named_in_the_life_of_a_request_exist(root: Path) -> None:
