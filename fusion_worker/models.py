@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 FAMILIES = {
     "gemma3_text": False,
     "glm4": True,
+    "gpt_oss": False,
     "llama": False,
     "mistral": False,
     "mixtral": False,

@@ -26,6 +26,7 @@ def sparse_attention(
     scale: float,
     window: int | None = None,
     scores: Mapping[QuerySpan, torch.Tensor] = MappingProxyType({}),
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of a ragged batch of rows over one layer of the pool.
 
@@ -33,18 +34,22 @@ def sparse_attention(
     k_pool, v_pool: [slots, kv_heads, head_dim]; they hold the rows' own keys already.
     window: a row at position p sees only positions above p - window; None for no window.
     scores: for some of the spans, float32 [last position + 1], to which their `attention_scores` are added.
+    sinks: [q_heads], a logit of each head that takes part in the softmax beside those of the keys, and has no value
+        (gpt-oss); None for none.
     Returns [rows, q_heads, head_dim], in q's dtype. Rows of no span are undefined.
     """
     if q.device.type != "cpu":
         for span, into in scores.items():
-            into += attention_scores(q, k_pool, span, rotation, scale, window)
+            into += attention_scores(q, k_pool, span, rotation, scale, window, sinks)
         attend = reference.sparse_attention
         if has_triton():
             from fusionkv.kernels.gpu import sparse_attention_triton
 
             attend = sparse_attention_triton.sparse_attention
+        if sinks is not None:  # which torch's operators don't have
+            return attend(q, k_pool, v_pool, spans, rotation, scale, window, sinks)
         return causal_attention.sparse_attention(q, k_pool, v_pool, spans, rotation, scale, window, attend)
-    return sparse_attention_cpu.sparse_attention(q, k_pool, v_pool, spans, rotation, scale, window, scores)
+    return sparse_attention_cpu.sparse_attention(q, k_pool, v_pool, spans, rotation, scale, window, scores, sinks)
 
 
 def attention_scores(
@@ -54,6 +59,7 @@ def attention_scores(
     rotation: Rotation,
     scale: float,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of a span's rows into each position, summed over rows and heads (FusionRAG 3.2, ProphetKV 4.2).
 
@@ -64,18 +70,19 @@ def attention_scores(
         rotation: the layer's RoPE.
         scale: factor of the logits.
         window: sliding window; None without one.
+        sinks: as in `sparse_attention`.
 
     Returns:
-        float32 [last position + 1], which sums to rows x q_heads.
+        float32 [last position + 1], which sums to rows x q_heads, less what sinks take.
     """
     if q.device.type != "cpu":
         if not has_triton():
-            return reference.attention_scores(q, k_pool, span, rotation, scale, window)
+            return reference.attention_scores(q, k_pool, span, rotation, scale, window, sinks)
         from fusionkv.kernels.gpu import attention_scores_triton
 
-        return attention_scores_triton.attention_scores(q, k_pool, span, rotation, scale, window)
+        return attention_scores_triton.attention_scores(q, k_pool, span, rotation, scale, window, sinks)
     rows = q[span.start : span.stop]
-    return sparse_attention_cpu.attention_scores(rows, k_pool, span, rotation, scale, window)
+    return sparse_attention_cpu.attention_scores(rows, k_pool, span, rotation, scale, window, sinks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +106,15 @@ def tempered_attention(
     rotation: Rotation,
     scale: float,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of a span's rows with another temperature and weight for a range of keys (APE).
 
     For the few rows of a question or an answer over a fully reused context: plain torch on every device, in
     O(rows x keys) memory. Shapes and dtypes are those of `sparse_attention`; q has the span's rows only.
 
-    For c the keys in the range and o all others, with attentions A_c (at the temperature) and A_o and sums of
-    exponentials Z_c and Z_o, the result is (Z_c^scale A_c + Z_o A_o) / (Z_c^scale + Z_o).
+    For c the keys in the range and o all others, sinks included, with attentions A_c (at the temperature) and A_o and
+    sums of exponentials Z_c and Z_o, the result is (Z_c^scale A_c + Z_o A_o) / (Z_c^scale + Z_o).
     """
     order, rows = span.in_order(rotation, q.device), span.positions_on(q.device)[:, None]
     heads, kv_heads = q.shape[1], k_pool.shape[1]
@@ -124,6 +132,7 @@ def tempered_attention(
     # Where a row sees no key of the range, the logarithm of its mass is -inf, and it has no effect.
     mass = scores.masked_fill(~inside, float("-inf")).logsumexp(-1, keepdim=True)
     mass = torch.where(mass.isinf(), 0.0, mass)
-    weights = torch.where(inside, scores + (temper.scale - 1) * mass, scores).softmax(-1)
-    out = weights.flatten(1, 2) @ values
+    scores = torch.where(inside, scores + (temper.scale - 1) * mass, scores)
+    weights = reference.softmax(scores.flatten(0, 1), sinks)
+    out = weights.reshape(kv_heads, -1, len(position)) @ values
     return out.view(heads, span.rows, -1).transpose(0, 1).to(q.dtype)

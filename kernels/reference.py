@@ -15,11 +15,12 @@ def sparse_attention(
     rotation: Rotation,
     scale: float,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same as `attention.sparse_attention`, in O(rows x keys) memory, on any device and dtype."""
     out = torch.empty_like(q)
     for span in spans:
-        weights, v = _weights(q[span.start : span.stop], k_pool, v_pool, span, rotation, scale, window)
+        weights, v = _weights(q[span.start : span.stop], k_pool, v_pool, span, rotation, scale, window, sinks)
         out[span.start : span.stop] = torch.einsum("hrn,nhd->rhd", weights, v.to(weights.dtype)).to(q.dtype)
     return out
 
@@ -31,13 +32,22 @@ def attention_scores(
     rotation: Rotation,
     scale: float,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same as `attention.attention_scores`."""
-    weights, _ = _weights(q[span.start : span.stop], k_pool, k_pool, span, rotation, scale, window)
+    weights, _ = _weights(q[span.start : span.stop], k_pool, k_pool, span, rotation, scale, window, sinks)
     positions, visible = _keys(span, q.device)
     scores = torch.zeros(int(span.positions[-1]) + 1, dtype=torch.float32, device=q.device)
     seen = visible & (positions < len(scores))
     return scores.index_put_((positions[seen],), weights.sum((0, 1))[seen].float())
+
+
+def softmax(logits: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """The softmax of logits [q_heads, rows, keys] over the keys, and over the head's sink if there are sinks."""
+    if sinks is None:
+        return logits.softmax(-1)
+    sink = sinks.to(logits.dtype)[:, None, None].expand(-1, logits.shape[1], 1)
+    return torch.cat([logits, sink], -1).softmax(-1)[..., :-1]
 
 
 def _weights(
@@ -48,6 +58,7 @@ def _weights(
     rotation: Rotation,
     scale: float,
     window: int | None,
+    sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax weights [q_heads, rows, keys] in at least float32, and the values [keys, q_heads, head_dim]."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -61,7 +72,7 @@ def _weights(
         mask &= positions > rows - window
     keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
     logits = torch.einsum("rhd,nhd->hrn", q.to(wide), keys) * scale
-    return logits.masked_fill(~mask, float("-inf")).softmax(-1), values
+    return softmax(logits.masked_fill(~mask, float("-inf")), sinks), values
 
 
 def _keys(span: QuerySpan, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

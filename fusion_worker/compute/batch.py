@@ -78,6 +78,7 @@ class Batch:
         value: torch.Tensor,
         scaling: float,
         window: int | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Writes a layer's keys and values to the pool, and attends to it. As `Attending.attend`."""
         rotation = self.rotations[layer]
@@ -95,15 +96,17 @@ class Batch:
                     rotation,
                     scaling,
                     window,
+                    None if sinks is None else sinks[head * groups : (head + 1) * groups],
                 )
                 for head in range(k_pool.shape[1])
             ]
             votes.layers.append(torch.stack(by_head))
         scores = {probe.span: probe.scores for probe in self.probes if layer in probe.layers}
-        out = sparse_attention(query, k_pool, v_pool, self.spans, rotation, scaling, window, scores)
+        out = sparse_attention(query, k_pool, v_pool, self.spans, rotation, scaling, window, scores, sinks)
         for span, temper in self.tempered:
             part = slice(span.start, span.stop)
-            out[part] = tempered_attention(query[part], k_pool, v_pool, span, temper, rotation, scaling, window)
+            rest = temper, rotation, scaling, window, sinks
+            out[part] = tempered_attention(query[part], k_pool, v_pool, span, *rest)
         return out
 
     def _all_spans(self) -> list[QuerySpan]:

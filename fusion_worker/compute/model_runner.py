@@ -19,13 +19,17 @@ _FAR = 100  # positions, by which the check of the rotation moves tokens
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """The inputs of one layer's attention: q [rows, q_heads, head_dim]; k, v [rows, kv_heads, head_dim]."""
+    """The inputs of one layer's attention: q [rows, q_heads, head_dim]; k, v [rows, kv_heads, head_dim].
+
+    sinks: as in `kernels.attention.sparse_attention`.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     scale: float
     window: int | None
+    sinks: torch.Tensor | None
 
 
 @dataclass(slots=True)
@@ -42,9 +46,10 @@ class _Recorder:
         value: torch.Tensor,
         scaling: float,
         window: int | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """As `Attending.attend`; returns zeros."""
-        self.states = States(query, key, value, scaling, window)
+        self.states = States(query, key, value, scaling, window, sinks)
         return torch.zeros_like(query)
 
 
@@ -182,10 +187,12 @@ class Attending(Protocol):
         value: torch.Tensor,
         scaling: float,
         window: int | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """A layer's attention, [rows, q_heads, head_dim].
 
         query: [rows, q_heads, head_dim]. key, value: [rows, kv_heads, head_dim]. window: of a sliding-window layer.
+        sinks: [q_heads], of a layer that has them.
         """
 
 
@@ -198,8 +205,9 @@ def _attend(
     scaling: float,
     fusionkv_batch: Attending,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention for transformers: query [1, q_heads, rows, head_dim], key and value [1, kv_heads, rows, head_dim]."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return fusionkv_batch.attend(module.layer_idx, q, k, v, scaling, sliding_window)[None], None
+    return fusionkv_batch.attend(module.layer_idx, q, k, v, scaling, sliding_window, s_aux)[None], None

@@ -82,6 +82,8 @@ _FAMILY_SAYS_SO: dict[tuple[str, str], Any] = {
     ("mistral", "attention_bias"): False,
     ("mixtral", "attention_bias"): False,
     ("phi3", "attention_bias"): False,
+    ("gpt_oss", "experts_per_token"): 4,
+    ("gpt_oss", "initial_context_length"): 4096,
     ("qwen2", "use_qk_norm"): False,
     ("qwen3", "use_qk_norm"): True,
     ("llama", "use_qk_norm"): False,

@@ -74,7 +74,8 @@ class FreshStates:
         states, keys = self.states, self.keys()
         over = self.over(keys, first_row)
         q = states.q[first_row:]
-        return self.ranks.total(attention_scores(q, keys, over, self.rotation, states.scale, states.window))
+        rest = self.rotation, states.scale, states.window, states.sinks
+        return self.ranks.total(attention_scores(q, keys, over, *rest))
 
     def placed(self, each: torch.Tensor) -> torch.Tensor:
         """Puts a number for each stale token at its position, and all-reduces over ranks.
@@ -129,7 +130,8 @@ def _to_other_chunks(inputs: FreshStates) -> torch.Tensor:
     for first in range(1, len(starts), channels):
         member = chunk[:, None] == torch.arange(first, first + channels, device=keys.device)
         values = member.to(keys.dtype)[:, None].expand(-1, keys.shape[1], -1).contiguous()
-        out = sparse_attention(states.q, keys, values, over, inputs.rotation, states.scale, states.window)
+        rest = inputs.rotation, states.scale, states.window
+        out = sparse_attention(states.q, keys, values, over, *rest, sinks=states.sinks)
         mass = out.float().sum(1)
         inside = (row_chunks >= first) & (row_chunks < first + channels)
         mass[inside, row_chunks[inside] - first] = 0.0

@@ -42,15 +42,16 @@ def sparse_attention(
     scale: float,
     window: int | None,
     scores: Mapping[QuerySpan, torch.Tensor],
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same as `attention.sparse_attention`."""
     out = torch.empty_like(q)
     few = spans.once(_few, frozenset(scores))
     if few:
-        decode_attention(q, k_pool, v_pool, few, rotation, scale, window, out)
+        decode_attention(q, k_pool, v_pool, few, rotation, scale, window, sinks, out)
     for span in spans:
         if span not in few:
-            rows, rest = slice(span.start, span.stop), (span, rotation, scale, window, scores.get(span))
+            rows, rest = slice(span.start, span.stop), (span, rotation, scale, window, scores.get(span), sinks)
             out[rows] = prefill_attention(q[rows], k_pool, v_pool, *rest)
     return out
 
@@ -86,6 +87,7 @@ def prefill_attention(
     scale: float,
     window: int | None,
     scores: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`sparse_attention` of one span: q and the result are [rows, q_heads, head_dim].
 
@@ -94,34 +96,56 @@ def prefill_attention(
     order = span.in_order(rotation, q.device)
     v = v_pool.index_select(0, order.slots)
     if scores is not None:
-        return _explicit(q, order.keys(k_pool, torch.float32), v, span, scale, window, scores).to(q.dtype)
+        return _explicit(q, order.keys(k_pool, torch.float32), v, span, scale, window, sinks, scores).to(q.dtype)
     k = order.keys(k_pool, compute_dtype(k_pool.dtype))
     # [1, heads, tokens, head_dim]
     rows, keys, values = (part.to(k.dtype).transpose(0, 1)[None] for part in (q, k, v))
     if span.rows == len(k) and window is None:
-        out = scaled_dot_product_attention(rows, keys, values, is_causal=True, scale=scale, enable_gqa=True)
+        out = _fused(rows, keys, values, None, scale, sinks)
     else:
         out = torch.empty_like(rows)
         for block in span.once(_blocks, window, k.dtype, _block_rows(k.dtype, q.shape[1])):
             visible = slice(block.low, block.high)
-            out[:, :, block.rows] = scaled_dot_product_attention(
-                rows[:, :, block.rows],
-                keys[:, :, visible],
-                values[:, :, visible],
-                attn_mask=block.mask()[None, None],
-                scale=scale,
-                enable_gqa=True,
-            )
+            seen = keys[:, :, visible], values[:, :, visible], block.mask()[None, None]
+            out[:, :, block.rows] = _fused(rows[:, :, block.rows], *seen, scale, sinks)
     return out[0].transpose(0, 1).to(q.dtype)
 
 
+def _fused(
+    rows: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """torch's operator over [1, heads, tokens, head_dim]; causal without a mask."""
+    causal = mask is None
+    if sinks is None:
+        return scaled_dot_product_attention(rows, keys, values, mask, 0.0, causal, scale=scale, enable_gqa=True)
+    out, lse = _flash(rows, keys, values, 0.0, causal, attn_mask=mask, scale=scale)
+    mean: torch.Tensor = out * _kept(lse, sinks[:, None])[..., None]
+    return mean
+
+
+def _kept(lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """The share of a row's attention that its keys, of this log-sum-exp, keep beside a sink."""
+    return (lse - sinks.float()).sigmoid()
+
+
 def attention_scores(
-    q: torch.Tensor, k_pool: torch.Tensor, span: QuerySpan, rotation: Rotation, scale: float, window: int | None
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    span: QuerySpan,
+    rotation: Rotation,
+    scale: float,
+    window: int | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """`attention.attention_scores` of one span; q holds only the span's rows."""
     k = span.in_order(rotation, q.device).keys(k_pool, torch.float32)
     scores = torch.zeros(len(k))
-    _explicit(q, k, None, span, scale, window, scores)
+    _explicit(q, k, None, span, scale, window, sinks, scores)
     return scores
 
 
@@ -132,6 +156,7 @@ def _explicit(
     span: QuerySpan,
     scale: float,
     window: int | None,
+    sinks: torch.Tensor | None,
     scores: torch.Tensor,
 ) -> torch.Tensor:
     """Attention through its weights, whose sums over all rows and heads are added to `scores`, float32 [positions].
@@ -150,6 +175,9 @@ def _explicit(
         logits = torch.bmm(rows[:, :, block.rows].flatten(1, 2), keys[..., visible]).mul_(scale)
         logits.unflatten(1, (groups, -1)).add_(block.mask())
         weights = logits.softmax(-1)
+        if sinks is not None:
+            by_row = sinks.view(-1, groups, 1).expand(-1, -1, logits.shape[1] // groups).flatten(1)
+            weights *= _kept(logits.logsumexp(-1), by_row)[..., None]
         scores[visible] += weights.sum((0, 1))
         if values is not None:
             out[:, :, block.rows] = torch.bmm(weights, values[:, visible]).unflatten(1, (groups, -1))
@@ -235,6 +263,7 @@ def decode_attention(
     rotation: Rotation,
     scale: float,
     window: int | None,
+    sinks: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
     """`sparse_attention` for spans of a few rows; writes their rows of `out`."""
@@ -253,7 +282,10 @@ def decode_attention(
         sums.append(lse.unflatten(2, (-1, groups)).transpose(1, 2).flatten(0, 1))
     # For a row that sees no key, the operator returns a log-sum-exp of 0 instead of -inf.
     lse = torch.cat(sums).masked_fill_(plan.blind[:, None, None], float("-inf"))
-    weights = lse[plan.merged].softmax(1)
+    parts = lse[plan.merged]
+    weights = parts.softmax(1)
+    if sinks is not None:
+        weights *= _kept(parts.logsumexp(1), sinks.view(kv_heads, groups))[:, None]
     merged = (torch.cat(means)[plan.merged] * weights[..., None]).sum(1)
     out[plan.rows] = merged.flatten(1, 2).to(q.dtype)
 

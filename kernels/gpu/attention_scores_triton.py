@@ -182,7 +182,13 @@ def _plan(span: QuerySpan, rotation: Rotation, grid: Grid, device: torch.device)
 
 
 def attention_scores(
-    q: torch.Tensor, k_pool: torch.Tensor, span: QuerySpan, rotation: Rotation, scale: float, window: int | None
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    span: QuerySpan,
+    rotation: Rotation,
+    scale: float,
+    window: int | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same as `attention.attention_scores`."""
     heads, kv_heads = q.shape[1], k_pool.shape[1]
@@ -195,7 +201,10 @@ def attention_scores(
     strides = q.stride()[:2]
     lse = torch.full((launch.parts, span.rows, heads), float("-inf"), device=q.device)
     _denominators[len(launch.items), kv_heads](*(q, k_pool, lse, launch.items), *tables, span.rows, *strides, **shape)
-    lse = torch.logsumexp(lse / LOG2E, 0) * LOG2E
+    lse = torch.logsumexp(lse / LOG2E, 0)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.float())
+    lse *= LOG2E
     columns = torch.empty(kv_heads, len(positions), device=q.device)
     _columns[len(blocks), kv_heads](
         *(q, k_pool, lse, columns, blocks), *tables, *(span.start, span.rows, len(positions)), *strides, **shape

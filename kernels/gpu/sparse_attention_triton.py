@@ -19,6 +19,7 @@ from fusionkv.kernels.gpu.tiles_triton import (
     load_turned,
     processors,
     product,
+    sink,
     update,
     visible,
 )
@@ -32,6 +33,7 @@ def _attend(  # type: ignore[no-untyped-def]
     v_ptr,  # [slots, kv_heads, head_dim]
     out_ptr,  # [rows, q_heads, head_dim], or float32 [parts, partial rows, q_heads, head_dim]
     lse_ptr,  # float32 [parts, partial rows, q_heads], to base 2
+    sinks_ptr,  # [q_heads]
     items_ptr,
     segments_ptr,
     positions_ptr,
@@ -56,6 +58,7 @@ def _attend(  # type: ignore[no-untyped-def]
     BLOCK_KEYS: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
     PARTIAL: tl.constexpr,
+    SINKS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     head = tl.program_id(1)
@@ -117,6 +120,8 @@ def _attend(  # type: ignore[no-untyped-def]
             at += BLOCK_KEYS * SLOT_STRIDE
 
     inside = valid[:, None] & channel
+    if SINKS and not PARTIAL:
+        total += tl.exp2(sink(sinks_ptr + q_head, valid) - high)
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     if PARTIAL:
         part, partial = tl.load(item_ptr + 4), tl.load(item_ptr + 5)
@@ -220,12 +225,14 @@ def _merge(  # type: ignore[no-untyped-def]
     partial_ptr,  # float32 [parts, partial rows, q_heads, head_dim]
     lse_ptr,  # float32 [parts, partial rows, q_heads]
     rows_ptr,  # int64 [partial rows]
+    sinks_ptr,  # [q_heads]
     out_ptr,
     partial_rows,
     out_row_stride,
     out_head_stride,
     parts,
     PARTS_CEIL: tl.constexpr,  # parts rounded up to a power of two
+    SINKS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
 ):
@@ -233,8 +240,12 @@ def _merge(  # type: ignore[no-untyped-def]
     p, d = tl.arange(0, PARTS_CEIL), tl.arange(0, DIM)
     at = (p * partial_rows + partial).to(tl.int64) * tl.num_programs(1) + head
     lse = tl.load(lse_ptr + at, mask=p < parts, other=float("-inf"))
-    weights = tl.exp2(lse - tl.max(lse, 0))
-    weights = weights / tl.sum(weights, 0)
+    high = tl.max(lse, 0)
+    weights = tl.exp2(lse - high)
+    total = tl.sum(weights, 0)
+    if SINKS:
+        total += tl.exp2(sink(sinks_ptr + head, True) - high)
+    weights = weights / total
     # Parts without any key of the row were never written.
     inside = (weights > 0.0)[:, None] & (d < HEAD_DIM)[None, :]
     values = tl.load(partial_ptr + at[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
@@ -252,13 +263,14 @@ def sparse_attention(
     rotation: Rotation,
     scale: float,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same as `attention.sparse_attention`.
 
     Extra memory: the tables, and parts x rows x q_heads x head_dim floats if keys are split into parts.
     """
     tile = tile_for(q.device, q.shape[2], q.dtype)
-    return attend(q, k_pool, v_pool, spans, rotation, scale, window, tile, shared_tile(q.shape[2], q.dtype))
+    return attend(q, k_pool, v_pool, spans, rotation, scale, window, tile, shared_tile(q.shape[2], q.dtype), sinks)
 
 
 def attend(
@@ -271,6 +283,7 @@ def attend(
     window: int | None,
     tile: Tile,
     shared: Tile | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`sparse_attention` with a given tile shape. shared: that of tiles shared by decoding requests, or None."""
     heads, kv_heads = q.shape[1], k_pool.shape[1]
@@ -282,7 +295,7 @@ def attend(
     grid = Grid.of(heads, kv_heads, tile.rows, processors(q.device), shared.rows if shared else 0)
     table = spans.once(SegmentTable.on, rotation, grid, q.device)
     for launch in table.launches:
-        _launch(launch, table, tile, shared, q, k_pool, v_pool, out, rotation, scale, window)
+        _launch(launch, table, tile, shared, q, k_pool, v_pool, out, rotation, scale, window, sinks)
     return out
 
 
@@ -298,6 +311,7 @@ def _launch(
     rotation: Rotation,
     scale: float,
     window: int | None,
+    sinks: torch.Tensor | None,
 ) -> None:
     heads, kv_heads, dim = q.shape[1], k_pool.shape[1], q.shape[2]
     partial_rows = len(launch.rows)
@@ -310,8 +324,11 @@ def _launch(
     pointers = (q, k_pool, v_pool, partial, lse)
     shape = constants(q, k_pool, rotation, launch.tile, tile.keys, window)
     few = shape["ROWS"] < tile.rows
+    # Without sinks, any pointer in their place.
+    sinks_at = q if sinks is None else sinks
     _attend[len(launch.items), kv_heads](
         *pointers,
+        sinks_at,
         launch.items,
         *(table.segments, table.positions, table.bias, table.row_positions, table.turns),
         scale * LOG2E,
@@ -320,6 +337,7 @@ def _launch(
         *out_strides,
         **shape,
         PARTIAL=launch.parts > 1,
+        SINKS=sinks is not None,
         num_warps=4 if few else tile.warps,
         num_stages=tile.stages,
     )
@@ -337,8 +355,9 @@ def _launch(
         )
     if launch.parts > 1:
         _merge[partial_rows, heads](
-            *(partial, lse, launch.rows, out, partial_rows, *out_strides, launch.parts),
+            *(partial, lse, launch.rows, sinks_at, out, partial_rows, *out_strides, launch.parts),
             PARTS_CEIL=triton.next_power_of_2(launch.parts),
+            SINKS=sinks is not None,
             HEAD_DIM=dim,
             DIM=triton.next_power_of_2(dim),
         )

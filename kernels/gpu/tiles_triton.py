@@ -11,6 +11,7 @@ from fusionkv.kernels.segments import NEVER, Rotation
 
 _NEVER = tl.constexpr(NEVER)
 LOG2E = 1.4426950408889634
+_LOG2E = tl.constexpr(LOG2E)
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
@@ -73,6 +74,12 @@ def update(scores, v, high, total, acc, WIDEN: tl.constexpr):  # type: ignore[no
     weights = tl.exp2(scores - anchor[:, None])
     fade = tl.exp2(high - anchor)
     return higher, total * fade + tl.sum(weights, 1), acc * fade[:, None] + product(weights.to(v.dtype), v, WIDEN)
+
+
+@triton.jit
+def sink(at, valid):  # type: ignore[no-untyped-def]
+    """The logits of sinks at pointers, to base 2."""
+    return tl.load(at, mask=valid, other=float("-inf")).to(tl.float32) * _LOG2E
 
 
 @triton.jit

@@ -29,6 +29,7 @@ def _rope(kind: str = "default", **more: Any) -> dict[str, Any]:
 
 _ORIGINAL = {"factor": 4.0, "original_max_position_embeddings": 64}
 _LLAMA3 = {**_ORIGINAL, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_YARN = _rope("yarn", **_ORIGINAL, truncate=False)
 _MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 _WINDOWED = {"use_sliding_window": True, "sliding_window": 24}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
@@ -52,6 +53,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("MixtralConfig", _EXPERTS),
     "qwen3-moe": ("Qwen3MoeConfig", {**_NARROW, "head_dim": 32, "norm_topk_prob": True}),
     "qwen2-moe": ("Qwen2MoeConfig", {**_NARROW, "shared_expert_intermediate_size": 48}),
+    "gpt-oss": (
+        "GptOssConfig",
+        {**_EXPERTS, **_MIXED, "head_dim": 16, "sliding_window": 24, "rope_parameters": _YARN},
+    ),
     "phi3": ("Phi3Config", {"rope_parameters": _rope(partial_rotary_factor=0.75), "pad_token_id": 0}),
     "glm4": ("Glm4Config", {"head_dim": 32, "rope_parameters": _rope(partial_rotary_factor=0.5), "pad_token_id": 0}),
 }
@@ -106,7 +111,9 @@ def network(family: str, dtype: torch.dtype = torch.float32) -> Any:
     config = getattr(transformers, name)(**{**BASE, **more})
     made = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     for parameter_name, parameter in made.named_parameters():
-        if parameter.dim() == 1:  # norms start as ones and biases as zeros: both would hide a missing one
+        if (
+            parameter.dim() == 1 or "bias" in parameter_name
+        ):  # norms start as ones and biases as zeros: both would hide a missing one
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(parameter_name)))
             parameter.data += 0.2 * noise.to(dtype)
     return made
@@ -177,7 +184,8 @@ class Oracle:
         seen = (block[:, None] == -1) | (block[:, None] == block)
 
         def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **more: Any) -> Any:
-            return _attention(query, key, value, seen & _causal(query, key, more.get("sliding_window")), scaling)
+            visible = seen & _causal(query, key, more.get("sliding_window"))
+            return _attention(query, key, value, visible, scaling, more.get("s_aux"))
 
         return self._attending("masked", attend)
 
@@ -209,7 +217,8 @@ class Oracle:
             weights = torch.where(inside, scores / temperature, scores).exp() * seen
             mass = (weights * inside).sum(-1, keepdim=True)
             weights = torch.where(inside & (mass > 0), weights * mass ** (scale - 1), weights)
-            out = weights / weights.sum(-1, keepdim=True) @ value
+            sinks = torch.full((query.shape[1],), float("-inf")) if more.get("s_aux") is None else more["s_aux"]
+            out = weights / (weights.sum(-1, keepdim=True) + sinks.double().exp()[:, None, None]) @ value
             return out.transpose(1, 2).to(query.dtype), None
 
         return self._attending("tempered", attend)
@@ -238,7 +247,7 @@ class Oracle:
             keep, seen = kept[module.layer_idx], _causal(query, key).repeat(key.shape[1], 1, 1)
             seen[:, :, : keep.shape[1]] &= keep[:, None]
             seen = seen.repeat_interleave(query.shape[1] // key.shape[1], 0)
-            return _attention(query, key, value, seen, scaling)
+            return _attention(query, key, value, seen, scaling, more.get("s_aux"))
 
         return self._attending("seeing", attend)
 
@@ -310,11 +319,13 @@ def _causal(query: Any, key: Any, window: int | None = None) -> torch.Tensor:
     return (at <= row) & (at > row - (window or len(at)))
 
 
-def _attention(query: Any, key: Any, value: Any, seen: torch.Tensor, scaling: float) -> Any:
-    """Softmax attention over the keys that are `seen`, bool [rows, keys], or by head."""
+def _attention(query: Any, key: Any, value: Any, seen: torch.Tensor, scaling: float, sinks: Any) -> Any:
+    """Softmax attention over the keys that are `seen`, bool [rows, keys], or by head, and over sinks [heads]."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1).double() for x in (key, value))
     scores = (query.double() @ key.transpose(2, 3) * scaling).masked_fill(~seen, float("-inf"))
-    return (scores.softmax(-1) @ value).transpose(1, 2).to(query.dtype), None
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(*scores.shape[:-1], 1)], -1)
+    return (scores.softmax(-1)[..., : key.shape[2]] @ value).transpose(1, 2).to(query.dtype), None
 
 
 def oracle(family: str, dtype: torch.dtype = torch.float32) -> Oracle:

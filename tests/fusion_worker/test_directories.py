@@ -299,6 +299,33 @@ MIXTRAL = {
     "router_aux_loss_coef": 0.02,
     "sliding_window": None,
 }
+GPT = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+}
 PHI = {
     "architectures": ["Phi3ForCausalLM"],
     "attention_bias": False,
@@ -311,7 +338,10 @@ PHI = {
 }
 
 
-@pytest.mark.parametrize(("kind", "published"), [("qwen3_moe", QWEN), ("mixtral", MIXTRAL), ("phi3", PHI)])
+PUBLISHED = {"qwen3_moe": QWEN, "mixtral": MIXTRAL, "gpt_oss": GPT, "phi3": PHI}
+
+
+@pytest.mark.parametrize(("kind", "published"), PUBLISHED.items())
 def test_keys_of_published_models_are_known(kind: str, published: dict[str, Any], tmp_path: Path) -> None:
     said(model_type=kind, **published)(tmp_path)
     assert models.configuration(tmp_path).model_type == kind

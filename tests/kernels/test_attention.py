@@ -26,8 +26,8 @@ SCORES: dict[str, Any] = {"kernel": attention.attention_scores, "reference": ref
 if HAS_KERNEL:
     from fusionkv.kernels.gpu import attention_scores_triton, sparse_attention_triton
 
-    OPERATIONS["triton"] = lambda q, k, v, spans, *rest: sparse_attention_triton.sparse_attention(
-        there(q), there(k), there(v), spans, *rest
+    OPERATIONS["triton"] = lambda q, k, v, spans, *rest, sinks: sparse_attention_triton.sparse_attention(
+        there(q), there(k), there(v), spans, *rest, there(sinks)
     ).cpu()
     SCORES["triton"] = lambda *given: attention_scores_triton.attention_scores(*map(there, given)).cpu()
 PARTS = [(20, 0), (1, 7), (61, -13), (30, 900)]
@@ -43,6 +43,7 @@ class Case:
     window: int | None
     seed: int
     rows: list["Request"] = field(default_factory=list)
+    sinks: torch.Tensor | None = None
 
     def tensors(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Spans]:
         """Queries, pools, spans. Slots that no segment names hold NaN; stale slots that are hidden hold 100s."""
@@ -90,7 +91,9 @@ class Case:
             for row, p in zip(range(span.start, span.stop), span.positions.tolist(), strict=True):
                 low = 0 if self.window is None else max(0, p - self.window + 1)
                 logits = torch.einsum("hd,nhd->hn", q[row].double(), ks[low : p + 1]) * self.dim**-0.5
-                weights = logits.softmax(-1)
+                if self.sinks is not None:
+                    logits = torch.cat([logits, self.sinks.double()[:, None]], -1)
+                weights = logits.softmax(-1)[:, : p + 1 - low]
                 out[row] = torch.einsum("hn,nhd->hd", weights, vs[low : p + 1])
                 total[low : p + 1] += weights.sum(0)
             totals.append(total)
@@ -159,6 +162,10 @@ def cases(draw: st.DrawFn) -> Case:
     window = draw(st.sampled_from([None, None, 1, 8, 50, 10_000]))
     found = Case((kv_heads * groups, kv_heads), dim, rotation, window, draw(st.integers(0, 2**31)))
     found.rows = draw(st.lists(requests(), min_size=1, max_size=3))
+    # Far below, among and far above the logits.
+    found.sinks = draw(
+        st.sampled_from([None, torch.linspace(-50, 8, found.heads[0]), torch.linspace(90, 1, found.heads[0])])
+    )
     return found
 
 
@@ -166,26 +173,28 @@ def check(case: Case, dtype: torch.dtype, atol: float, rtol: float) -> None:
     q, k, v, spans = case.tensors(dtype)
     expected, totals = case.expected(q, k, v, spans)
     for name, operation in OPERATIONS.items():
-        found = operation(q, k, v, spans, case.rotation, case.dim**-0.5, case.window)
+        found = operation(q, k, v, spans, case.rotation, case.dim**-0.5, case.window, sinks=case.sinks)
         assert found.dtype == dtype, name
         torch.testing.assert_close(found.double(), expected, atol=atol, rtol=rtol, msg=lambda m, n=name: f"{n}: {m}")
     for name, scores in SCORES.items():
         for span, total in zip(spans, totals, strict=True):
-            found = scores(q, k, span, case.rotation, case.dim**-0.5, case.window)
+            found = scores(q, k, span, case.rotation, case.dim**-0.5, case.window, case.sinks)
             assert found.dtype == torch.float32
             # Sums over rows x heads, so the error grows with both.
             scale = span.rows * q.shape[1]
             torch.testing.assert_close(
                 found.double() / scale, total / scale, atol=atol, rtol=rtol, msg=lambda m, n=name: f"{n}: {m}"
             )
-            assert float(found.sum()) == pytest.approx(scale, rel=1e-3)
+            assert case.sinks is not None or float(found.sum()) == pytest.approx(scale, rel=1e-3)
     # Scores of the first and the last span in passing, on top of what is there already.
     rest = case.rotation, case.dim**-0.5, case.window
     sums = {span: torch.ones(len(total)) for span, total in ((spans[0], totals[0]), (spans[-1], totals[-1]))}
-    found = attention.sparse_attention(q, k, v, spans, *rest, sums)
+    found = attention.sparse_attention(q, k, v, spans, *rest, sums, case.sinks)
     torch.testing.assert_close(found.double(), expected, atol=atol, rtol=rtol)
     for span, into in sums.items():
-        torch.testing.assert_close(into - 1, attention.attention_scores(q, k, span, *rest), atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            into - 1, attention.attention_scores(q, k, span, *rest, case.sinks), atol=1e-4, rtol=1e-4
+        )
 
 
 @given(case=cases(), row=st.sampled_from(TOLERANCES))
@@ -205,8 +214,8 @@ def test_every_path(kind: str, window: int | None, rows: int, dtype: torch.dtype
     context = sum(length for length, _ in parts)
     fresh = {"everything selected": list(range(context)), "scattered": list(range(3, context, 5))}.get(kind, [])
     request = Request(parts, [*fresh, *range(context, context + rows)], [])
-    case = Case((4, 2), 64, rotary(64), window, rows, [request, Request([], [0], [])])
-    check(case, dtype, atol, rtol)
+    for sinks in (None, torch.tensor([-3.0, 0.0, 2.0, 9.0])):
+        check(Case((4, 2), 64, rotary(64), window, rows, [request, Request([], [0], [])], sinks), dtype, atol, rtol)
 
 
 @pytest.mark.parametrize("computed_in", [torch.bfloat16, torch.float32])

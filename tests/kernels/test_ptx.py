@@ -31,7 +31,7 @@ def compile_for(kernel: Any, capability: int, dtype: torch.dtype, tile: tile_sha
     floats = {"lse_ptr", "turns_ptr", "partial_ptr", "bias_ptr"}
     if constants.get("PARTIAL"):
         floats.add("out_ptr")
-    model = {"q_ptr", "k_ptr", "v_ptr", "out_ptr"}
+    model = {"q_ptr", "k_ptr", "v_ptr", "out_ptr", "sinks_ptr"}
 
     def kind(name: str) -> str:
         if name in constants:
@@ -100,7 +100,7 @@ def test_prefill_and_decode(capability: int, head_dim: int, dtype: torch.dtype, 
     tile = tile_shapes.default(head_dim, dtype)
     for rows, warps in ((tile.rows, tile.warps), (16, 4)):
         taken = tile_shapes.Tile(rows, tile.keys, warps, tile.stages)
-        constants = shape(head_dim, groups, rows, tile.keys) | {"PARTIAL": rows == 16}
+        constants = shape(head_dim, groups, rows, tile.keys) | {"PARTIAL": rows == 16, "SINKS": head_dim == 64}
         built = compile_for(sparse_attention_triton._attend, capability, dtype, taken, **constants)
         if capability == 80:
             assert built.metadata.shared <= tile_shapes.shared_bytes(taken, head_dim, dtype)
@@ -127,5 +127,5 @@ def test_scores_and_merge(capability: int) -> None:
     tile = tile_shapes.Tile(64, 64, 4, 3)
     for kernel in (attention_scores_triton._denominators, attention_scores_triton._columns):
         compile_for(kernel, capability, torch.bfloat16, tile, **shape(128, 7, 64, 64))
-    constants = {"PARTS_CEIL": 16, "HEAD_DIM": 128, "DIM": 128}
+    constants = {"PARTS_CEIL": 16, "SINKS": True, "HEAD_DIM": 128, "DIM": 128}
     compile_for(sparse_attention_triton._merge, capability, torch.bfloat16, tile, **constants)
