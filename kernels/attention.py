@@ -41,7 +41,7 @@ def sparse_attention(
     if q.device.type != "cpu":
         for span, into in scores.items():
             into += attention_scores(q, k_pool, span, rotation, scale, window, sinks)
-        attend = reference.sparse_attention
+        attend: causal_attention.Attend = reference.sparse_attention
         if has_triton():
             from fusionkv.kernels.gpu import sparse_attention_triton
 

@@ -47,13 +47,17 @@ class SlotRange:
 
 @dataclass(slots=True, eq=False)
 class PooledChunk:
-    """A chunk's KV in the pool. `ready` is set once the KV is written, or to the error if loading fails."""
+    """A chunk's KV in the pool. `ready` is set once the KV is written, or to the error if loading fails.
+
+    freed: on a GPU, an event after the last kernel that may use what its slots held before; None if nothing did.
+    """
 
     key: bytes
     tokens: int
     base: int
     runs: tuple[SlotRange, ...]
     ready: "asyncio.Future[None]"
+    freed: torch.cuda.Event | None = None
     pins: int = 0
 
 
@@ -75,6 +79,7 @@ class KVPool:
     _chunks: "OrderedDict[bytes, PooledChunk]" = field(default_factory=OrderedDict)
     _hidden: set[PooledChunk] = field(default_factory=set)
     _fresh: int = 0
+    _freed: torch.cuda.Event | None = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod
@@ -149,9 +154,8 @@ class KVPool:
         Raises:
             ResourceExhausted: no room; can't happen after `room`.
         """
-        pooled = PooledChunk(
-            key, tokens, base, self._take(tokens), asyncio.get_running_loop().create_future(), pins=1
-        )
+        runs, ready = self._take(tokens), asyncio.get_running_loop().create_future()
+        pooled = PooledChunk(key, tokens, base, runs, ready, self._freed, pins=1)
         # Waiters see the failure; without any, the event loop must not report it as never retrieved.
         pooled.ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
         if (failed := self._chunks.get(key)) is not None:
@@ -242,6 +246,9 @@ class KVPool:
         return SlotRange(run.start, length)
 
     def _give(self, runs: Sequence[SlotRange]) -> None:
+        if self.kv.is_cuda:  # the last step that uses the slots has been launched, and may still run
+            self._freed = torch.cuda.Event()
+            self._freed.record(torch.cuda.default_stream(self.kv.device))
         for run in runs:
             at = bisect.bisect_left(self._free, run.start, key=lambda r: r.start)
             if at < len(self._free) and run.start + run.length == self._free[at].start:

@@ -12,6 +12,7 @@ import torch
 
 from fusionkv.fusion_worker.compute.engine import TPGroup
 from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk, SlotRange
+from fusionkv.fusion_worker.transfer.pinned import PinnedMapping
 from fusionkv.kernels.quantised import GROUP, KINDS, Quantised, quantise, restore
 from fusionkv.kvcache_service.client import CacheClient, Entry
 from fusionkv.protos.runtime.cancellation import to_the_end
@@ -29,7 +30,10 @@ class Storage:
         """kind: plain, int8 or fp8. tp: copies on all ranks; None for one rank, and on ranks other than 0."""
         self._tp = tp or TPGroup()
         self.pool = pool
-        self._stream = torch.cuda.Stream(pool.kv.device) if pool.kv.is_cuda else None
+        streams = 2 if pool.kv.is_cuda else 0
+        # Loads do not wait for what is stored, which waits for the step that computes it.
+        self._streams = tuple(torch.cuda.Stream(pool.kv.device) for _ in range(streams))
+        self._pinned = PinnedMapping(pool.kv.device)
         self._name, self._kind = kind, KINDS.get(kind)
         self.settings = {} if self._kind is None else {"store": kind}
 
@@ -42,19 +46,28 @@ class Storage:
         return self.pool.kv.device
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
-        """Copies inside overlap with the engine's kernels, on a separate CUDA stream. Thread-safe.
+    def beside(self, after: torch.cuda.Event | None = None) -> Iterator[None]:
+        """Loads inside overlap with the engine's kernels, on a separate CUDA stream. Thread-safe.
 
-        They wait for the kernels launched so far, and are complete on exit. Without CUDA this does nothing.
+        They wait for `after`, and are complete on exit. Without CUDA this does nothing.
         """
-        if self._stream is None:
+        if not self._streams:
             yield
             return
-        # The running step may still read slots that are written here, or write slots that are read here.
-        self._stream.wait_stream(torch.cuda.default_stream(self.device))
-        with torch.cuda.stream(self._stream):
+        with _on(self._streams[0]) as stream:
+            if after is not None:
+                stream.wait_event(after)
             yield
-        self._stream.synchronize()
+
+    @contextmanager
+    def _behind(self) -> Iterator[None]:
+        """As `beside`, on a stream that waits for all kernels launched so far: one may write what is read here."""
+        if not self._streams:
+            yield
+            return
+        with _on(self._streams[1]) as stream:
+            stream.wait_stream(torch.cuda.default_stream(self.device))
+            yield
 
     @property
     def lossless(self) -> bool:
@@ -83,20 +96,25 @@ class Storage:
 
     def put_in(self, pooled: PooledChunk, data: torch.Tensor) -> None:
         """Writes an entry to a chunk's slots. data: uint8 [size], in host memory or on the device."""
-        self._tp.copy(partial(self.write, pooled.runs, pooled.tokens), self._split(data, pooled.tokens))
+        # Other ranks have no such event.
+        after = pooled.freed if self._tp.ranks.count == 1 else None
+        self._tp.copy(partial(self.write, pooled.runs, pooled.tokens, after=after), self._split(data, pooled.tokens))
 
     async def copy_in(self, cache: CacheClient, entry: Entry, pooled: PooledChunk) -> bool:
         """Copies a leased entry from the shared memory of a cache service on this machine to a chunk's slots.
 
-        False if the entry is not in shared memory, or its lease ended meanwhile. Not used for a GPU: the service's
-        memory is not pinned, so the driver would copy it twice.
+        False if the entry is not in shared memory, or its lease ended meanwhile. For a GPU also while that memory is
+        not page-locked, since the driver would copy it twice, and with several ranks.
         """
         data = cache.view(entry)
-        if data is None or self.device.type != "cpu":
+        if data is None:
+            return False
+        if self.device.type != "cpu" and not (self._tp.ranks.count == 1 and self._pinned.holds(data)):
             return False
 
         def copy() -> bool:
-            self.put_in(pooled, _tensor(data))
+            with self._pinned.reading():
+                self.put_in(pooled, _tensor(data))
             if cache.is_leased(entry):
                 return True
             # The bytes read may be of another entry. A NaN among them would spoil attention even at weight 0
@@ -109,7 +127,7 @@ class Storage:
 
     def read(self, runs: Sequence[SlotRange], tokens: int) -> torch.Tensor:
         """Copies this rank's part of a chunk: uint8 [bytes] in host memory."""
-        with self.beside():
+        with self._behind():
             kv = self._in_slots(runs, tokens).contiguous()
             if self._kind is not None:
                 kv = self._pack(kv)
@@ -117,19 +135,24 @@ class Storage:
 
     def read_finite(self, runs: Sequence[SlotRange], tokens: int) -> torch.Tensor:
         """Whether this rank's part of a chunk is finite: uint8 [1], 1 or 0."""
-        with self.beside():
+        with self._behind():
             # NaN is the minimum and the maximum of what holds one. 20 times as fast as `isfinite` of each number.
             extremes = torch.stack(self._in_slots(runs, tokens).aminmax())
             return extremes.isfinite().all().view(1).to("cpu", torch.uint8)
 
-    def write(self, runs: Sequence[SlotRange], tokens: int, part: torch.Tensor) -> None:
-        """Writes this rank's part, uint8 [bytes] in host memory or on the device, to the chunk's slots."""
-        with self.beside():
-            if self._kind is None:
-                self._write(runs, self._kv(part.view(self.pool.shape.dtype), tokens))
-            else:
-                # Dequantised on the device: half as many bytes are copied there.
-                self._write(runs, self._unpack(part.to(self.pool.kv.device), tokens))
+    def write(
+        self, runs: Sequence[SlotRange], tokens: int, part: torch.Tensor, after: torch.cuda.Event | None = None
+    ) -> None:
+        """Writes this rank's part, uint8 [bytes] in host memory or on the device, to the chunk's slots.
+
+        after: as of `PooledChunk.freed`; None waits for all kernels launched so far.
+        """
+        with self._behind() if after is None else self.beside(after):
+            # Copied whole, then on the device to the slots; quantised, half as many bytes.
+            there = part.to(self.device, non_blocking=True)
+            plain = self._kind is None
+            kv = self._kv(there.view(self.pool.shape.dtype), tokens) if plain else self._unpack(there, tokens)
+            self._write(runs, kv)
 
     def _kv(self, numbers: torch.Tensor, tokens: int, ranks: int = 1) -> torch.Tensor:
         shape = self.pool.shape
@@ -194,6 +217,16 @@ class Storage:
         keys, values = (part.clone().view(torch.bfloat16).view(shape.layers, -1, shape.kv_heads) for part in scales)
         keys = keys.view(shape.layers, -1, shape.kv_heads, shape.head_dim)
         return restore(Quantised(self._kv(numbers.view(self._kind), tokens), keys, values), shape.dtype)
+
+
+@contextmanager
+def _on(stream: torch.cuda.Stream) -> Iterator[torch.cuda.Stream]:
+    """Runs on a stream, and waits for what was launched there; not for what other threads launch later."""
+    with torch.cuda.stream(stream):
+        yield stream
+        done = torch.cuda.Event()
+        done.record(stream)
+    done.synchronize()
 
 
 def _tensor(data: memoryview) -> torch.Tensor:

@@ -16,7 +16,7 @@ from fusionkv.kernels.upload import upload
 
 # Fewer rows, as of a question, leave most of a GPU idle unless their keys are split into parts.
 LEAST_ROWS = 128
-_Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Spans, Rotation, float, int | None], torch.Tensor]
+Attend = Callable[..., torch.Tensor]  # as `attention.sparse_attention`
 
 
 class _Split(NamedTuple):
@@ -34,7 +34,7 @@ def sparse_attention(
     rotation: Rotation,
     scale: float,
     window: int | None,
-    attend: _Attend,
+    attend: Attend,
 ) -> torch.Tensor:
     """The same as `attention.sparse_attention`. attend: computes spans with other keys."""
     if not usable(q, k_pool):
@@ -43,17 +43,17 @@ def sparse_attention(
     out = attend(q, k_pool, v_pool, rest, rotation, scale, window) if rest else torch.empty_like(q)
     for span, slots in plain:
         rows = q[span.start : span.stop]
-        given = (x.transpose(0, 1)[None] for x in (rows, k_pool[slots], v_pool[slots]))
+        query, key, value = (x.transpose(0, 1)[None] for x in (rows, k_pool[slots], v_pool[slots]))
         mask = causal_lower_right(span.rows, int(span.positions[-1]) + 1)
-        found = scaled_dot_product_attention(*given, attn_mask=mask, scale=scale, enable_gqa=True)
+        found = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
         out[span.start : span.stop] = found[0].transpose(0, 1)
     return out
 
 
 def usable(q: torch.Tensor, k_pool: torch.Tensor) -> bool:
     """Whether torch's flash attention computes these queries; other operators would write the mask."""
-    given = (x[:1].transpose(0, 1)[None] for x in (q, k_pool, k_pool))
-    return can_use_flash_attention(SDPAParams(*given, None, 0.0, True, True))
+    query, key = (x[:1].transpose(0, 1)[None] for x in (q, k_pool))
+    return can_use_flash_attention(SDPAParams(query, key, key, None, 0.0, True, True))
 
 
 def _split(spans: Spans, window: int | None, device: torch.device) -> _Split:
