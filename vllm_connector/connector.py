@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from vllm.distributed.kv_transfer.kv_connector.v1 import base  # pyright: ignore[reportMissingImports]
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # pyright: ignore[reportMissingImports]
     KVConnectorBase_V1,
@@ -42,6 +43,7 @@ class ConnectorOptions:
         load_seconds: maximum seconds for loading a prompt.
         pool_bytes: size of the KV pool for fused prefill; 0 disables fused prefill.
         fuse_seconds: maximum seconds for the fused prefill of a prompt.
+        separator: text behind the system prompt and each passage, in prompts without spans; empty for none.
         tls_ca, tls_cert, tls_key: PEM files, as in the services' settings.
         tls_worker: name in the certificates of workers; empty for their addresses.
     """
@@ -51,6 +53,7 @@ class ConnectorOptions:
     load_seconds: float = 10.0
     pool_bytes: int = 0
     fuse_seconds: float = 60.0
+    separator: str = ""
     tls_ca: str = ""
     tls_cert: str = ""
     tls_key: str = ""
@@ -129,6 +132,10 @@ class FusionKVConnector(KVConnectorBase_V1):
         self._scheduler: Any = None
         self._worker: Any = None
         if role == KVConnectorRole.SCHEDULER:
+            separator: list[int] = []
+            if options.separator:
+                tokenizer = Tokenizer.from_file(str(resolve(config.model) / "tokenizer.json"))
+                separator = tokenizer.encode(options.separator, add_special_tokens=False).ids
             self._scheduler = ConnectorScheduler(
                 self._background,
                 config.model,
@@ -137,6 +144,7 @@ class FusionKVConnector(KVConnectorBase_V1):
                 self._ranks,
                 options.chunk_tokens,
                 fuses=options.pool_bytes > 0,
+                separator=separator,
             )
 
     @property

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from fusionkv.kvcache_service import keys
 from fusionkv.protos.runtime.errors import ServiceError
 from fusionkv.vllm_connector.background import Background
 from fusionkv.vllm_connector.prompts import FusedPrompt, KVLayout, KVLoad, KVSave, Prefix, degraded
-from fusionkv.vllm_connector.spans import SpannedPrompt
+from fusionkv.vllm_connector.spans import PARAMETER, SpannedPrompt
 
 log = logging.getLogger("vllm.fusionkv")
 _LOOKUP_SECONDS = 2.0
@@ -51,6 +51,7 @@ class ConnectorScheduler:
         ranks: int,
         chunk_tokens: int,
         fuses: bool = False,
+        separator: Sequence[int] = (),
     ) -> None:
         """Starts to compute the model's fingerprint.
 
@@ -60,6 +61,7 @@ class ConnectorScheduler:
             ranks: number of ranks that share the heads.
             chunk_tokens: tokens of a prefix entry.
             fuses: whether vLLM's workers fuse prompts.
+            separator: token ids that mark the passages of prompts without spans; empty for none.
 
         Raises ValueError for chunks of no tokens.
         """
@@ -67,7 +69,7 @@ class ConnectorScheduler:
             raise ValueError(f"chunk_tokens is {chunk_tokens}: a chunk has at least one token")
         self._background = background
         self._layout, self._ranks, self._chunk_tokens = layout, ranks, chunk_tokens
-        self._altered, self._fuses = dict(altered), fuses
+        self._altered, self._fuses, self._separator = dict(altered), fuses, tuple(separator)
         self._fingerprint = background.run(asyncio.to_thread(lambda: fingerprint(resolve(model))))
         self._requests: dict[str, _RequestState] = {}
         self._transfers: list[KVLoad | KVSave] = []
@@ -145,11 +147,7 @@ class ConnectorScheduler:
         plain = not (request.lora_request or request.mm_features) and request.prompt_embeds is None
         figures: dict[str, Any] = {}
         try:
-            source = SpannedPrompt.of(request.kv_transfer_params, request.prompt_token_ids or ())
-            if isinstance(source, SpannedPrompt):
-                self._check_fused(source, request, plain)
-            else:
-                source = FusedPrompt.of(request.kv_transfer_params)
+            source = self._spanned(request, plain) or FusedPrompt.of(request.kv_transfer_params)
         except ValueError as error:
             log.warning("%s: %s", request.request_id, error)
             source, figures = None, degraded(str(error))
@@ -167,15 +165,25 @@ class ConnectorScheduler:
             state.available = self._background.run(self._available_prefix(state, source))
         return state
 
-    def _check_fused(self, source: SpannedPrompt, request: Any, plain: bool) -> None:
-        """Raises ValueError if a request's passages can't be fused."""
+    def _spanned(self, request: Any, plain: bool) -> SpannedPrompt | None:
+        """A request's prompt with its passages; None if it names and marks none.
+
+        plain: whether its KV depends on its tokens alone. Raises ValueError if its passages can't be fused.
+        """
+        ids, salt = request.prompt_token_ids or (), request.cache_salt or ""
+        source = SpannedPrompt.of(request.kv_transfer_params, ids, salt)
+        if source is None and self._separator and PARAMETER not in (request.kv_transfer_params or {}):
+            source = SpannedPrompt.separated(ids, self._separator, salt)
+        if source is None:
+            return None
         if not self._fuses:
             raise ValueError("vLLM fuses no passages: set pool_bytes in kv_connector_extra_config")
         if not plain:
             raise ValueError("the request has an adapter, images or embeddings, and passages are fused without")
         if not request.cache_salt and source.reuses:
             # vLLM files KV under the token ids: a plain request with the same ids would get the approximate KV.
-            raise ValueError("a request with spans needs a cache_salt that no plain request has")
+            raise ValueError("a request with passages needs a cache_salt that no plain request has")
+        return source
 
     async def _available_prompt(self, source: FusedPrompt, prompt: list[int] | None) -> int:
         """Number of tokens of a fused prompt, if its KV is available and fits the request; otherwise 0.

@@ -1,5 +1,6 @@
 """A request whose passages are fused inside vLLM: where they lie in its prompt, and by which recipe."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -24,7 +25,8 @@ class SpannedPrompt:
         spans: first token of each passage, and the one after its last. They follow one another; before them is the
             system prompt, and behind them the question.
         ratio: None for the recipe's own.
-        tenant: whose KV is used and stored. corpus: whose primer passages are encoded after.
+        tenant: whose KV is used and stored; by default, that of requests with the same cache_salt.
+        corpus: whose primer passages are encoded after.
     """
 
     ids: tuple[int, ...]
@@ -35,7 +37,7 @@ class SpannedPrompt:
     corpus: str = ""
 
     @classmethod
-    def of(cls, params: Mapping[str, Any] | None, ids: Sequence[int]) -> "SpannedPrompt | None":
+    def of(cls, params: Mapping[str, Any] | None, ids: Sequence[int], salt: str = "") -> "SpannedPrompt | None":
         """Parses the parameters of a request; None if they name no spans.
 
         Raises ValueError if they are wrong, as far as that does not depend on the model.
@@ -49,9 +51,7 @@ class SpannedPrompt:
         for name, value in values.items():
             if type(value) not in _KINDS[name]:
                 raise ValueError(f"kv_transfer_params.{PARAMETER}.{name} has the wrong type")
-        asked = cls(
-            tuple(ids), _spans(values["spans"], len(ids)), **{k: v for k, v in values.items() if k != "spans"}
-        )
+        asked = cls(tuple(ids), **{"tenant": salt, **values, "spans": _spans(values["spans"], len(ids))})
         try:
             check_label(asked.tenant, "tenant")
             check_label(asked.corpus, "corpus")
@@ -60,6 +60,16 @@ class SpannedPrompt:
         except InvalidArgument as error:
             raise ValueError(str(error)) from error
         return asked
+
+    @classmethod
+    def separated(cls, ids: Sequence[int], separator: Sequence[int], salt: str) -> "SpannedPrompt | None":
+        """The passages of a prompt that marks them by separators; None with fewer than two.
+
+        One separator ends the system prompt, and one each passage, to which it belongs.
+        """
+        given, count = list(separator), len(separator)
+        ends = [at + count for at in range(len(ids) - count) if list(ids[at : at + count]) == given]
+        return cls(tuple(ids), tuple(itertools.pairwise(ends)), tenant=salt) if len(ends) > 1 else None
 
     @property
     def tokens(self) -> int:

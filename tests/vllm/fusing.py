@@ -19,6 +19,7 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": 
 os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR"}
 
 import torch
+from tokenizers import Tokenizer
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group  # pyright: ignore[reportMissingImports]
 
@@ -34,9 +35,9 @@ def chunk(seed: int, tokens: int = 150) -> list[int]:
     return [10 + (seed * 7919 + i * i * 31 + i * 7) % 240 for i in range(tokens)]
 
 
-def joined(chunks: Iterable[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
+def joined(chunks: Iterable[Sequence[int]], system: Sequence[int] = SYSTEM) -> tuple[list[int], list[list[int]]]:
     """A prompt and the spans of its chunks."""
-    ids, spans = list(SYSTEM), []
+    ids, spans = list(system), []
     for each in chunks:
         spans.append([len(ids), len(ids) + len(each)])
         ids += each
@@ -51,7 +52,7 @@ class Checks:
             "kv_connector_module_path": "fusionkv.vllm_connector.connector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"cache": cache, "pool_bytes": 1 << 26},
+            "kv_connector_extra_config": {"cache": cache, "pool_bytes": 1 << 26, "separator": "</s>"},
         }
         flags: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "max_model_len": 2048, "max_num_seqs": 8}
         # Prompts are longer than a step of vLLM.
@@ -77,7 +78,7 @@ class Checks:
 
     def fused(self, chunks: Sequence[Sequence[int]], salt: str | None = "", **more: Any) -> Found:
         ids, spans = joined(chunks)
-        return self.ask((ids, {"spans": spans, **more}), salt=salt)[0]
+        return self.ask((ids, {"spans": spans, "tenant": "all", **more}), salt=salt)[0]
 
     def plain(self, chunks: Sequence[Sequence[int]]) -> list[int]:
         return self.ask((joined(chunks)[0], {}))[0][0]
@@ -139,6 +140,29 @@ class Checks:
             assert sum(hit["chunks"] for hit in figures["hits"]) == 4
             assert figures["tokens_recomputed"] == 120  # 20% of 600
 
+    def check_others_go_on(self) -> None:
+        """A running answer gets a token between any two steps of a fused prefill."""
+        running = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+        other = self.engine.add_request("running", {"prompt_token_ids": chunk(97)}, running)
+        got: dict[str, int] = {}
+
+        def step() -> None:
+            got.update({out.request_id: len(out.outputs[0].token_ids) for out in self.engine.step()})
+
+        while not got:
+            step()
+        ids, spans = joined(chunk(100 + n) for n in range(8))
+        asked = {"prompt_token_ids": ids, "cache_salt": "others"}
+        self.engine.add_request("fused", asked, self.params(spans=spans, recipe="prophetkv"))
+        before = got["running"]
+        while "fused" not in got:
+            step()
+        # 1,200 tokens to encode and 240 to recompute, at most 256 in a step.
+        assert got["running"] - before >= 6
+        self.engine.abort_request([other], internal=False)
+        while self.engine.has_unfinished_requests():
+            step()
+
     def check_parameters(self) -> None:
         chunks = [chunk(21), chunk(22)]
         ids, spans = joined(chunks)
@@ -175,6 +199,19 @@ class Checks:
             tokens, figures = self.fused([*chunks, other], salt="the same", recipe="prophetkv", ratio=1)
             assert "degraded" not in figures
             assert tokens == self.plain([*chunks, other])
+
+    def check_separators(self) -> None:
+        """Prompts of text alone: a separator marks their passages."""
+        vocabulary = Tokenizer.from_file(str(self.directory / "tokenizer.json"))
+        end = vocabulary.encode("</s>", add_special_tokens=False).ids
+        ids, spans = joined([[*chunk(95), *end], [*chunk(96), *end]], [*SYSTEM, *end])
+        for salt in ("separated-1", "separated-2"):
+            (tokens, figures), (right, told) = (
+                self.ask((ids, fused), salt=salt)[0] for fused in ({}, {"spans": spans})
+            )
+            assert tokens == right
+            assert figures["chunks_missed"] == 2  # a tenant for each salt
+            assert "chunks_missed" not in told
 
     def check_many_at_once(self) -> None:
         prompts = [[chunk(40 + n), chunk(50 + n % 2)] for n in range(5)]

@@ -1,10 +1,12 @@
 """Fused prefill inside vLLM, on vLLM's own weights: checks that run in vLLM's process, and what is refused."""
 
 import asyncio
+import itertools
 import json
 import os
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +84,39 @@ def listening(started: Any) -> tuple[str, str]:
 @pytest.mark.slow
 @pytest.mark.system
 @needs_vllm
-def test_what_vllm_is_not_started_with(reference_model: Path) -> None:
+def test_over_http(reference_model: Path) -> None:
+    """With vLLM's engine in a process of its own, as `vllm serve` has it."""
     with servers(reference_model) as started:
-        connector = started.fusionkv("")
-        connector["kv_connector_extra_config"] = {"pool_bytes": 1 << 26}
-        with pytest.raises(RuntimeError, match="vLLM can't fuse passages with hf_overrides"):
-            started.vllm(connector, "--dtype", "float32", "--hf-overrides", '{"rope_theta": 5000.0}')
+        cache = started.ours("kvcache_service", "--data-dir", str(started.folder / "kvcache"))
+        url = started.vllm(started.fusionkv(cache, 1 << 26), "--dtype", "float32")
+
+        def ask(chunks: list[list[int]], **fused: Any) -> Any:
+            ends = list(itertools.accumulate(map(len, chunks), initial=len(SYSTEM)))
+            prompt = [*SYSTEM, *itertools.chain(*chunks), *QUESTION]
+            more = {"kv_transfer_params": {"fusionkv": {"spans": list(itertools.pairwise(ends)), **fused}}}
+            salt = {"cache_salt": "fused", **more} if fused else {}
+            body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "return_token_ids": True, **salt}
+            head = {"Content-Type": "application/json"}
+            asked = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), head)
+            with urllib.request.urlopen(asked, timeout=120) as response:
+                found = json.load(response)
+            return found["choices"][0]["token_ids"], found["kv_transfer_params"]
+
+        for chunks in ([chunk(1), chunk(2), chunk(3)], [chunk(2), chunk(3), chunk(1)]):
+            tokens, told = ask(chunks, recipe="prophetkv", ratio=1)
+            assert (tokens, None) == ask(chunks)
+            assert told["fusionkv"]["recipe"] == "prophetkv"
+            assert "degraded" not in told["fusionkv"]
+        assert "chunks_missed" not in told["fusionkv"]
+
+
+@pytest.mark.slow
+@pytest.mark.system
+@needs_vllm
+def test_what_vllm_is_not_started_with(reference_model: Path) -> None:
+    why, flags = "vLLM can't fuse passages with hf_overrides", ("--hf-overrides", '{"rope_theta": 5000.0}')
+    with servers(reference_model) as started, pytest.raises(RuntimeError, match=why):
+        started.vllm(started.fusionkv("", 1 << 26), "--dtype", "float32", *flags)
 
 
 def test_spans() -> None:
@@ -103,6 +132,17 @@ def test_spans() -> None:
     plain = SpannedPrompt.of({"fusionkv": {"spans": [[0, 1]], "recipe": "full_attention"}}, [1, 2])
     assert plain is not None
     assert not plain.reuses
+
+
+def test_separators() -> None:
+    ids = [1, 2, 8, 9, 3, 4, 5, 8, 9, 8, 6, 8, 9, 7]
+    found = SpannedPrompt.separated(ids, [8, 9], "acme")
+    assert found is not None
+    assert (found.spans, found.tenant, found.prompt().question) == (((4, 9), (9, 13)), "acme", (7,))
+    assert SpannedPrompt.separated(ids[:7], [8, 9], "") is None  # a system prompt alone
+    with_end = SpannedPrompt.separated(ids[:-1], [8, 9], "")
+    assert with_end is not None
+    assert with_end.spans == ((4, 9),)  # what is behind the last passage but one is the question
 
 
 @pytest.mark.parametrize(
