@@ -81,7 +81,7 @@ proto-breaking: setup ## Refuses changes that break clients of an earlier commit
 
 .PHONY: docs
 docs: setup ## Regenerates the pages that follow from the code, and builds the site: build/site/
-	@for page in configuration recipes; do \
+	@for page in configuration methods; do \
 	  $(PY) scripts/$${page}_docs.py > build/$$page.md && mv build/$$page.md docs/$$page.md || exit 1; done
 	@$(PY) scripts/chart_schema.py > build/schema.json && mv build/schema.json k8s/fusionkv/values.schema.json
 	@$(PY) scripts/chart_docs.py > build/chart.md && mv build/chart.md k8s/fusionkv/README.md

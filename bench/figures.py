@@ -29,7 +29,7 @@ from fusionkv.protos.runtime.errors import ServiceError
 
 ROOT = Path(__file__).parents[1]
 PRODUCT: tuple[str, ...] = runpy.run_path(str(ROOT / "setup.py"))["PRODUCT"]
-REFERENCE = ("configuration", "structure", "kernels")
+REFERENCE = ("configuration", "methods", "structure", "kernels")
 START_SECONDS = 60
 PAGES = 4
 

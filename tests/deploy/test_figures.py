@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 Rows = list[dict[str, str]]
-PAGES = ("README.md", *(f"docs/{name}.md" for name in ("performance", "comparison", "vllm", "quality", "faq")))
+PAGES = ("README.md", *(f"docs/{name}.md" for name in ("performance", "comparison", "vllm", "quality")))
 # What is so many times sooner or faster, in prose; times of kernels and of storage are in tables of their own pages.
 CLAIMS = re.compile(r"([\d.]+)(?: to ([\d.]+))? times\s+(?:sooner|over|as\s+fast|for\s+FusionKV)")
 # torch's attention beside the worker's, of docs/benchmarks/gpu.csv.

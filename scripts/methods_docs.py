@@ -1,13 +1,12 @@
-"""Prints docs/recipes.md: its text and default recipe, and tables of recipes and modifiers (`make docs`)."""
+"""Prints docs/methods.md: its text, and tables of recipes and modifiers (`make docs`)."""
 
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from fusionkv.fusion_worker.quality.defaults import PRIMED
 from fusionkv.protos.contract.recipes import MODIFIERS, RECIPES, Modifier, Recipe, SimilarityGuided
 
-PAGE = Path(__file__).parent.parent / "docs/recipes.md"
+PAGE = Path(__file__).parent.parent / "docs/methods.md"
 
 
 def recipe_row(recipe: Recipe) -> str:
@@ -31,9 +30,8 @@ def replaced(page: str, before: str, old: str, new: Iterable[str]) -> str:
 
 
 def page() -> str:
-    text = replaced(PAGE.read_text(), "otherwise `", r"[^,]+", f"{PRIMED.recipe}` at {PRIMED.ratio:g}")
     head = "| recipe | chunks encoded | ratio | what it does |\n|---|---|---|---|\n"
-    text = replaced(text, head, r"(?:\|.*\n)+", map(recipe_row, RECIPES.values()))
+    text = replaced(PAGE.read_text(), head, r"(?:\|.*\n)+", map(recipe_row, RECIPES.values()))
     head = "| modifier | numbers | what it changes |\n|---|---|---|\n"
     return replaced(text, head, r"(?:\|.*\n)+", map(modifier_row, MODIFIERS.values()))
 
