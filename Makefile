@@ -53,6 +53,11 @@ test: setup ## The tests to run after each change, a few minutes; ARGS="-k frame
 test-all: setup ## All tests, and all examples of each: ARGS as for `make test`
 	@$(PYTEST) -m "not weights" --hypothesis-profile all $(ARGS)
 
+.PHONY: test-engines
+test-engines: setup ## The adapters in LMCache itself, with faults; installs it first, in build/engines
+	@test -e build/engines/.done || scripts/setup.sh engines
+	@OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/build/engines .venv/bin/pytest tests/engines $(ARGS)
+
 .PHONY: lint
 lint: setup ## ruff, mypy, pyright, buf, hadolint
 	$(PY) -m ruff check

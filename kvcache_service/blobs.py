@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from fusionkv.kvcache_service import keys as digests
 from fusionkv.kvcache_service.client import CacheClient, Entry
 from fusionkv.protos.contract.limits import MAX_FOUND, MAX_READ
+from fusionkv.protos.deadline import Deadline
 from fusionkv.protos.runtime.tls import ClientTLS
 
 T = TypeVar("T")
@@ -45,8 +46,9 @@ class Blobs:
 
     async def prefix(self, keys: Sequence[bytes]) -> int:
         """How many keys, from the first one on, are stored without a gap. Counts as an access to them."""
+        deadline = Deadline.after(self._timeout)
         for at in range(0, len(keys), MAX_FOUND):
-            pin = await self.pin(keys[at : at + MAX_FOUND], lease_ms=1)
+            pin = await self._pin(keys[at : at + MAX_FOUND], 1, deadline)
             if None in pin.entries:
                 return at + pin.entries.index(None)
         return len(keys)
@@ -60,33 +62,44 @@ class Blobs:
 
         lease_ms: milliseconds; 0 selects the service's default.
         """
+        return await self._pin(keys, lease_ms, Deadline.after(self._timeout))
+
+    async def _pin(self, keys: Sequence[bytes], lease_ms: int, deadline: Deadline) -> Pin:
         entries: list[Entry | None] = []
         leases = []
         for at in range(0, len(keys), MAX_FOUND):
             names = [*map(_digest, keys[at : at + MAX_FOUND])]
-            lookup = await self._cache.find(self._namespace, names, lease_ms=lease_ms, timeout=self._timeout)
+            remaining = deadline.remaining()
+            lookup = await self._cache.find(self._namespace, names, lease_ms=lease_ms, timeout=remaining)
             entries += [hit.entry for hit in lookup.hits]
             leases += [lookup.lease] if lookup.lease else []
         return Pin(tuple(entries), tuple(leases))
 
     async def unpin(self, pin: Pin) -> None:
         """Releases a pin; one that has expired is ignored."""
+        await self._unpin(pin, Deadline.after(self._timeout))
+
+    async def _unpin(self, pin: Pin, deadline: Deadline) -> None:
         for lease in pin.leases:
-            await self._cache.release(lease, timeout=self._timeout)
+            await self._cache.release(lease, timeout=deadline.remaining())
 
     async def retrieve(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[bool]:
         """Fills buffers with blobs; returns which are filled. A blob of another size than its buffer is a miss.
 
         The content of a buffer that is not filled is undefined.
         """
-        pin = await self.pin(keys)
+        deadline = Deadline.after(self._timeout)
+        pin = await self._pin(keys, 0, deadline)
         try:
-            return await self.read(pin, into)
+            return await self._read(pin, into, deadline)
         finally:
-            await self.unpin(pin)
+            await self._unpin(pin, deadline)
 
     async def read(self, pin: Pin, into: Sequence[memoryview]) -> list[bool]:
         """As `retrieve`, for blobs that are pinned."""
+        return await self._read(pin, into, Deadline.after(self._timeout))
+
+    async def _read(self, pin: Pin, into: Sequence[memoryview], deadline: Deadline) -> list[bool]:
         done = [False] * len(into)
         batch: list[tuple[int, Entry]] = []
         size = 0
@@ -94,17 +107,19 @@ class Blobs:
             if entry is None or entry.size != view.nbytes:
                 continue
             if batch and (len(batch) == MAX_READ or size + entry.size > _READ_BYTES):
-                await self._read(batch, into, done)
+                await self._fetch(batch, into, done, deadline)
                 batch, size = [], 0
             batch.append((i, entry))
             size += entry.size
         if batch:
-            await self._read(batch, into, done)
+            await self._fetch(batch, into, done, deadline)
         return done
 
-    async def _read(self, batch: Sequence[tuple[int, Entry]], into: Sequence[memoryview], done: list[bool]) -> None:
+    async def _fetch(
+        self, batch: Sequence[tuple[int, Entry]], into: Sequence[memoryview], done: list[bool], deadline: Deadline
+    ) -> None:
         views = [into[i] for i, _ in batch]
-        fetched = await self._cache.fetch_all([entry for _, entry in batch], views, timeout=self._timeout)
+        fetched = await self._cache.fetch_all([entry for _, entry in batch], views, timeout=deadline.remaining())
         for (i, _), filled in zip(batch, fetched, strict=True):
             done[i] = filled
 
@@ -113,7 +128,7 @@ class Blobs:
 
         A key that is stored keeps its bytes. Raises the first error once all others are stored.
         """
-        places = asyncio.Semaphore(_PUTS)
+        places, deadline = asyncio.Semaphore(_PUTS), Deadline.after(self._timeout)
 
         async def put(key: bytes, view: memoryview) -> bool:
             async with places:
@@ -124,7 +139,7 @@ class Blobs:
                     base=0,
                     data=view,
                     offered=True,
-                    timeout=self._timeout,
+                    timeout=deadline.remaining(),
                 )
                 return stored
 

