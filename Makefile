@@ -54,7 +54,7 @@ test-all: setup ## All tests, and all examples of each: ARGS as for `make test`
 	@$(PYTEST) -m "not weights" --hypothesis-profile all $(ARGS)
 
 .PHONY: test-engines
-test-engines: setup ## The adapters in LMCache itself, with faults; installs it first, in build/engines
+test-engines: setup ## The adapters in SGLang and LMCache themselves, with faults; installs both first, in build/engines
 	@test -e build/engines/.done || scripts/setup.sh engines
 	@OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/build/engines .venv/bin/pytest tests/engines $(ARGS)
 

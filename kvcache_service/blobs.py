@@ -154,6 +154,10 @@ class Blobs:
         names = [digests.entry_key(self._namespace, [_digest(key)]) for key in keys]
         return await self._cache.delete(names, timeout=self._timeout) if names else 0
 
+    async def clear(self) -> int:
+        """Deletes all blobs of this tenant and layout; returns how many the service had."""
+        return await self._cache.delete(namespace=self._namespace, timeout=self._timeout)
+
 
 class BlobThread:
     """Blobs for callers without an event loop, from any thread: calls run on a thread of their own."""

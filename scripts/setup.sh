@@ -157,7 +157,9 @@ install_peers() {
 install_engines() {
     rm -rf build/engines
     $venv/bin/python -m pip install -q --disable-pip-version-check --no-compile --no-deps --target build/engines \
-        lmcache==0.5.6 blake3==1.0.11 llvmlite==0.50.0 numba==0.68.1 py-cpuinfo==9.0.0
+        lmcache==0.5.6 blake3==1.0.11 llvmlite==0.50.0 numba==0.68.1 py-cpuinfo==9.0.0 \
+        sglang==0.5.23 apache-tvm-ffi==0.1.11 compressed-tensors==0.18.0 dill==0.4.1 ipython==9.18.1 loguru==0.7.3 \
+        pybase64==1.5.1 sentencepiece==0.2.1 starlette==1.10.0 torchvision==0.28.0 traitlets==5.16.1
     touch build/engines/.done
 }
 

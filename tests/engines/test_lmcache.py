@@ -21,7 +21,7 @@ import torch
 from fusionkv.kvcache_service.adapters import engine_blobs
 from fusionkv.kvcache_service.client import CacheClient
 from tests.ports import free_port
-from tests.system.cache_process import MIB, flags
+from tests.system.cache_process import MIB
 from tests.waiting import wait_until
 
 pytest.importorskip("lmcache", reason="LMCache is not installed: make test-engines")
@@ -144,19 +144,6 @@ def stats(address: str) -> Any:
             await client.close()
 
     return asyncio.run(asked())
-
-
-@pytest.fixture
-def start(launch: Any, tmp_path: Path) -> Any:
-    """`start()` starts a cache service, always at the same address and over the same files."""
-    port = free_port()
-    listen = ("--listen", f"127.0.0.1:{port}")
-    return lambda *more, **sizes: launch(*flags(tmp_path / "data", *listen, *more, **{"memory": "64MiB", **sizes}))
-
-
-@pytest.fixture
-def cache(start: Any) -> str:
-    return start().address
 
 
 def test_stored_found_and_loaded_by_another(cache: str) -> None:

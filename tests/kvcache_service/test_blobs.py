@@ -1,6 +1,7 @@
 """Blobs of other engines: found, read and stored in batches, apart by tenant and layout, and never wrong."""
 
 import asyncio
+import contextlib
 import threading
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,16 @@ async def test_the_first_error_comes_after_all_others_are_stored(start: Any) -> 
     assert await blobs.touch([b"a", b"b", b"c"]) == [True, False, True]
 
 
+async def test_clear_deletes_those_of_a_tenant_and_layout(service: Service, blobs: Blobs) -> None:
+    given = named(3)
+    other = Blobs(service.client, layout="b")
+    await stored(blobs, given)
+    await stored(other, given)
+    assert await blobs.clear() == 3
+    assert await blobs.touch([*given]) == [False] * 3
+    assert await other.touch([*given]) == [True] * 3
+
+
 async def test_callers_without_an_event_loop(service: Service) -> None:
     given = named(5)
 
@@ -168,7 +179,7 @@ async def test_callers_without_an_event_loop(service: Service) -> None:
 async def test_who_waits_while_it_is_closed_gets_an_error(service: Service, monkeypatch: Any) -> None:
     asked = threading.Event()
 
-    async def late(request: Any, *, near: bool, waiting: Any) -> Any:
+    async def late(request: Any, *, near: bool, waiting: Any = contextlib.nullcontext) -> Any:
         asked.set()
         with waiting():
             await asyncio.sleep(60)
