@@ -1,5 +1,6 @@
 """Copies many small arrays to a device at once."""
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -11,17 +12,27 @@ def upload(arrays: Sequence[torch.Tensor], device: torch.device) -> list[torch.T
     """The arrays, in host memory, on a device, by one copy that nobody waits for. On a CPU, the arrays themselves."""
     if device.type == "cpu":
         return list(arrays)
-    places, size = [], 0
-    for array in arrays:
-        places.append((size, array.nbytes))
-        size += -(-array.nbytes // _ALIGNED) * _ALIGNED
+    return unpack(pack(arrays, device).to(device, non_blocking=True), arrays)
+
+
+def pack(arrays: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """uint8, in host memory from which a device copies: the arrays one after another."""
     # torch reuses pinned memory only after the copies that read it.
-    packed = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    packed = torch.empty(_starts(arrays)[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
     numbers = packed.numpy()
-    for array, (start, length) in zip(arrays, places, strict=True):
-        numbers[start : start + length] = array.contiguous().view(-1).view(torch.uint8).numpy()
-    there = packed.to(device, non_blocking=True)
+    for array, start in zip(arrays, _starts(arrays), strict=False):
+        numbers[start : start + array.nbytes] = array.contiguous().view(-1).view(torch.uint8).numpy()
+    return packed
+
+
+def unpack(packed: torch.Tensor, arrays: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of packed arrays, with the shapes and dtypes of `arrays`."""
     return [
-        there[start : start + length].view(array.dtype).view(array.shape)
-        for array, (start, length) in zip(arrays, places, strict=True)
+        packed[start : start + array.nbytes].view(array.dtype).view(array.shape)
+        for array, start in zip(arrays, _starts(arrays), strict=False)
     ]
+
+
+def _starts(arrays: Sequence[torch.Tensor]) -> list[int]:
+    """Where each array starts, and the end of the last one."""
+    return [0, *itertools.accumulate(-(-array.nbytes // _ALIGNED) * _ALIGNED for array in arrays)]

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from fusionkv.fusion_worker.compute.batch import Batch
+from fusionkv.fusion_worker.compute.decode_graphs import DecodeGraphs
 from fusionkv.fusion_worker.compute.jobs import ForwardJob, ShallowScores, T_co
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.compute.model_runner import forward, install, logits, shallow
 from fusionkv.fusion_worker.compute.scheduler import QueuedJob, ScheduledSlice, Scheduler
 from fusionkv.fusion_worker.compute.step import Step
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.decode.sampling import NotFinite
+from fusionkv.fusion_worker.decode.sampling import NotFinite, best_of
 from fusionkv.fusion_worker.models import ALONE, Model, Ranks
 from fusionkv.fusion_worker.select.base import scores
 from fusionkv.fusion_worker.select.fresh_layer import FreshStates
@@ -69,6 +70,7 @@ class Engine:
         self.tp = tp or TPGroup()
         self.tp.own[:] = pool.own(model)
         self.tp.step(partial(install, model))
+        self._graphs = DecodeGraphs(model, pool)
         self._scheduler = Scheduler(config.max_step_tokens, config.max_mixed_tokens, config.deterministic)
         self.streaming = self._scheduler.streaming
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
@@ -144,9 +146,13 @@ class Engine:
 
     def _advance(self, step: Step) -> None:
         """Runs a step's rows through all layers, and completes the jobs of which it has the last rows."""
-        hidden = self.tp.step(partial(forward, self._model, step.batch))
-        predicted = self._predict(step, hidden)
-        drawn = step.best(predicted)
+        if (found := self._graphs.predict(step)) is not None:
+            predicted = dict(enumerate(found.logits.split(1)))
+            drawn = dict(enumerate(best_of(found.figures)))
+        else:
+            hidden = self.tp.step(partial(forward, self._model, step.batch))
+            predicted = self._predict(step, hidden)
+            drawn = step.best(predicted)
         for index, one in enumerate(step.slices):
             if one.last:
                 try:

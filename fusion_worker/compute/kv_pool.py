@@ -91,14 +91,14 @@ class KVPool:
         device: torch.device,
         setting: str = "pool_bytes",
     ) -> "KVPool":
-        """A pool of at most `pool_bytes`. Its tensor is `[layers, 2, slots, kv_heads, head_dim]`."""
+        """A pool of at most `pool_bytes`, and one slot. Its tensor is `[layers, 2, slots, kv_heads, head_dim]`."""
         pages = pool_bytes // (shape.token_bytes * page_tokens)
         if pages < 1:
             raise ValueError(
                 f"{setting} = {pool_bytes} is less than one page of {shape.token_bytes * page_tokens} bytes"
             )
         slots = pages * page_tokens
-        kv = _zeros((shape.layers, 2, slots, shape.kv_heads, shape.head_dim), shape.dtype, device)
+        kv = _zeros((shape.layers, 2, slots + 1, shape.kv_heads, shape.head_dim), shape.dtype, device)
         return cls(shape, page_tokens, kv, setting, [SlotRange(0, slots)])
 
     def own(self, model: Model) -> list[Any]:
@@ -111,7 +111,12 @@ class KVPool:
 
     @property
     def capacity(self) -> int:
-        return self.kv.shape[2]
+        return self.kv.shape[2] - 1
+
+    @property
+    def scratch(self) -> int:
+        """A slot that is never allocated, for rows whose KV nobody reads."""
+        return self.capacity
 
     @property
     def idle(self) -> int:

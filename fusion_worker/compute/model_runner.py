@@ -87,12 +87,26 @@ def _keys(model: Model, start: int) -> torch.Tensor:
 def forward(model: Model, batch: Batch) -> torch.Tensor:
     """Runs all layers over the rows; writes their KV to the pool. Returns the last hidden states [rows, hidden]."""
     decoder, there = model.network.model, batch.there()
-    narrows = batch.narrows and len(decoder.layers) > 1
-    layers = _layers(decoder, slice(0, -1)) if narrows else decoder
-    out = layers(input_ids=there.ids[None], position_ids=there.positions[None], use_cache=False, fusionkv_batch=there)
-    hidden = _last_layer(decoder, out.last_hidden_state, batch, there) if narrows else out.last_hidden_state[0]
+    if batch.narrows and len(decoder.layers) > 1:
+        before = through(model, there, _layers(decoder, slice(0, -1)))
+        hidden = _last_layer(decoder, before[None], batch, there)
+    else:
+        hidden = through(model, there)
     if model.ranks.count > 1:
         _reduce_over_ranks(batch, model.ranks)
+    return hidden
+
+
+def through(model: Model, there: Batch, layers: Any = None) -> torch.Tensor:
+    """Last hidden states, [rows, hidden], of a batch that is on the device; only launches kernels there.
+
+    layers: a decoder of some of the layers; None for all.
+    """
+    decoder = model.network.model if layers is None else layers
+    out = decoder(
+        input_ids=there.ids[None], position_ids=there.positions[None], use_cache=False, fusionkv_batch=there
+    )
+    hidden: torch.Tensor = out.last_hidden_state[0]
     return hidden
 
 

@@ -29,8 +29,17 @@ class Best(NamedTuple):
 
 def best(logits: torch.Tensor) -> list[Best]:
     """Of each row of logits [rows, vocabulary]. Copied together: on a GPU, each copy waits for the step."""
-    figures = torch.stack([logits.amin(-1).double(), logits.amax(-1).double(), logits.argmax(-1).double()], dim=1)
-    return [Best(low, high, int(token)) for low, high, token in figures.tolist()]
+    return best_of(figures(logits))
+
+
+def figures(logits: torch.Tensor) -> torch.Tensor:
+    """float64 [rows, 3]: the numbers of `Best` of each row of logits, on their device."""
+    return torch.stack([logits.amin(-1).double(), logits.amax(-1).double(), logits.argmax(-1).double()], dim=1)
+
+
+def best_of(found: torch.Tensor) -> list[Best]:
+    """Of the `figures` of each row."""
+    return [Best(low, high, int(token)) for low, high, token in found.tolist()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ def _split(spans: Spans, window: int | None, device: torch.device) -> _Split:
         elif slots:
             numbers = torch.cat([torch.arange(run.start, run.stop) for run in slots])
             plain.append((span, upload([numbers], device)[0]))
-    return _Split(plain, Spans([span for span in spans if not runs[span]]))
+    return _Split(plain, Spans([span for span in spans if not runs[span]]) if plain else spans)
 
 
 def slots_in_order(span: QuerySpan, window: int | None) -> list[range]:

@@ -1,14 +1,14 @@
 """A batch's spans and segments as flat tables, made once per step and read by the kernels of every layer."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from fusionkv.kernels.segments import NEVER, KVSegment, QuerySpan, Rotation
+from fusionkv.kernels.segments import NEVER, KVSegment, QuerySpan, Rotation, Spans
 from fusionkv.kernels.upload import upload
 
 HOLED_KEYS = 512  # maximum keys in a piece of a segment with holes
@@ -20,6 +20,7 @@ LEAST_KEYS = 256  # minimum keys in a part: below it, merging costs more than a 
 # head and b bytes per number. Two requests that share n keys save one read of them, so sharing pays from 8 G / b
 # keys: 28 with G = 7 and b = 2, 64 with G = 16. An additional tile, and possibly an additional merge, come on top.
 LEAST_SHARED = 64
+_ANY_KEYS = 1 << 40
 
 
 class Grid(NamedTuple):
@@ -31,6 +32,7 @@ class Grid(NamedTuple):
         tile_rows: rows of a tile: query rows times groups.
         processors: multiprocessors to keep busy.
         shared_rows: as `tile_rows`, for tiles that decoding requests share; 0 shares no tiles.
+        fixed_parts: number of parts of any keys; 0 chooses it by their number.
     """
 
     groups: int
@@ -38,6 +40,7 @@ class Grid(NamedTuple):
     tile_rows: int
     processors: int
     shared_rows: int = 0
+    fixed_parts: int = 0
 
     @classmethod
     def of(cls, q_heads: int, kv_heads: int, tile_rows: int, processors: int, shared_rows: int = 0) -> "Grid":
@@ -45,12 +48,20 @@ class Grid(NamedTuple):
         groups = q_heads // kv_heads
         return cls(groups, kv_heads, max(tile_rows, groups), processors, shared_rows and max(shared_rows, groups))
 
+    @classmethod
+    def of_decoding(cls, q_heads: int, kv_heads: int, tile_rows: int, processors: int, rows: int) -> "Grid":
+        """The grid of a number of rows of one request each, which is the same for all keys."""
+        grid = cls.of(q_heads, kv_heads, tile_rows, processors)
+        return grid._replace(fixed_parts=max(2, grid.parts(rows, _ANY_KEYS)))
+
     def tile(self, rows: int) -> int:
         """Query rows in a tile for a span of `rows` rows; for decoding, those of the smallest matrix product."""
         return max(1, (16 if rows * self.groups <= 16 else self.tile_rows) // self.groups)
 
     def parts(self, programs: int, keys: int) -> int:
         """Number of parts of `keys` keys with which `programs` tiles fill every multiprocessor twice."""
+        if self.fixed_parts:
+            return self.fixed_parts
         return min(max(1, keys // LEAST_KEYS), -(-2 * self.processors // (self.kv_heads * programs)))
 
 
@@ -183,11 +194,34 @@ class SegmentTable:
         own = [self.segments, self.positions, self.row_positions, self.turns]
         return own + [tensor for launch in self.launches for tensor in launch.tensors()]
 
+    def padded(self, segments: int, positions: int, turns: int) -> "SegmentTable":
+        """The table of decoding rows with sizes that are a power of two times these, and items for all parts."""
+        (launch,) = self.launches
+        tensors = self.tensors()
+        rows = len(launch.rows)
+        sizes = [segments, positions, rows, turns, launch.parts * rows, rows]
+        for i, least in enumerate(sizes):
+            doubled = 1 << (-(-len(tensors[i]) // least) - 1).bit_length()
+            more = torch.zeros(least * doubled - len(tensors[i]), *tensors[i].shape[1:], dtype=tensors[i].dtype)
+            tensors[i] = torch.cat([tensors[i], more])
+        return self.with_tensors(tensors)
+
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> "SegmentTable":
         """The table with others in place of its `tensors()`, in the same order."""
         given = iter(tensors)
         own = [next(given) for _ in range(4)]
         return SegmentTable(tuple(launch.with_tensors(given) for launch in self.launches), *own)
+
+
+class TabledSpans(Spans):
+    """Spans with their tables, made by the caller for each rotation."""
+
+    tables: Mapping[Rotation, SegmentTable]
+
+    def __new__(cls, spans: Spans, tables: Mapping[Rotation, SegmentTable]) -> "TabledSpans":
+        made = super().__new__(cls, spans)
+        made.tables = tables
+        return made
 
 
 def _keys(span: QuerySpan) -> int:

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fusionkv.kernels.gpu.segment_table import Grid, Launch, SegmentTable
+from fusionkv.kernels.gpu.segment_table import Grid, Launch, SegmentTable, TabledSpans
 from fusionkv.kernels.gpu.tile_shapes import Tile, shared_tile, tile_for
 from fusionkv.kernels.gpu.tiles_triton import (
     LOG2E,
@@ -292,8 +292,11 @@ def attend(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not spans:  # all rows are tempered
         return out
-    grid = Grid.of(heads, kv_heads, tile.rows, processors(q.device), shared.rows if shared else 0)
-    table = spans.once(SegmentTable.on, rotation, grid, q.device)
+    if isinstance(spans, TabledSpans):
+        table = spans.tables[rotation]
+    else:
+        grid = Grid.of(heads, kv_heads, tile.rows, processors(q.device), shared.rows if shared else 0)
+        table = spans.once(SegmentTable.on, rotation, grid, q.device)
     for launch in table.launches:
         _launch(launch, table, tile, shared, q, k_pool, v_pool, out, rotation, scale, window, sinks)
     return out
