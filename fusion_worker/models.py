@@ -209,7 +209,7 @@ def _load(directory: Path, device: str, dtype: str, max_tokens: int, ranks: Rank
         raise FailedPrecondition(f"unknown dtype {dtype!r}: use auto, {', '.join(DTYPES)}")
     limit = min(config.max_position_embeddings, max_tokens or config.max_position_embeddings)
     try:
-        network = _network(directory, kind, config, ranks).to(device=where).eval().requires_grad_(False)
+        network = _network(directory, kind, config, where, ranks).to(device=where).eval().requires_grad_(False)
         # Not AutoTokenizer: for a qwen2 model it replaces the pre-tokeniser of tokenizer.json by the family's.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, trust_remote_code=False)
         identity = fingerprint(directory) if ranks.rank == 0 else b""  # only rank 0 needs it
@@ -277,6 +277,8 @@ def check_shareable(directory: Path, count: int) -> None:
         raise FailedPrecondition(
             f"{name} can't be split over ranks: transformers has no tp_plan for {config.model_type}"
         )
+    if getattr(config, "quantization_config", None) is not None:
+        raise FailedPrecondition(f"{name} can't be split over ranks: its weights are quantised")
     plan = config.base_model_tp_plan
     if any("self_attn" in name and style == "colwise_gather_output" for name, style in plan.items()):
         raise FailedPrecondition(
@@ -307,15 +309,18 @@ def configuration(directory: Path) -> Any:
     return config
 
 
-def _network(directory: Path, dtype: torch.dtype, config: Any, ranks: Ranks) -> Any:
+def _network(directory: Path, dtype: torch.dtype, config: Any, where: torch.device, ranks: Ranks) -> Any:
     """The rank's network. Raises as transformers does, and FailedPrecondition unless all weights are used."""
-    part = {}
+    part: dict[str, Any] = {}
     if ranks.count > 1:
         from transformers.distributed import DistributedConfig
 
         # transformers splits the weights by the family's `tp_plan`, including the plan's all-reduces.
         plan = _WHOLE | (_GLM4 if config.model_type == "glm4" else {})
         part = {"distributed_config": DistributedConfig(tp_size=ranks.count, tp_plan=plan)}
+    settings = getattr(config, "quantization_config", None)
+    if settings is not None and not settings.get("dequantize"):
+        part = {"device_map": {"": where}}  # its tensors can't be moved later
     # Only safetensors: the older .bin files are pickles, which can run code.
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         directory,
@@ -330,6 +335,10 @@ def _network(directory: Path, dtype: torch.dtype, config: Any, ranks: Ranks) -> 
         **part,
     )
     network, report = loaded
+    if settings is not None and settings["quant_method"] == "fp8":
+        # transformers leaves other tensors in the checkpoint's dtype. RoPE's buffers stay in float32.
+        for parameter in network.parameters():
+            parameter.data = parameter.data.to(dtype)
     if ranks.count > 1:
         _localise(network)
     # transformers initialises missing tensors randomly, and ignores others.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from fusionkv.fusion_worker.library import quantised
 from fusionkv.protos.runtime.errors import FailedPrecondition, first_line
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -166,22 +167,19 @@ def unused(directory: Path) -> list[str]:
 
 
 def check_whole(directory: Path) -> None:
-    """Raises FailedPrecondition for an adapter, or for quantised weights."""
+    """Raises FailedPrecondition for an adapter, or for quantised weights of which config.json does not speak."""
     if adapters := [file.name for file in directory.glob("adapter_*") if file.suffix in (".json", ".safetensors")]:
         raise FailedPrecondition(
             f"{directory} holds an adapter ({min(adapters)}), which is not applied: merge it into the model "
             "(merge_and_unload() of peft) and save that, or remove it to serve the model without it"
         )
     for name in _QUANTISED:
-        if (directory / name).is_file():
-            raise _quantised(directory, name)
+        if (directory / name).is_file() and not _is_quantised(directory):
+            raise quantised.refused(directory / name, "in a way that config.json does not say")
 
 
-def _quantised(directory: Path, why: str) -> FailedPrecondition:
-    return FailedPrecondition(
-        f"the weights in {directory} are quantised ({why}), which is not supported: use the model in bfloat16, "
-        "float16 or float32, or a GGUF file"
-    )
+def _is_quantised(directory: Path) -> bool:
+    return read_json(directory / "config.json").get("quantization_config") is not None
 
 
 def shards(directory: Path) -> list[Path]:
@@ -206,7 +204,7 @@ def weights(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
     Raises:
         FailedPrecondition: there are no weights in safetensors format; some file, or some tensor of the index, is
-            missing; weights beside them would not be loaded; or a tensor is quantised.
+            missing; weights beside them would not be loaded; or a tensor is quantised without a word in config.json.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -240,8 +238,8 @@ def weights(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         if missing := tensors.keys() - listed.keys():
             raise FailedPrecondition(f"{directory / INDEX} does not list the tensor {min(missing)}")
     for name, (dtype, _) in tensors.items():
-        if dtype not in ("F64", "F32", "F16", "BF16"):
-            raise _quantised(directory, f"{name} is of type {dtype}")
+        if dtype not in ("F64", "F32", "F16", "BF16") and not _is_quantised(directory):
+            raise quantised.refused(directory, f"in a way that config.json does not say ({name} is of type {dtype})")
     return tensors
 
 
@@ -256,17 +254,18 @@ def config_values(directory: Path, families: Collection[str]) -> dict[str, Any]:
         raise FailedPrecondition(f"{directory} holds no config.json: give the directory of a Hugging Face model")
     check_code(directory)
     said = read_json(file)
-    for key in ("quantization_config", "quantization", "compression_config"):
+    for key in ("quantization", "compression_config"):
         if said.get(key) is not None:
-            method = said[key].get("quant_method", "") if isinstance(said[key], dict) else ""
-            raise _quantised(directory, f"{key} of config.json{f': {_short(method)}' if method else ''}")
+            raise quantised.refused(file, f"({key}) in another way than by a quantization_config")
     family = said.get("model_type")
     if not isinstance(family, str) or family not in families:
         supported = ", ".join(sorted(families))
         raise FailedPrecondition(
             f"{file}: model family {_short(family)} is not supported; supported families: {supported}"
         )
-    return _Checked(file, family, said).values()
+    settings = said.pop("quantization_config", None)
+    values = _Checked(file, family, said).values()
+    return values if settings is None else values | {"quantization_config": quantised.settings(file, settings)}
 
 
 class _Checked:

@@ -84,15 +84,6 @@ def split(directory: Path, *, folder: str = "", other: str = "", lost: str = "",
 
 LAYER = "model.layers.0.self_attn.q_proj.weight"
 CODE = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
-QUANTISED: dict[str, Any] = {
-    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True},
-    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False},
-    "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
-    "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
-    "compressed-tensors": {"quant_method": "compressed-tensors", "format": "pack-quantized"},
-    "unnamed": {"bits": 4},
-    "list": [4],
-}
 
 REFUSED: dict[str, tuple[Change, str]] = {
     # Tensors
@@ -104,7 +95,10 @@ REFUSED: dict[str, tuple[Change, str]] = {
         r"has the shape \[128, 64\], not \[96, 64\]",
     ),
     "another head": (said(tie_word_embeddings=True), "the head is tied to the embedding"),
-    "integers": (tensors(lambda held: {LAYER: torch.ones(128, 64, dtype=torch.int8)}), "quantised .*is of type I8"),
+    "integers": (
+        tensors(lambda held: {LAYER: torch.ones(128, 64, dtype=torch.int8)}),
+        "quantised in a way .*is of type I8",
+    ),
     "fp8 weights": (tensors(lambda held: {LAYER: held[LAYER].to(torch.float8_e4m3fn)}), "quantised .*type F8_E4M3"),
     # Files
     "an adapter": (written("adapter_config.json"), "holds an adapter .*merge it into the model"),
@@ -132,7 +126,7 @@ REFUSED: dict[str, tuple[Change, str]] = {
         "would not be loaded",
     ),
     **{f"{name} beside": (written(name), "quantised") for name in ("quantize_config.json", "hf_quant_config.json")},
-    **{f"quantised by {k}": (said(quantization_config=v), "are quantised") for k, v in QUANTISED.items()},
+    "quantised by nothing": (said(quantization_config={"bits": 4}), "are quantised by None; supported methods"),
     "quantised by mlx": (said(quantization={"group_size": 64, "bits": 4}), "are quantised"),
     # Code
     "code of an unknown family": (said(model_type="own", auto_map=CODE), "code of a model directory is never run"),
