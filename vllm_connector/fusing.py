@@ -133,6 +133,5 @@ class FusedPrefill:
         kv = self.pool.kv
         out = torch.empty(kv.shape[0], 2, tokens, *kv.shape[3:], dtype=kv.dtype, device=kv.device)
         last = torch.tensor([tokens - 1], device=kv.device)
-        with self._loader.storage.beside():
-            copy_prompt(QuerySpan(0, 1, last, plan.visible()), kv, self._model, out)
+        copy_prompt(QuerySpan(0, 1, last, plan.visible()), kv, self._model, out)
         return out

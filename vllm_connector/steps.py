@@ -52,7 +52,7 @@ class VLLMSteps(TPGroup):
             loading: whether a request waits for the engine.
         """
         until = time.monotonic() + (0.0 if busy else _IDLE_SECONDS)
-        while busy or loading():
+        while busy or self._calls or loading():
             with self._changed:
                 if not busy:
                     self._changed.wait_for(lambda: self._calls, _WAIT_SECONDS)
@@ -74,7 +74,7 @@ class VLLMSteps(TPGroup):
     def _compute(self, call: Callable[[], Any], future: "Future[Any]") -> None:
         try:
             if self._device.type == "cuda":
-                # Copies into and out of the pool wait for the default stream (Storage.beside), and vLLM has its own.
+                # What copies into and out of the pool knows the default stream alone, and vLLM computes on another.
                 with torch.cuda.stream(torch.cuda.default_stream(self._device)):
                     result = call()
                 torch.cuda.default_stream(self._device).synchronize()

@@ -55,25 +55,28 @@ class Checks:
             "kv_connector_extra_config": {"cache": cache, "pool_bytes": 1 << 26, "separator": "</s>"},
         }
         flags: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "max_model_len": 2048, "max_num_seqs": 8}
-        # Prompts are longer than a step of vLLM.
-        flags |= {"max_num_batched_tokens": 256, "enable_chunked_prefill": True, "kv_transfer_config": transfer}
+        # Prompts are longer than a step of vLLM, and few long answers fit its 24 pages of 128 tokens.
+        flags |= {"max_num_batched_tokens": 256, "enable_chunked_prefill": True, "num_gpu_blocks_override": 24}
+        flags |= {"kv_transfer_config": transfer}
         self.llm = LLM(str(model), **flags)
         self.engine = self.llm.llm_engine
         self.connector: Any = get_kv_transfer_group()
         self.salts = 0
 
-    def params(self, **fused: Any) -> SamplingParams:
+    def params(self, tokens: int = TOKENS, **fused: Any) -> SamplingParams:
         extra = {"kv_transfer_params": {"fusionkv": fused}} if fused else None
-        return SamplingParams(temperature=0, max_tokens=TOKENS, extra_args=extra)
+        return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=tokens > TOKENS, extra_args=extra)
 
-    def ask(self, *asked: tuple[list[int], dict[str, Any]], salt: str | None = "") -> list[Found]:
-        """Asks all at once. salt: empty makes one for each; None gives none."""
+    def ask(
+        self, *asked: tuple[list[int], dict[str, Any]], salt: str | None = "", tokens: int = TOKENS
+    ) -> list[Found]:
+        """Asks all at once. salt: empty makes one for each; None gives none. tokens: of each answer."""
         prompts = []
         for ids, _ in asked:
             self.salts += 1
             more = {} if salt is None else {"cache_salt": salt or f"salt-{self.salts}"}
             prompts.append({"prompt_token_ids": ids, **more})
-        outs = self.llm.generate(prompts, [self.params(**fused) for _, fused in asked], use_tqdm=False)
+        outs = self.llm.generate(prompts, [self.params(tokens, **fused) for _, fused in asked], use_tqdm=False)
         return [(list(o.outputs[0].token_ids), (o.kv_transfer_params or {}).get("fusionkv", {})) for o in outs]
 
     def fused(self, chunks: Sequence[Sequence[int]], salt: str | None = "", **more: Any) -> Found:
@@ -142,8 +145,7 @@ class Checks:
 
     def check_others_go_on(self) -> None:
         """A running answer gets a token between any two steps of a fused prefill."""
-        running = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
-        other = self.engine.add_request("running", {"prompt_token_ids": chunk(97)}, running)
+        other = self.engine.add_request("running", {"prompt_token_ids": chunk(97)}, self.params(300))
         got: dict[str, int] = {}
 
         def step() -> None:
@@ -191,6 +193,17 @@ class Checks:
         assert tokens == right
         tokens, figures = self.fused(chunks, recipe="full_attention")
         assert (tokens, figures) == (right, {})
+
+    def check_preempted(self) -> None:
+        """Of four answers that do not fit vLLM's pages together, some are begun again, and marked."""
+        prompts = [joined([chunk(110 + n), chunk(120 + n)]) for n in range(4)]
+        asked = [(ids, {"spans": spans, "recipe": "prophetkv", "ratio": 1}) for ids, spans in prompts]
+        found = self.ask(*asked, tokens=500)
+        marked = [figures["degraded_reason"] for _, figures in found if figures.get("degraded")]
+        assert marked
+        assert all("preempted" in why for why in marked)
+        for (tokens, _), (ids, _) in zip(found, prompts, strict=True):
+            assert tokens == self.ask((ids, {}), tokens=500)[0][0]
 
     def check_prefix_hit_first(self) -> None:
         """Only what vLLM's own prefix cache lacks is written."""

@@ -3,8 +3,9 @@
 import asyncio
 import hashlib
 import threading
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +17,12 @@ import torch
 
 from fusionkv.kvcache_service.client import Entry, Hit, HitKind, Lookup
 from fusionkv.kvcache_service.keys import chunk_digest
+from fusionkv.protos.runtime.errors import Unavailable
 from fusionkv.vllm_connector.background import Background
 from fusionkv.vllm_connector.pages import Pages
 from fusionkv.vllm_connector.prompts import FusedPrompt, KVLayout, Prefix, alterations, digest
 from fusionkv.vllm_connector.scheduler import ConnectorScheduler
+from fusionkv.vllm_connector.steps import VLLMSteps
 from tests.kvcache_service.tools import serving
 from tests.waiting import until
 
@@ -148,6 +151,38 @@ def test_passages_that_are_not_fused(scheduler: ConnectorScheduler, more: dict[s
     request = asked(**{**spans, **more})
     assert scheduler.matched(request, 0) == (0, False)
     assert why in scheduler.figures(request)["degraded_reason"]  # type: ignore[index]
+
+
+def test_steps_run_in_the_thread_of_vllm() -> None:
+    """One while vLLM is busy; errors, and its end, reach the engine."""
+    steps = VLLMSteps(torch.device("cpu"))
+    assert steps.step(threading.get_ident) == threading.get_ident()  # before vLLM runs steps
+    steps.start()
+    with ThreadPoolExecutor(3) as engine:
+        asked = [engine.submit(steps.step, threading.get_ident) for _ in range(2)]
+        while len(steps._calls) < 2:
+            time.sleep(0.001)
+        steps.run(busy=True, loading=lambda: True)
+        assert wait(asked, 5, FIRST_COMPLETED).done
+        assert len(steps._calls) == 1
+        steps.run(busy=False, loading=lambda: False)
+        assert [each.result(5) for each in asked] == [threading.get_ident()] * 2
+
+        def fail() -> None:
+            raise ValueError("no")
+
+        asked = [engine.submit(steps.step, fail)]
+        while not asked[0].done():
+            steps.run(busy=False, loading=lambda: True)
+        with pytest.raises(ValueError, match="no"):
+            asked[0].result()
+        waits = engine.submit(steps.step, fail)
+        while not steps._calls:
+            time.sleep(0.001)
+        steps.close()
+        for ended in (waits, engine.submit(steps.step, fail)):
+            with pytest.raises(Unavailable, match="shutting down"):
+                ended.result(5)
 
 
 def test_a_preempted_request_is_marked(scheduler: ConnectorScheduler) -> None:
