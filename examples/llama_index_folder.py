@@ -13,7 +13,8 @@ parser.add_argument("question")
 parser.add_argument("--gateway", default="127.0.0.1:7072")
 args = parser.parse_args()
 
-llm = FusionKV(address=args.gateway, max_tokens=32)
+# Its passages are encoded alone, so that one copy of each serves every order.
+llm = FusionKV(address=args.gateway, max_tokens=32, recipe="deeplayer")
 index = SimpleKeywordTableIndex.from_documents(SimpleDirectoryReader(args.folder).load_data(), llm=llm)
 nodes = index.as_retriever(retriever_mode="simple", num_chunks_per_query=8).retrieve(args.question)
 passages = [node.get_content(metadata_mode=MetadataMode.NONE) for node in nodes]

@@ -176,9 +176,10 @@ def main() -> None:
             draw(json.loads((ROWS / name).read_text()))
         else:
             print(f"{ROWS / name} does not exist: {draw.__name__}.svg is not redrawn")
-    if (page := ROOT / "docs/performance.md").exists():
-        for plot in (first_token, decoding, moving):
-            plot(page.read_text(encoding="utf-8"))
+    for name, plots in (("performance.md", (first_token, moving)), ("journal/performance.md", (decoding,))):
+        if (page := ROOT / "docs" / name).exists():
+            for plot in plots:
+                plot(page.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

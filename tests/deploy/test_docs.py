@@ -90,7 +90,7 @@ def test_what_was_measured_is_drawn_and_nothing_else(root: Path, tmp_path: Path)
 
 @pytest.mark.slow
 def test_a_picture_shows_the_figures_of_its_table(root: Path, tmp_path: Path) -> None:
-    for name in ("scripts/plots.py", "docs/performance.md"):
+    for name in ("scripts/plots.py", "docs/performance.md", "docs/journal/performance.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text((root / name).read_text())
     drawn = tmp_path / "docs/img"
