@@ -8,6 +8,7 @@ import functools
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from typing import Any
 
@@ -21,6 +22,7 @@ from sglang.srt.mem_cache.hicache_storage import (  # pyright: ignore[reportMiss
     PoolTransfer,
     PoolTransferResult,
 )
+from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool  # pyright: ignore[reportMissingImports]
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost  # pyright: ignore[reportMissingImports]
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # pyright: ignore[reportMissingImports]
 
@@ -44,9 +46,12 @@ class _Pages:
 
     def __init__(self, pool: Any, name: str, config: HiCacheStorageConfig, direct: bool) -> None:
         self._pool, self._size = pool, pool.page_size
-        # A pool that only gives others their indices.
-        self.empty = getattr(pool, "kv_buffer", self) is None
-        parts = self._parts([0]) if direct and not self.empty and pool.layout != "layer_first" else []
+        # It gives other pools their indices, and has no bytes.
+        self.empty = isinstance(pool, LogicalHostPool)
+        parts: list[memoryview] = []
+        if direct and not self.empty and pool.layout != "layer_first":
+            with suppress(NotImplementedError):
+                parts = self._parts([0])
         self._direct, self.count = bool(parts), len(parts) or 1
         rank = [config.pp_rank, config.pp_size, config.attn_cp_rank, config.attn_cp_size]
         # With MLA, all ranks have the same KV, but their own of these.

@@ -18,7 +18,9 @@ pytest.importorskip("sglang", reason="SGLang is not installed: make test-engines
 from sglang.srt.mem_cache.device_pool_info import (  # pyright: ignore[reportMissingImports]
     KVBufferLayout,
     KVBuffers,
+    MambaStateBufferInfo,
     MHABufferInfo,
+    MLABufferInfo,
 )
 from sglang.srt.mem_cache.hicache_storage import (  # pyright: ignore[reportMissingImports]
     HiCacheStorageConfig,
@@ -28,7 +30,9 @@ from sglang.srt.mem_cache.hicache_storage import (  # pyright: ignore[reportMiss
 )
 from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool  # pyright: ignore[reportMissingImports]
 from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope  # pyright: ignore[reportMissingImports]
+from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost  # pyright: ignore[reportMissingImports]
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # pyright: ignore[reportMissingImports]
+from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost  # pyright: ignore[reportMissingImports]
 from sglang.srt.mem_cache.storage import StorageBackendFactory  # pyright: ignore[reportMissingImports]
 
 pytestmark = pytest.mark.system
@@ -188,20 +192,66 @@ def test_pools_beside_kv(cache: str) -> None:
             made.batch_exists_v2(KEYS, [PoolTransfer(PoolName.SWA, hit_policy=PoolHitPolicy.BLOCK_GROUPS)])
 
 
-def test_ranks_with_mla_share_what_is_not_their_own(cache: str) -> None:
-    """The anchor stands for a pool whose KV all ranks have; drafts of MHA differ by rank."""
-    mla = {"is_mla_model": True}
-    with (
-        storage(cache, LogicalHostPool(256, PAGE), mla) as one,
-        storage(cache, LogicalHostPool(256, PAGE), {**mla, "tp_rank": 1}) as other,
-    ):
-        names = [made._pages[PoolName.KV].names(KEYS) for made in (one, other)]
-        assert names[0] == names[1]
+def mla_pool(seed: int = 0) -> Any:
+    """As `host_pool`, of a model with MLA."""
+    device = tuple(torch.zeros(128, 1, DIM, dtype=torch.bfloat16) for _ in range(LAYERS))
+    info = MLABufferInfo(
+        buffers=device, data_ptrs=torch.tensor([each.data_ptr() for each in device], dtype=torch.uint64),
+        layer_indices=tuple(range(LAYERS)), device_layer_num=LAYERS, page_size=PAGE, kv_lora_rank=DIM - 16,
+        qk_rope_head_dim=16, kv_cache_dim=DIM, dtype=torch.bfloat16, device=torch.device("cpu"),
+    )  # fmt: skip
+    with host_memory_budget_scope(1 << 30):
+        pool = MLATokenToKVPoolHost(
+            info, 2.0, 0, PAGE, "page_first", pin_memory=False, device_capacity_tokens=128, start_layer=0,
+            end_layer=LAYERS, target_layer_num=LAYERS,
+        )  # fmt: skip
+    pool.kv_buffer.copy_(torch.rand(pool.kv_buffer.shape, generator=torch.Generator().manual_seed(seed)) * bool(seed))
+    return pool
+
+
+def mamba_pool(seed: int = 0, slot_states: bool = False) -> Any:
+    """SGLang's pool of recurrent states, two kinds of which a slot holds, or three."""
+    more = (torch.zeros(16, 8),) if slot_states else ()
+    info = MambaStateBufferInfo(
+        temporal=torch.zeros(3, 16, 4, 8), conv=(torch.zeros(3, 16, 6, dtype=torch.bfloat16),),
+        extra_checkpoint_buffers=more,
+    )  # fmt: skip
+    with host_memory_budget_scope(1 << 30):
+        pool = MambaPoolHost(info, 2.0, 0, device_capacity=16, pin_memory=False, layout="page_first")
+    for buffer in (pool.temporal_buffer, *pool.conv_buffer, *pool.slot_state_buffers):
+        buffer.copy_(torch.rand(buffer.shape, generator=torch.Generator().manual_seed(seed)) * bool(seed))
+    return pool
+
+
+@pytest.mark.parametrize("slot_states", [False, True])
+def test_recurrent_states(cache: str, slot_states: bool) -> None:
+    first, second = mamba_pool(1, slot_states), mamba_pool(0, slot_states)
+    with storage(cache, host_pool()) as one, storage(cache, host_pool()) as other:
+        one.register_mem_host_pool_v2(first, PoolName.MAMBA)
+        other.register_mem_host_pool_v2(second, PoolName.MAMBA)
+        given = PoolTransfer(PoolName.MAMBA, torch.tensor([3, 5]), keys=KEYS[:2])
+        assert one.batch_set_v2([given]) == {PoolName.MAMBA: [True, True]}
+        asked = PoolTransfer(PoolName.MAMBA, torch.tensor([9, 8, 7]), keys=KEYS[:3])
+        assert other.batch_get_v2([asked]) == {PoolName.MAMBA: [True, True, False]}
+        for there, here in ((3, 9), (5, 8)):
+            assert torch.equal(first.get_data_page(there), second.get_data_page(here))
+        assert first.get_data_page(3).any()
+
+
+def test_ranks_with_mla_share_its_kv_and_nothing_of_their_own(cache: str) -> None:
+    mla, first, second = {"is_mla_model": True}, mla_pool(seed=1), mla_pool()
+    with storage(cache, first, mla) as one, storage(cache, second, {**mla, "tp_rank": 1}) as other:
+        assert one.batch_set_v1(KEYS[:3], indices_of(0, 1, 2)) == [True] * 3
+        assert other.batch_exists(KEYS) == 3
+        assert other.batch_get_v1(KEYS[:3], indices_of(4, 5, 6)) == [True] * 3
+        assert all(map(torch.equal, pages(first, indices_of(0, 1, 2)), pages(second, indices_of(4, 5, 6))))
         for made in (one, other):
             made.register_mem_host_pool_v2(host_pool(seed=1), PoolName.DRAFT)
-        transfer = PoolTransfer(PoolName.DRAFT, indices_of(0, 1), keys=KEYS[:2])
-        assert one.batch_set_v2([transfer]) == {PoolName.DRAFT: [True, True]}
-        assert other.batch_get_v2([transfer]) == {PoolName.DRAFT: [False, False]}
+            made.register_mem_host_pool_v2(mamba_pool(seed=1), PoolName.MAMBA)
+        draft = PoolTransfer(PoolName.DRAFT, indices_of(0, 1), keys=KEYS[:2])
+        states = PoolTransfer(PoolName.MAMBA, torch.tensor([0, 1]), keys=KEYS[:2])
+        assert one.batch_set_v2([draft, states]) == {PoolName.DRAFT: [True, True], PoolName.MAMBA: [True, True]}
+        assert other.batch_get_v2([draft, states]) == {PoolName.DRAFT: [False, False], PoolName.MAMBA: [False, False]}
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
