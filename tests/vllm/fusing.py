@@ -213,6 +213,16 @@ class Checks:
             assert "degraded" not in figures
             assert tokens == self.plain([*chunks, other])
 
+    def check_reset(self) -> None:
+        """What vLLM forgets of its prefixes is fused again, from the pool."""
+        chunks = [chunk(131), chunk(132), chunk(133)]
+        tokens, _ = self.fused(chunks, salt="reset")
+        assert self.llm.reset_prefix_cache()
+        again, figures = self.fused(chunks, salt="reset")
+        assert again == tokens
+        assert "chunks_missed" not in figures
+        assert sum(hit["chunks"] for hit in figures["hits"]) == 3
+
     def check_separators(self) -> None:
         """Prompts of text alone: a separator marks their passages."""
         vocabulary = Tokenizer.from_file(str(self.directory / "tokenizer.json"))
