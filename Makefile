@@ -113,6 +113,10 @@ bench: setup ## Speed of the cache service and of the worker, storage that it sa
 	@$(PY) -m fusionkv.bench.worker.encode --json build/bench/encode.json
 	@$(PY) -m fusionkv.bench.worker.throughput --requests 12 --chunks 4 --json build/bench/throughput.json
 
+.PHONY: bench-gpu
+bench-gpu: setup ## What this machine's GPU gives, in nine minutes: kernels, first tokens, decoding; rows in build/bench/gpu/
+	@PYTHON=$(CURDIR)/.venv/bin/python bench/gpu/lease.sh
+
 .PHONY: figures
 figures: setup ## Lines of the product and its tests, words of the docs, files that answer a question
 	@$(PY) bench/figures.py $(ARGS)

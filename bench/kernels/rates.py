@@ -1,11 +1,15 @@
 """Measures the ceilings of a device: matrix products, copies in its memory, and copies from pinned host memory."""
 
+import mmap
+import tempfile
+import warnings
 from collections.abc import Callable
 
 import torch
 
 from fusionkv.bench.gpu.report import Row
 from fusionkv.bench.gpu.setup import Setup
+from fusionkv.fusion_worker.transfer.pinned import address_of, register, unregister
 
 
 def measure(setup: Setup) -> None:
@@ -17,6 +21,7 @@ def measure(setup: Setup) -> None:
     lines.append(("copy in device memory, GB/s read and written", setup.copy_gbs))
     if setup.device.type == "cuda":
         lines.append(("copy from pinned host memory, GB/s", _host(setup)))
+        lines.append(("copy from a page-locked mapping, GB/s", _mapped(setup)))
     else:
         setup.report.notice("copies from pinned host memory: no CUDA device")
     setup.report.table("Ceilings of this device, best of several", ("what", "rate"), lines)
@@ -44,6 +49,23 @@ def _host(setup: Setup) -> float:
     target = torch.empty(size, dtype=torch.uint8, device=setup.device)
     name = f"pinned host to device {size >> 20} MiB"
     return _row(setup, name, lambda: target.copy_(source, non_blocking=True), size, 1e9)
+
+
+def _mapped(setup: Setup) -> float:
+    """From a read-only mapping, as a worker has of a cache service's memory."""
+    size = setup.sizes.copied // 4
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        file.truncate(size)
+        mapping = mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ)
+    with warnings.catch_warnings(action="ignore"):  # it is only read
+        source = torch.frombuffer(mapping, dtype=torch.uint8)
+    target = torch.empty(size, dtype=torch.uint8, device=setup.device)
+    register(address_of(mapping), size)
+    try:
+        name = f"page-locked mapping to device {size >> 20} MiB"
+        return _row(setup, name, lambda: target.copy_(source, non_blocking=True), size, 1e9)
+    finally:
+        unregister(address_of(mapping))
 
 
 def _row(setup: Setup, name: str, run: Callable[[], object], work: float, unit: float) -> float:

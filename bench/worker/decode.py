@@ -2,12 +2,15 @@
 
 Measures whole steps of the model over a pool of random KV, without a service. All requests share the chunks. In rows
 with `recomputed`, 15% of each chunk's keys are hidden, and each request has these tokens in a separate segment, as
-recipes lay them out: `keys_read` counts the keys of a step, as a multiple of the shared ones.
+recipes lay them out: `keys_read` counts the keys of a step, as a multiple of the shared ones. On a GPU, `graph_ms` is
+the step as a CUDA graph, with the model's head.
 """
 
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -15,6 +18,8 @@ from fusionkv.bench import command
 from fusionkv.bench.worker.bench import add_model, load, show
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.compute.batch import Batch
+from fusionkv.fusion_worker.compute.decode_graphs import DecodeGraphs
+from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.compute.model_runner import forward, install
 from fusionkv.fusion_worker.evaluate.command import run as run_command
 from fusionkv.kernels.segments import KVSegment, QuerySpan, Spans
@@ -40,19 +45,22 @@ def _segments(request: int, chunks: int, tokens: int, ratio: float) -> tuple[KVS
     )
 
 
-def _step(model: models.Model, pool: torch.Tensor, chunks: int, requests: int, tokens: int, ratio: float) -> float:
-    """Seconds of a step that decodes a token of each request."""
+def _batch(model: models.Model, pool: torch.Tensor, chunks: int, requests: int, tokens: int, ratio: float) -> Batch:
+    """A step that decodes a token of each request."""
     position, rows = torch.tensor([tokens]), range(requests)
     seen = [_segments(row, chunks, tokens // chunks * chunks, ratio) for row in rows]
     spans = Spans([QuerySpan(row, row + 1, position, segments) for row, segments in zip(rows, seen, strict=True)])
     slots = torch.tensor([segments[-1].stop - 1 for segments in seen])
     ids = torch.ones(requests, dtype=torch.int64)
-    batch = Batch(ids, position.expand(requests), slots, spans, pool, model.rotations, used=[1] * requests)
-    if pool.is_cuda:
+    return Batch(ids, position.expand(requests), slots, spans, pool, model.rotations, used=[1] * requests)
+
+
+def _seconds(compute: Callable[[], object], batch: Batch) -> float:
+    if batch.pool.is_cuda:
         torch.cuda.synchronize()
     started = time.perf_counter()
-    forward(model, batch)
-    if pool.is_cuda:
+    compute()
+    if batch.pool.is_cuda:
         torch.cuda.synchronize()
     return time.perf_counter() - started
 
@@ -62,16 +70,21 @@ def measure(model: models.Model, tokens: int, repeats: int) -> list[dict[str, ob
     install(model)
     shape = model.kv
     slots = tokens + max(REQUESTS) * (tokens + 1)
-    size = (shape.layers, 2, slots, shape.kv_heads, shape.head_dim)
-    pool = torch.randn(size, device=model.device, dtype=shape.dtype)
+    pool = KVPool.of(shape, slots * shape.token_bytes, 1, model.device)
+    pool.kv.normal_()
+    graphs = DecodeGraphs(model, pool)
     rows: list[dict[str, object]] = []
     for requests in REQUESTS:
         cases = [(chunks, ratio) for chunks in CHUNKS for ratio in (0.0, RATIO) if chunks > 1 or not ratio]
         seconds: dict[tuple[int, float], list[float]] = {case: [] for case in cases}
+        graph_seconds: dict[tuple[int, float], list[float]] = {case: [] for case in cases}
         # Cases alternate, because other load on the machine varies over time.
         for _ in range(repeats):
             for chunks, ratio in cases:
-                seconds[chunks, ratio].append(_step(model, pool, chunks, requests, tokens, ratio))
+                batch = _batch(model, pool.kv, chunks, requests, tokens, ratio)
+                seconds[chunks, ratio].append(_seconds(partial(forward, model, batch), batch))
+                if graphs.works:
+                    graph_seconds[chunks, ratio].append(_seconds(partial(graphs.compute, batch), batch))
         floor = statistics.median(seconds[1, 0.0])
         for (chunks, ratio), taken in seconds.items():
             found = statistics.median(taken)
@@ -87,6 +100,8 @@ def measure(model: models.Model, tokens: int, repeats: int) -> list[dict[str, ob
                     "ratio": round(found / floor, 3),
                 }
             )
+            if graphs.works:
+                rows[-1]["graph_ms"] = round(1e3 * statistics.median(graph_seconds[chunks, ratio]), 2)
     return rows
 
 

@@ -10,12 +10,12 @@ import tempfile
 import time
 
 from fusionkv.bench import command
-from fusionkv.bench.worker.bench import PATIENT, cache_service, first_token, show
+from fusionkv.bench.worker.bench import CHUNK, PATIENT, add_model, cache_service, first_token, load, show
 from fusionkv.bench.worker.passages import Passages
+from fusionkv.bench.worker.shapes import SHAPES
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.evaluate.command import run as run_command
-from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.fusion_worker.prompt import Chunk
 from fusionkv.fusion_worker.servicer import FusionServicer
 
@@ -37,7 +37,7 @@ async def _encode(servicer: FusionServicer, passages: Passages) -> float:
 
 async def measure(model: models.Model, count: int, prompt_chunks: int) -> list[dict[str, object]]:
     """Prefills prompts of `prompt_chunks` chunks in full, then encodes `count` chunks; returns one row."""
-    passages = await Passages.of(model, [], count)
+    passages = Passages.random(count, CHUNK) if model.name in SHAPES else await Passages.of(model, [], count)
     with tempfile.TemporaryDirectory() as directory:
         stored = 2 * passages.tokens * model.kv.token_bytes
         with cache_service(directory, stored) as ((address,), _):
@@ -67,12 +67,12 @@ async def measure(model: models.Model, count: int, prompt_chunks: int) -> list[d
 
 def main() -> None:
     parser = command.parser_of("worker.encode", __doc__)
-    command.add_model(parser)
+    add_model(parser)
     parser.add_argument("--chunks", type=int, default=24, help="chunks to encode (%(default)s)")
     parser.add_argument("--prompt-chunks", type=int, default=8, help="chunks of a prefilled prompt (%(default)s)")
     args = parser.parse_args()
-    rows = asyncio.run(measure(models.load(resolve(args.model), "cpu"), args.chunks, args.prompt_chunks))
-    show(f"Encoding ahead, {args.model}", rows, args.json)
+    rows = asyncio.run(measure(load(args.model, args.device), args.chunks, args.prompt_chunks))
+    show(f"Encoding ahead, {args.model}", rows, args.json, args.device)
 
 
 if __name__ == "__main__":

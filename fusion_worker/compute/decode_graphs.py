@@ -66,19 +66,20 @@ class DecodeGraphs:
         self._capture: Callable[[Callable[[], Predicted]], tuple[Replayed, Predicted]] = _capture
         self._captured: dict[tuple[int, ...], _Captured] = {}
 
-    @torch.inference_mode()
     def predict(self, step: Step) -> Predicted | None:
         """Computes a step; None if it has to be launched in the ordinary way."""
         if not (self.works and _suits(step)):
             return None
         try:
-            return self._predict(step.batch)
+            return self.compute(step.batch)
         except RuntimeError as error:
             self.works = False
             log.warning("decoding steps are not captured as CUDA graphs: %s", first_line(error))
             return None
 
-    def _predict(self, batch: Batch) -> Predicted:
+    @torch.inference_mode()
+    def compute(self, batch: Batch) -> Predicted:
+        """Computes a batch of one row of each request. Raises RuntimeError if it can't be captured."""
         rows = len(batch.ids)
         tables = self._tables(batch.spans)
         given = [*self._rows(batch, len(tables[0].row_positions)), *(x for table in tables for x in table.tensors())]

@@ -55,21 +55,24 @@ class PinnedMapping:
             if old is not None:
                 with self._readers:
                     self._readers.wait_for(lambda: not self._reading)
-                _unregister(_address(old))
-            _register(_address(new), len(new))
+                unregister(address_of(old))
+            register(address_of(new), len(new))
             self._locked = True
         except RuntimeError as error:
             self._works = False
             log.warning("the cache service's memory can't be page-locked; its bytes are copied twice: %s", error)
 
 
-def _address(mapping: Any) -> int:
+def address_of(mapping: Any) -> int:
+    """Of an mmap's first byte."""
     return int(np.frombuffer(mapping, np.uint8).ctypes.data)
 
 
-def _register(address: int, size: int) -> None:
+def register(address: int, size: int) -> None:
+    """Page-locks bytes that are mapped read-only. Raises RuntimeError."""
     torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE | _READ_ONLY))
 
 
-def _unregister(address: int) -> None:
+def unregister(address: int) -> None:
+    """Ends what `register` of this address did. Raises RuntimeError."""
     torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))

@@ -112,7 +112,7 @@ def test_which_steps() -> None:
     """Those of which no more is wanted than tokens; and none on a CPU."""
     model, pool, graphs = made("llama")
     asked: list[int] = []
-    graphs._predict = lambda given: asked.append(len(given.ids))  # type: ignore[method-assign,assignment,func-returns-value]
+    graphs.compute = lambda given: asked.append(len(given.ids))  # type: ignore[method-assign,assignment,func-returns-value]
     jobs = three(60, 3, 2)
     assert graphs.predict(step(model, pool, *jobs)) is None or DEVICE.type == "cuda"
     graphs.works, asked[:] = True, []
@@ -134,7 +134,7 @@ def test_a_model_that_cannot_be_captured(caplog: pytest.LogCaptureFixture) -> No
     def fails(_: object) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    graphs._predict = fails  # type: ignore[method-assign]
+    graphs.compute = fails  # type: ignore[method-assign]
     assert graphs.predict(step(model, pool, *three(60, 3, 1))) is None
     assert "not captured as CUDA graphs: operation not permitted when stream is capturing" in caplog.text
     assert not graphs.works

@@ -33,8 +33,8 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver()
-    monkeypatch.setattr(pinned, "_register", made.register)
-    monkeypatch.setattr(pinned, "_unregister", made.unregister)
+    monkeypatch.setattr(pinned, "register", made.register)
+    monkeypatch.setattr(pinned, "unregister", made.unregister)
     return made
 
 
@@ -61,7 +61,7 @@ async def test_what_cannot_be_locked_is_not_tried_again(driver: Driver, monkeypa
         tries.append(size)
         raise RuntimeError("operation not supported")
 
-    monkeypatch.setattr(pinned, "_register", fails)
+    monkeypatch.setattr(pinned, "register", fails)
     mapping, data = PinnedMapping(torch.device("cuda")), memoryview(mmap.mmap(-1, mmap.PAGESIZE))
     assert not mapping.holds(data)
     await until(lambda: "copied twice: operation not supported" in caplog.text)

@@ -1,0 +1,64 @@
+"""Prints what `lease.sh` measured of a worker beside what is expected of it, and appends it to a CSV file."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusionkv.bench.gpu.report import Machine, Report, Row
+from fusionkv.fusion_worker.quality.defaults import PRIMED
+
+_SHAPE = "shape-7b"
+# (floor, expected) in milliseconds of an H100, by kind and size: counted work at the rates that were measured.
+_FULL = {4096: (None, 138), 16384: (None, 575), 27648: (None, 1105)}
+_DEFAULT = {4096: (16, 75), 16384: (56, 132), 27648: (None, 315)}
+_GRAPH = {1: (4.7, 9), 8: (None, 10.5)}
+
+
+def figures(out: Path) -> Iterator[tuple[Row, tuple[float | None, float | None]]]:
+    """Rows of the files that the parts of `lease.sh` wrote to a folder, each with its floor and expected value."""
+    default, unknown = (PRIMED.recipe, PRIMED.ratio), (None, None)
+    for given in _read(out / "ttft.json"):
+        context, recipe = given["context"], (given["name"], given["r"])
+        full, ms = 1e3 * given["baseline_s"], 1e3 * given["value_s"]
+        row = Row("ttft", f"{_SHAPE} {given['name']}", ms, context, given["r"], 1, "full attention", full)
+        yield row, _DEFAULT.get(context, unknown) if recipe == default else unknown
+        if recipe == default:
+            yield Row("ttft", f"{_SHAPE} full attention", full, context, 1.0, 1), _FULL.get(context, unknown)
+    for given in _read(out / "decode.json"):
+        name, requests = f"{_SHAPE} {given['chunks']} chunks", given["requests"]
+        if "graph_ms" in given:
+            rest = given["tokens"], given["recomputed"], requests, "launched one by one", given["step_ms"]
+            yield Row("step", name, given["graph_ms"], *rest), _GRAPH.get(requests, unknown)
+    for given in _read(out / "encode.json"):
+        ms = 1e3 * given["tokens"] / given["encoded_tokens_per_s"]
+        yield Row("encode", f"{_SHAPE} {given['chunks']} chunks", ms, given["tokens"]), unknown
+
+
+def _read(file: Path) -> list[dict[str, Any]]:
+    """The rows of a part, none if it failed."""
+    return list(json.loads(file.read_text())) if file.exists() else []
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m fusionkv.bench.gpu.summary", description=__doc__)
+    parser.add_argument("out", type=Path, help="folder of ttft.json, decode.json and encode.json")
+    parser.add_argument("--commit", required=True, help="commit to record in every row")
+    parser.add_argument("--csv", type=Path, metavar="FILE.csv", help="file to append the rows to (default: none)")
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    report, lines = Report(Machine.of(device, args.commit), args.csv), []
+    for row, bounds in figures(args.out):
+        report.add(row)
+        lines.append((row.kind, row.shape, row.context, row.r, row.batch, row.ms, *bounds))
+    columns = ("what", "of", "tokens", "r", "requests", "ms", "floor", "expected of an H100")
+    report.table("A worker", columns, lines)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
