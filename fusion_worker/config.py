@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 _CACHE = "127.0.0.1:7070"
 # The reference model of a clone of the repository, and the known model that is served without a clone.
 _MODEL, _FETCHED = Path("models/eased-3"), "smollm2"
-STORES = ("plain", "int8", "fp8")
+STORES = ("plain", "int8", "fp8", "int4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,8 @@ class WorkerConfig:
     )
     max_loads: int = setting(8, "maximum number of chunks fetched at the same time, oldest request first", low=1)
     store: str = setting(
-        "plain", "storage format of KV: plain, int8 or fp8. Quantised KV is lossy, so even an exact hit is stale"
+        "plain",
+        "storage format of KV: plain, int8, fp8 or int4. Quantised KV is lossy, so even an exact hit is stale",
     )
     lookup_timeout: float = setting(
         1.0, "maximum seconds for a lookup; past it, the cache service counts as down", low=0.001

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from fusionkv.fusion_worker.config import STORES
 from fusionkv.fusion_worker.evaluate import command
 from fusionkv.protos.runtime.errors import FailedPrecondition, first_line
 from fusionkv.protos.runtime.settings import positive
@@ -66,7 +67,7 @@ class Size:
         prompt, stored_prompt: the chunks of a prompt, in the pool and as stored.
         chunks: number of chunks of the corpus.
         disk, index: the corpus on disk, each chunk once, and its index.
-        quantised: the corpus on disk as int8 or fp8.
+        quantised: the corpus on disk, by quantised storage format.
         pool: the pool for all concurrent prompts, with no chunk in common.
         worker, cache: memory of the services, without the memory tier.
         prompt_operations, corpus_operations: to prefill the chunks of a prompt, and to encode the corpus once.
@@ -79,7 +80,7 @@ class Size:
     stored_prompt: int
     chunks: int
     disk: int
-    quantised: int
+    quantised: dict[str, int]
     index: int
     pool: int
     worker: int
@@ -107,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=positive, default=8, metavar="N", help="prompts at a time (%(default)s)")
     parser.add_argument("--dtype", default="auto", help="float32, bfloat16 or float16 (default: the checkpoint's)")
     parser.add_argument(
-        "--store", default="plain", choices=("plain", "int8", "fp8"), help="storage format (default: %(default)s)"
+        "--store", default="plain", choices=STORES, help="storage format of KV in the cache (default: %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
@@ -169,14 +170,13 @@ def _configuration(model: str) -> Any:
 
 def of(network: Network, load: Load, store: str = "plain") -> Size:
     """Computes the sizes of a workload."""
-    from fusionkv.kernels.quantised import GROUP
+    from fusionkv.kernels.quantised import KINDS, sizes
 
     shape = network.shape
     token = shape.token_bytes
     heads = shape.layers * shape.kv_heads
-    # int8 and fp8: a byte per number, and a 16-bit scale for each value vector and for each channel of GROUP keys.
-    quantised = heads * 2 * (shape.head_dim + 1 + shape.head_dim / GROUP)
-    stored = token if store == "plain" else quantised
+    quantised = {name: heads * sizes(kind, shape.head_dim).token for name, kind in KINDS.items()}
+    stored = token if store == "plain" else quantised[store]
     prompt = load.prompt_chunks * load.chunk_tokens
     tokens = load.documents * load.document_tokens
     chunks = load.documents * -(-load.document_tokens // load.chunk_tokens)
@@ -190,7 +190,7 @@ def of(network: Network, load: Load, store: str = "plain") -> Size:
         stored_prompt=round(prompt * stored),
         chunks=chunks,
         disk=round(tokens * stored),
-        quantised=round(tokens * quantised),
+        quantised={name: round(tokens * each) for name, each in quantised.items()},
         index=chunks * ENTRY_BYTES,
         pool=pool,
         worker=weights + pool + WORKER_BYTES,
@@ -206,7 +206,8 @@ def _rows(shape: "KVShape", size: Size, load: Load, store: str) -> list[tuple[st
     per_byte = size.prompt_operations / (8 * size.stored_prompt)
     rates = ", ".join(f"{per_byte * gigabits / 1e3:,.3g}" for gigabits in LINKS)
     links, took = ", ".join(map(str, LINKS)), timedelta(seconds=round(size.corpus_operations / RATE))
-    hot, quantised = round(HOT * size.disk), round(HOT * size.quantised)
+    hot = round(HOT * size.disk)
+    int8, int4 = (decimal(round(HOT * size.quantised[name])) for name in ("int8", "int4"))
     parts = f"{shape.layers} layers x 2 x {shape.kv_heads} KV heads x {shape.head_dim}, {_name(shape)}"
     return [
         ("KV of a token", f"{decimal(size.token)}  ({parts})"),
@@ -216,7 +217,7 @@ def _rows(shape: "KVShape", size: Size, load: Load, store: str) -> list[tuple[st
         (f"corpus of {load.documents:,} documents", f"{decimal(size.disk)} on disk, {size.chunks:,} chunks"),
         ("encoded ahead", f"{decimal(2 * size.disk)}: the default recipe stores each chunk alone and after a primer"),
         ("worth storing", "what questions retrieve, which is all that is stored unless it is encoded ahead"),
-        ("a tenth of the corpus", f"{decimal(hot)} on disk, {decimal(quantised)} as int8 or fp8"),
+        ("a tenth of the corpus", f"{decimal(hot)} on disk, {int8} as int8 or fp8, {int4} as int4"),
         ("instead of loading", f"a worker prefills a prompt as fast with {rates} TFLOP/s, at {links} Gbit/s"),
         (
             "encoding the corpus",

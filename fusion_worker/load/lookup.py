@@ -31,7 +31,7 @@ class NotFiniteKV(CacheFault):
 # Digest and preferred variants of the system prompt and each chunk.
 Path = Sequence[tuple[bytes, Sequence[bytes]]]
 _MISS = Hit(HitKind.MISS, None)
-# Suffix of the pool's keys of chunks that were dequantised from int8 or fp8, which differ from the computed ones.
+# Suffix of the pool's keys of chunks that were dequantised, which differ from the computed ones.
 RESTORED = b"restored"
 # Bytes of an entry that is no KV.
 _MAX_NAMED = 1 << 16

@@ -1,4 +1,4 @@
-"""The storage format of chunks' KV outside the pool: plain, int8 or fp8."""
+"""The storage format of chunks' KV outside the pool: plain, int8, fp8 or int4."""
 
 import asyncio
 import ctypes
@@ -13,7 +13,8 @@ import torch
 from fusionkv.fusion_worker.compute.engine import TPGroup
 from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk, SlotRange
 from fusionkv.fusion_worker.transfer.pinned import PinnedMapping
-from fusionkv.kernels.quantised import GROUP, KINDS, Quantised, quantise, restore
+from fusionkv.kernels.dequantise import restore_to
+from fusionkv.kernels.quantised import KINDS, Quantised, quantise, sizes
 from fusionkv.kvcache_service.client import CacheClient, Entry
 from fusionkv.protos.runtime.cancellation import to_the_end
 
@@ -21,13 +22,13 @@ from fusionkv.protos.runtime.cancellation import to_the_end
 class Storage:
     """Copies chunks between the pool's slots and bytes.
 
-    Plain entries are [layer, 2, token, kv_head, head_dim]. int8 and fp8 entries hold the same array in one byte per
+    Plain entries are [layer, 2, token, kv_head, head_dim]. Others hold the same array in a byte or half a byte a
     number, followed by the scales of keys and of values (kernels/quantised.py). An entry has the heads of all ranks,
     so it does not depend on their number; a part has one rank's heads, in the same arrays.
     """
 
     def __init__(self, pool: KVPool, kind: str, tp: TPGroup | None = None) -> None:
-        """kind: plain, int8 or fp8. tp: copies on all ranks; None for one rank, and on ranks other than 0."""
+        """kind: plain, int8, fp8 or int4. tp: copies on all ranks; None for one rank, and on ranks other than 0."""
         self._tp = tp or TPGroup()
         self.pool = pool
         streams = 2 if pool.kv.is_cuda else 0
@@ -148,15 +149,19 @@ class Storage:
         after: as of `PooledChunk.freed`; None waits for all kernels launched so far.
         """
         with self._behind() if after is None else self.beside(after):
-            # Copied whole, then on the device to the slots; quantised, half as many bytes.
-            there = part.to(self.device, non_blocking=True)
-            plain = self._kind is None
-            kv = self._kv(there.view(self.pool.shape.dtype), tokens) if plain else self._unpack(there, tokens)
-            self._write(runs, kv)
+            # Copied whole, then on the device to the slots; quantised, half as many bytes or a third.
+            there, places = part.to(self.device, non_blocking=True), list(self._places(runs, tokens))
+            if self._kind is not None:
+                restore_to(self._unpack(there, tokens), places)
+                return
+            kv = self._kv(there.view(self.pool.shape.dtype), tokens)
+            for place, piece in zip(places, kv.split([place.shape[2] for place in places], dim=2), strict=True):
+                place.copy_(piece)
 
-    def _kv(self, numbers: torch.Tensor, tokens: int, ranks: int = 1) -> torch.Tensor:
+    def _kv(self, numbers: torch.Tensor, tokens: int) -> torch.Tensor:
+        """[layers, 2, tokens, kv_heads, numbers of a head]."""
         shape = self.pool.shape
-        return numbers.view(shape.layers, 2, tokens, shape.kv_heads * ranks, shape.head_dim)
+        return numbers.view(shape.layers, 2, tokens, shape.kv_heads, -1)
 
     def _arrays(self, tokens: int) -> list[tuple[int, int]]:
         """Shapes of an entry's arrays, each [blocks, kv_heads, bytes]: blocks and bytes."""
@@ -164,8 +169,9 @@ class Storage:
         blocks = 2 * shape.layers * tokens
         if self._kind is None:
             return [(blocks, shape.head_dim * shape.dtype.itemsize)]
-        groups = -(-tokens // GROUP)
-        return [(blocks, shape.head_dim), (shape.layers * groups, 2 * shape.head_dim), (shape.layers * tokens, 2)]
+        each = sizes(self._kind, shape.head_dim)
+        groups = -(-tokens // each.group)
+        return [(blocks, each.numbers), (shape.layers * groups, each.keys), (shape.layers * tokens, each.values)]
 
     def _cut(self, entry: torch.Tensor, tokens: int, ranks: int = 1) -> Sequence[torch.Tensor]:
         """The arrays of an entry with the heads of `ranks` ranks: uint8 each."""
@@ -196,12 +202,12 @@ class Storage:
         pieces = [self.pool.kv[:, :, run.start : run.start + run.length] for run in runs]
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2))[:, :, :tokens]
 
-    def _write(self, runs: Sequence[SlotRange], kv: torch.Tensor) -> None:
-        at, tokens = 0, kv.shape[2]
+    def _places(self, runs: Sequence[SlotRange], tokens: int) -> Iterator[torch.Tensor]:
+        """The slots of a chunk, a view of the pool for each run."""
         for run in runs:
-            count = min(run.length, tokens - at)
-            self.pool.kv[:, :, run.start : run.start + count].copy_(kv[:, :, at : at + count])
-            at += count
+            count = min(run.length, tokens)
+            tokens -= count
+            yield self.pool.kv[:, :, run.start : run.start + count]
 
     def _pack(self, kv: torch.Tensor) -> torch.Tensor:
         assert self._kind is not None
@@ -209,14 +215,18 @@ class Storage:
         parts = (stored.numbers, stored.key_scales, stored.value_scales)
         return torch.cat([part.contiguous().view(torch.uint8).reshape(-1) for part in parts])
 
-    def _unpack(self, data: torch.Tensor, tokens: int) -> torch.Tensor:
+    def _unpack(self, data: torch.Tensor, tokens: int) -> Quantised:
         assert self._kind is not None
         shape = self.pool.shape
         numbers, *scales = self._cut(data, tokens)
         # The scales begin at any byte, but a view as bfloat16 must be aligned.
-        keys, values = (part.clone().view(torch.bfloat16).view(shape.layers, -1, shape.kv_heads) for part in scales)
-        keys = keys.view(shape.layers, -1, shape.kv_heads, shape.head_dim)
-        return restore(Quantised(self._kv(numbers.view(self._kind), tokens), keys, values), shape.dtype)
+        keys, values = (part.clone().view(torch.bfloat16) for part in scales)
+        per_block = sizes(self._kind, shape.head_dim).keys // (2 * shape.head_dim)
+        return Quantised(
+            self._kv(numbers.view(self._kind), tokens),
+            keys.view(shape.layers, -1, shape.kv_heads, per_block, shape.head_dim),
+            values.view(shape.layers, tokens, shape.kv_heads, per_block, -1),
+        )
 
 
 @contextmanager

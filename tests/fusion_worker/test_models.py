@@ -265,7 +265,7 @@ ADDRESSES = "7070", "localhost", "http://localhost:7070"
     [
         *(({"prompt_template": wrong}, r"must contain \{passages\} and") for wrong in PLACES),
         *(({"cache": address}, "cache must be host:port, unix:/path or none") for address in ADDRESSES),
-        ({"store": "int4"}, "plain, int8, fp8"),
+        ({"store": "int3"}, "plain, int8, fp8, int4"),
         ({"tensor_parallel": 2, "device": "cuda:1"}, "rank i takes GPU i"),
     ],
 )

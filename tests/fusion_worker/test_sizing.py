@@ -38,7 +38,7 @@ def test_a_quantised_chunk_takes_what_is_counted(reference_model: Path, store: s
 
     stored = sum(part.nbytes for part in (parts.numbers, parts.key_scales, parts.value_scales))
     assert sizing.of(network, LOAD, store).chunk == stored
-    assert sizing.of(network, LOAD).quantised == round(stored / LOAD.chunk_tokens * 10_000)
+    assert sizing.of(network, LOAD).quantised[store] == round(stored / LOAD.chunk_tokens * 10_000)
 
 
 def test_operations_are_those_of_the_linear_layers(reference_model: Path) -> None:

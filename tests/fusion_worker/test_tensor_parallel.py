@@ -127,7 +127,7 @@ async def test_every_recipe_answers_as_alone(name: str, pairs: Pairs, start: Any
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("store", "signed"), [("plain", False), ("int8", False), ("plain", True)])
+@pytest.mark.parametrize(("store", "signed"), [("plain", False), ("int8", False), ("int4", False), ("plain", True)])
 async def test_entries_are_those_of_a_worker_alone(
     store: str, signed: bool, cache_service: str, pairs: Pairs, start: Any, parts: Any, key_file: Path
 ) -> None:

@@ -15,6 +15,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from fusionkv.kernels.gpu import (  # noqa: E402
     attention_scores_triton,
     checksum_triton,
+    quantised_triton,
     sparse_attention_triton,
     tile_shapes,
 )
@@ -70,6 +71,17 @@ def test_checksum(capability: int) -> None:
     built = built_for(capability, source, num_warps=1)
     # Products of halves, not of whole numbers: the second takes four instructions for one.
     assert "mul.wide.u32" in built.asm["ptx"] or "mul.lo.s64" in built.asm["ptx"]
+
+
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
+def test_restore(capability: int, head_dim: int) -> None:
+    constants = {"HEAD_DIM": head_dim, "DIM": triton.next_power_of_2(head_dim), "GROUP": 32, "WIDTH": 16, "BLOCK": 32}
+    pointers = {"numbers_ptr": "*u8", "keys_ptr": "*bf16", "values_ptr": "*bf16", "out_ptr": "*bf16"}
+    names = quantised_triton._restore.arg_names
+    kinds = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
+    at = {(names.index(name),): value for name, value in constants.items()}
+    built_for(capability, ASTSource(quantised_triton._restore, kinds, constexprs=at, attrs={}))
 
 
 def shape(head_dim: int, groups: int, rows: int, keys: int) -> dict[str, Any]:

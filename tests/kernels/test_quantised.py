@@ -1,4 +1,4 @@
-"""KV in one byte a number: how far off it is, block by block, and the corners."""
+"""Quantised KV: how far off it is, block by block, and the corners; by every implementation."""
 
 import itertools
 
@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from fusionkv.fusion_worker.config import STORES
-from fusionkv.kernels.quantised import GROUP, KINDS, quantise, restore
+from fusionkv.kernels import quantised
+from fusionkv.kernels.dequantise import restore_to
+from fusionkv.kernels.quantised import KINDS, Quantised, quantise, restore, sizes
+from tests.kernels.inputs import DEVICE, HAS_KERNEL, interpreted
+
+GROUP = sizes(torch.int8, 8).group
 
 
 @pytest.fixture
@@ -41,6 +46,33 @@ def test_int8_is_within_half_a_step(kv: torch.Tensor, dtype: torch.dtype) -> Non
     assert bool(((back.float() - kv.float()).abs() <= allowed).all())
 
 
+@pytest.mark.parametrize("dim", [8, 64, 80])
+def test_int4_is_within_half_a_step(dim: int) -> None:
+    kv = torch.randn(2, 2, 70, 3, dim, generator=torch.Generator().manual_seed(2))
+    kv[:, 0, :, 1, 3] += 100  # a channel of the keys that is far from 0, as biases make it
+    kv[:, 1, 50] *= 500
+    back = restore(quantise(kv, torch.uint8), torch.float32)
+    group, width = sizes(torch.uint8, dim).group, quantised.value_width(dim)
+    for layer, head, token, channel in itertools.product(range(2), range(3), range(70), range(dim)):
+        tokens, channels = token // group * group, channel // width * width
+        blocks = (
+            kv[layer, 0, tokens : tokens + group, head, channel],
+            kv[layer, 1, token, head, channels : channels + width],
+        )
+        for number, block in enumerate(blocks):
+            off = abs(float(back[layer, number, token, head, channel] - kv[layer, number, token, head, channel]))
+            low, high = float(block.min()), float(block.max())
+            # What rounding the minimum and the scale to eight bits adds.
+            assert off <= (high - low) * (0.5 / 15 + 2**-8) + abs(low) * 2**-8 + 1e-30
+
+
+def test_int4_keeps_what_a_large_bias_leaves() -> None:
+    """Of a channel at 100 with a range of 1, by a scale alone nothing would be left."""
+    kv = torch.rand(1, 2, 64, 1, 4, generator=torch.Generator().manual_seed(3)) + 100
+    off = (restore(quantise(kv, torch.uint8), torch.float32) - kv)[:, 0]
+    assert float(off.abs().mean()) < 0.2
+
+
 def test_fp8_is_within_its_precision(kv: torch.Tensor) -> None:
     back = restore(quantise(kv, torch.float8_e4m3fn), torch.float32)
     # Three bits of mantissa; the smallest step is 2^-9 of what the scale makes of 448.
@@ -57,8 +89,44 @@ def test_corners(kind: torch.dtype, tokens: int) -> None:
     one[0, :, -1, 0, 2] = -3.0
     for scale in (1.0, 1e-30):
         back = restore(quantise(one * scale, kind), torch.float32)
-        assert back.count_nonzero() == 2
-        torch.testing.assert_close(back, one * scale, rtol=2**-8, atol=0.0)
+        # With a minimum, a block that spans 0 has it only as exactly as the scale is rounded.
+        exact = kind != torch.uint8
+        assert back.count_nonzero() == 2 or not exact
+        torch.testing.assert_close(back, one * scale, rtol=2**-8, atol=0.0 if exact else 3 * scale * 2**-8)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_a_pool_s_runs_are_filled_and_nothing_else(kv: torch.Tensor, kind: torch.dtype) -> None:
+    stored, pool = quantise(kv, kind), torch.full((3, 2, 400, 2, 8), 7.0)
+    runs = [slice(300, 364), slice(16, 96), slice(100, 106)]
+    restore_to(stored, [pool[:, :, run] for run in runs])
+    assert torch.cat([pool[:, :, run] for run in runs], dim=2).equal(restore(stored, torch.float32))
+    assert bool((pool[:, :, 106:300] == 7).all() & (pool[:, :, :16] == 7).all())
+
+
+@pytest.mark.skipif(not HAS_KERNEL, reason="needs a GPU or Triton's interpreter")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "dim", "tokens"), [(1, 64, 1), (2, 8, 150), (3, 80, 33), (2, 128, 70)])
+def test_triton_gives_the_same(dtype: torch.dtype, heads: int, dim: int, tokens: int) -> None:
+    from fusionkv.kernels.gpu import quantised_triton
+
+    kv = torch.randn(2, 2, tokens, heads, dim, generator=torch.Generator().manual_seed(tokens)) * 9
+    stored = quantise(kv, torch.uint8)
+    expected, pool = restore(stored, dtype), torch.full((2, 2, 300, heads, dim), 7.0, dtype=dtype, device=DEVICE)
+    there = Quantised(*(part.to(DEVICE) for part in (stored.numbers, stored.key_scales, stored.value_scales)))
+    cut = tokens // 3
+    quantised_triton.restore_to(there, 0, pool[:, :, 200 : 200 + cut])
+    quantised_triton.restore_to(there, cut, pool[:, :, 9 : 9 + tokens - cut])
+    found = torch.cat([pool[:, :, 200 : 200 + cut], pool[:, :, 9 : 9 + tokens - cut]], dim=2).cpu()
+    # A GPU multiplies and adds in one rounding.
+    torch.testing.assert_close(found, expected, rtol=2**-7 if dtype != torch.float32 else 1e-5, atol=1e-4)
+    assert int((pool == 7).sum()) >= pool.numel() - kv.numel()
+
+
+@pytest.mark.compile
+@pytest.mark.skipif(HAS_KERNEL, reason="these are the tests with the kernel")
+def test_the_kernel_in_the_interpreter() -> None:
+    assert " passed" in interpreted(__file__, "triton")
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
