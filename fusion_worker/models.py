@@ -34,6 +34,7 @@ FAMILIES = {
     "qwen2_moe": False,
     "qwen3": False,
     "qwen3_moe": False,
+    "smollm3": False,
 }
 # Rotations that depend only on the position; those of `dynamic` and `longrope` also depend on the prompt's length.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -459,7 +460,10 @@ def _rotations(network: Any) -> tuple[Rotation, ...]:
     config, rotary = network.config, network.model.rotary_emb
     interleaved = FAMILIES[config.model_type]
     if hasattr(rotary, "inv_freq"):
-        return (Rotation(rotary.inv_freq, interleaved),) * config.num_hidden_layers
+        turning, still = (Rotation(rotary.inv_freq * factor, interleaved) for factor in (1, 0))
+        # Layers without RoPE, as in SmolLM3, don't rotate.
+        uses = getattr(config, "no_rope_layers", None) or [1] * config.num_hidden_layers
+        return tuple(turning if use else still for use in uses)
     # One RoPE for each layer type, as in Gemma 3.
     kinds = {kind: Rotation(getattr(rotary, f"{kind}_inv_freq"), interleaved) for kind in set(config.layer_types)}
     return tuple(kinds[kind] for kind in config.layer_types)

@@ -46,9 +46,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-window": ("Qwen2Config", {**_WINDOWED, "max_window_layers": 1}),
     "qwen2-mixed": ("Qwen2Config", {**_WINDOWED, **_MIXED}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    # With RoPE as in Gemma 3's larger models.
     "gemma3": (
         "Gemma3TextConfig",
-        {**_MIXED, "head_dim": 32, "num_key_value_heads": 1, "query_pre_attn_scalar": 20, "sliding_window": 24},
+        {
+            **_MIXED,
+            "head_dim": 32,
+            "num_key_value_heads": 1,
+            "query_pre_attn_scalar": 20,
+            "rope_parameters": {"full_attention": _rope("linear", factor=8.0), "sliding_attention": _rope()},
+            "sliding_window": 24,
+        },
     ),
     "mixtral": ("MixtralConfig", _EXPERTS),
     "qwen3-moe": ("Qwen3MoeConfig", {**_NARROW, "head_dim": 32, "norm_topk_prob": True}),
@@ -57,6 +65,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOssConfig",
         {**_EXPERTS, **_MIXED, "head_dim": 16, "sliding_window": 24, "rope_parameters": _YARN},
     ),
+    "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0, 1], "pad_token_id": 0}),
     "phi3": ("Phi3Config", {"rope_parameters": _rope(partial_rotary_factor=0.75), "pad_token_id": 0}),
     "glm4": ("Glm4Config", {"head_dim": 32, "rope_parameters": _rope(partial_rotary_factor=0.5), "pad_token_id": 0}),
 }
@@ -147,6 +156,8 @@ class Oracle:
     def rotated(self, keys: torch.Tensor, shift: int, layer: int) -> torch.Tensor:
         """Keys of a layer moved on by `shift` positions, by one explicit rotation matrix over all channels."""
         config, name = self.network.config, "inv_freq"
+        if not getattr(config, "no_rope_layers", [1, 1, 1])[layer]:
+            return keys
         if config.model_type == "gemma3_text":
             name = f"{config.layer_types[layer]}_inv_freq"
         inv_freq = getattr(self.network.model.rotary_emb, name).double()

@@ -320,6 +320,32 @@ GPT = {
     "sliding_window": 128,
     "swiglu_limit": 7.0,
 }
+SMOL = {
+    "architectures": ["SmolLM3ForCausalLM"],
+    "layer_types": ["full_attention"] * 4,
+    "max_window_layers": 28,
+    "no_rope_layer_interval": 4,
+    "no_rope_layers": [1, 1, 1, 0],
+    "num_hidden_layers": 4,
+    "pretraining_tp": 2,
+    "rope_scaling": None,
+    "rope_theta": 5e6,
+    "sliding_window": None,
+    "use_sliding_window": False,
+}
+GEMMA = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attn_logit_softcapping": None,
+    "cache_implementation": "hybrid",
+    "final_logit_softcapping": None,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 168,
+    "rope_local_base_freq": 10000.0,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    "rope_theta": 1000000.0,
+    "sliding_window": 1024,
+    "sliding_window_pattern": 6,
+}
 PHI = {
     "architectures": ["Phi3ForCausalLM"],
     "attention_bias": False,
@@ -332,7 +358,14 @@ PHI = {
 }
 
 
-PUBLISHED = {"qwen3_moe": QWEN, "mixtral": MIXTRAL, "gpt_oss": GPT, "phi3": PHI}
+PUBLISHED = {
+    "qwen3_moe": QWEN,
+    "mixtral": MIXTRAL,
+    "gpt_oss": GPT,
+    "phi3": PHI,
+    "smollm3": SMOL,
+    "gemma3_text": GEMMA,
+}
 
 
 @pytest.mark.parametrize(("kind", "published"), PUBLISHED.items())
@@ -347,6 +380,12 @@ def test_a_checkpoint_of_another_family_is_refused(as_family: str, tmp_path: Pat
     said(model_type=as_family, architectures=None, layer_types=None, use_sliding_window=False)(directory)
     with pytest.raises(FailedPrecondition, match=r"self_attn\.(q_norm|k_norm|k_proj)"):
         models.load(directory, "cpu")
+
+
+def test_layers_with_and_without_rope_are_counted(tmp_path: Path) -> None:
+    said(model_type="smollm3", **{**SMOL, "no_rope_layers": [1, 0]})(tmp_path)
+    with pytest.raises(FailedPrecondition, match=r"no_rope_layers = .* it has to be a number for each of 4 layers"):
+        models.configuration(tmp_path)
 
 
 def test_weights_in_a_folder_are_part_of_the_fingerprint(directory: Path) -> None:
