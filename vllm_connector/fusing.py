@@ -65,6 +65,7 @@ class FusedPrefill:
         self._described.default_recipe = self._verdict.default.choice.recipe
         self._busy = ExitStack()
         steps.start()
+        log.info("vLLM fuses passages, with a KV pool of %d tokens", self.pool.capacity)
 
     def run_steps(self, busy: bool, loading: Callable[[], bool]) -> None:
         """As `VLLMSteps.run`. While vLLM is busy, steps are shorter (the worker's `max_mixed_tokens`)."""
