@@ -121,6 +121,9 @@ class CacheClient:
                 return
         elif await self._fetch_promoted(entry, into, deadline):
             return
+        await self._fetch_streamed(entry, into, deadline)
+
+    async def _fetch_streamed(self, entry: Entry, into: memoryview, deadline: Deadline) -> None:
         digest = await self._transport.receive(
             pb.FetchRequest(key=entry.key, checksum=entry.checksum), into, deadline
         )
@@ -129,7 +132,10 @@ class CacheClient:
             raise errors.DataLoss(f"entry {entry.key.hex()} arrived damaged from {self.address}; it is deleted there")
 
     async def fetch_all(self, entries: Sequence[Entry], into: Sequence[memoryview], *, timeout: float) -> list[bool]:
-        """As `fetch`, for at most 256 entries. Returns which could be fetched: the others are gone, or damaged."""
+        """As `fetch`, for at most 256 entries. Returns which could be fetched: the others are gone, or damaged.
+
+        Nothing writes to the buffers after this has ended, even if it fails or is cancelled.
+        """
         deadline = Deadline.after(timeout)
         for entry, view in zip(entries, into, strict=True):
             _check_size(entry, view.cast("B"))
@@ -145,7 +151,7 @@ class CacheClient:
         if digests is None:
             for i in left:
                 with suppress(errors.NotFound, errors.DataLoss):
-                    await self.fetch(entries[i], into[i], timeout=deadline.remaining())
+                    await self._fetch_streamed(entries[i], into[i].cast("B"), deadline)
                     done[i] = True
             return done
         for i, digest in zip(left, digests, strict=True):

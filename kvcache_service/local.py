@@ -22,7 +22,7 @@ import numpy as np
 
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime import process
-from fusionkv.protos.runtime.cancellation import background
+from fusionkv.protos.runtime.cancellation import background, to_the_end
 from fusionkv.protos.runtime.checksum import Checksum
 
 log = logging.getLogger(__name__)
@@ -178,11 +178,15 @@ class LocalTiers:
         return self._arena is not None
 
     async def copy_leased(self, data: memoryview, lease: int, into: memoryview) -> bool:
-        """Copies bytes of the memory tier; False if the lease was not held until the end of the copy."""
+        """Copies bytes of the memory tier; False if the lease was not held until the end of the copy.
+
+        A cancelled caller waits for the end of the copy, which writes to its memory.
+        """
         if not self.is_leased(lease):
             return False
         if len(data) > _COPY_INLINE_BYTES:
-            await asyncio.to_thread(np.copyto, np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8))
+            target, source = np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8)
+            await to_the_end(asyncio.to_thread(np.copyto, target, source))
         else:
             into[:] = data
         return self.is_leased(lease)

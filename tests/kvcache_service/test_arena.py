@@ -107,6 +107,18 @@ async def test_a_lease_released_during_a_copy_makes_it_void() -> None:
     assert not await copying
 
 
+async def test_nothing_is_copied_once_a_caller_has_left() -> None:
+    window = LocalTiers("unix:/nowhere")
+    window.add_lease(7, float("inf"))
+    data, into = memoryview(b"\1" * (64 * MIB)), bytearray(64 * MIB)
+    copying = asyncio.create_task(window.copy_leased(data, 7, memoryview(into)))
+    await asyncio.sleep(0)
+    copying.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await copying
+    assert into == data
+
+
 async def test_what_is_on_disk_rises_and_is_copied_then(crowded: Service, tmp_path: Path) -> None:
     async with nearby(crowded, tmp_path / "s") as near:
         entry = await near.entry("S")
