@@ -20,6 +20,13 @@ PACKAGES = (*PRODUCT, *CLONE)
 ALLOWED = {
     "protos": set(),
     "kvcache_service": {"fusionkv.protos"},
+    # Which nothing imports but its engine.
+    "kvcache_service/adapters": {
+        "fusionkv.protos",
+        "fusionkv.kvcache_service.blobs",
+        # What tells whether an engine has the same weights.
+        "fusionkv.fusion_worker.library",
+    },
     "kernels": set(),
     "fusion_worker": {
         "fusionkv.protos",
@@ -86,16 +93,29 @@ def within(name: str, module: str) -> bool:
     return name == module or name.startswith(module + ".")
 
 
+def package_of(file: Path) -> str | None:
+    """The folder of `ALLOWED` that a file is in."""
+    above = [str(folder.relative_to(ROOT)) for folder in file.parents if folder.is_relative_to(ROOT)]
+    return next((folder for folder in above if folder in ALLOWED), None)
+
+
 def test_imports_run_one_way() -> None:
     wrong = [
         f"{file.relative_to(ROOT)} imports {name}"
-        for package in PACKAGES
         for file in sources()
-        if file.is_relative_to(ROOT / package)
+        if (package := package_of(file)) is not None
         for name in imports_of(file)
-        if within(name, "fusionkv") and not any(within(name, m) for m in (*ALLOWED[package], f"fusionkv.{package}"))
+        if within(name, "fusionkv")
+        and not any(within(name, m) for m in (*ALLOWED[package], f"fusionkv.{package.replace('/', '.')}"))
     ]
     assert wrong == []
+    assert set(PACKAGES) <= set(ALLOWED)
+
+
+def test_nothing_imports_the_adapters() -> None:
+    adapters, beside = "fusionkv.kvcache_service.adapters", ROOT / "kvcache_service/adapters"
+    others = [file for file in files_in(*PACKAGES) if not file.is_relative_to(beside)]
+    assert [str(f) for f in others if any(within(name, adapters) for name in imports_of(f))] == []
 
 
 def test_no_service_or_command_starts_what_only_a_clone_has() -> None:
@@ -110,9 +130,11 @@ def test_no_service_or_command_starts_what_only_a_clone_has() -> None:
     assert named == []
 
 
-def test_vllm_is_imported_by_its_connector_alone() -> None:
-    importing = {file.parent.name for file in sources() if any(within(name, "vllm") for name in imports_of(file))}
-    assert importing == {"vllm_connector", "vllm"}  # the latter: tests that run in vLLM's process
+def test_vllm_is_imported_only_by_what_it_loads() -> None:
+    importing = {file.parent for file in sources() if any(within(name, "vllm") for name in imports_of(file))}
+    assert {str(folder.relative_to(ROOT)) for folder in importing} == {
+        "vllm_connector", "kvcache_service/adapters", "tests/vllm"
+    }  # fmt: skip
 
 
 def test_nobody_imports_a_bare_package_of_ours() -> None:
