@@ -4,9 +4,10 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
+from typing import Any, cast
 
 import numpy as np
 from opentelemetry import metrics
@@ -17,6 +18,7 @@ from fusionkv.gateway.auth.tenants import Tenants
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest.ingest import Ingest
 from fusionkv.gateway.ingest.precompute import Precompute
+from fusionkv.gateway.passthrough import ChatEngine, Passthrough
 from fusionkv.gateway.pipeline import AnswerEngine, Pipeline
 from fusionkv.gateway.plan import corpus_name, order
 from fusionkv.gateway.retrieval import page_tokens
@@ -72,6 +74,7 @@ class Application:
         self._search = search
         self._engine = engine
         self._pipeline = Pipeline(config, engine, search)
+        self._passthrough = Passthrough(cast(ChatEngine, engine), self._pipeline)  # used if the engine is vLLM
         self._started = time.monotonic()
         self._checking = asyncio.Lock()
         self._ready, self._checked = False, -math.inf
@@ -153,6 +156,17 @@ class Application:
         async with contextlib.aclosing(answer) as responses:
             async for response in responses:
                 if response.HasField("summary"):
+                    self._answered(call, response.summary)
+                yield response
+
+    async def passed(
+        self, call: AdmittedCall, request: pb.GenerateRequest, passed: Mapping[str, Any], stream: bool
+    ) -> AsyncGenerator[pb.GenerateResponse | dict[str, Any]]:
+        """Passes a chat on to vLLM, as `Passthrough.answer`; only with decode = vllm."""
+        answer = self._passthrough.answer(call.tenant, request, passed, stream, call.deadline)
+        async with contextlib.aclosing(answer) as responses:
+            async for response in responses:
+                if isinstance(response, pb.GenerateResponse) and response.HasField("summary"):
                     self._answered(call, response.summary)
                 yield response
 

@@ -209,21 +209,12 @@ class Pipeline:
         if values := dict(request.chat_template_kwargs):
             check_variables(values, vocabulary.model.template_variables)
             vocabulary = await self._engine.rendered(vocabulary, values, deadline)
-        if not request.corpus:
-            with _charged(tenant):
-                passages = await asyncio.to_thread(plan.given, request.passages, vocabulary)
-        else:
-            search = request.corpus, request.query or conversation.question, request.top_k
-            passages = await self.retrieve(tenant, *search, deadline, vocabulary, request.filter)
+        passages = await self._passages(tenant, request, conversation, vocabulary, deadline)
         if request.recipe in ("", DEFAULT):
             recipe = plan.as_encoded(recipe, passages, vocabulary)
         retrieved = time.perf_counter()
         with tracer.start_as_current_span("gateway.plan") as span:
-            if request.order == pb.ORDER_PREFIX:
-                begins = tenant.salt, vocabulary.model.fingerprint, conversation.system, request.prompt_template
-                passages = self._prefixes.order((*begins, *sorted(values.items())), passages)
-            else:
-                passages = plan.order(passages, request.order or pb.ORDER_ENDS)
+            passages = self._ordered(tenant, request, conversation, vocabulary, passages)
             # Tokenising a long question takes up to 0.1 s, which must not block other requests.
             parts = request, conversation, recipe, passages, vocabulary, tenant.salt
             with _charged(tenant):
@@ -231,6 +222,45 @@ class Pipeline:
             span.set_attributes({"fusionkv.chunks": len(passages), "fusionkv.recipe": recipe.name})
         seconds = retrieved - began, time.perf_counter() - retrieved
         return _PlannedPrompt(worker_request, passages, vocabulary.model.name, *seconds)
+
+    async def sources(
+        self, tenant: Tenant, request: pb.GenerateRequest, deadline: Deadline
+    ) -> tuple[Vocabulary, list[Passage]]:
+        """Checks a request; returns the model, and its passages in the order of the prompt. Raises as `answer`."""
+        conversation = Conversation.of(request)
+        plan.check(request, self._config.max_top_k)
+        vocabulary = await self._engine.model(deadline)
+        check_variables(dict(request.chat_template_kwargs), vocabulary.model.template_variables)
+        passages = await self._passages(tenant, request, conversation, vocabulary, deadline)
+        return vocabulary, self._ordered(tenant, request, conversation, vocabulary, passages)
+
+    async def _passages(
+        self,
+        tenant: Tenant,
+        request: pb.GenerateRequest,
+        conversation: Conversation,
+        vocabulary: Vocabulary,
+        deadline: Deadline,
+    ) -> list[Passage]:
+        """The passages of a request, or those that are retrieved, best first."""
+        if not request.corpus:
+            with _charged(tenant):
+                return await asyncio.to_thread(plan.given, request.passages, vocabulary)
+        search = request.corpus, request.query or conversation.question, request.top_k
+        return await self.retrieve(tenant, *search, deadline, vocabulary, request.filter)
+
+    def _ordered(
+        self,
+        tenant: Tenant,
+        request: pb.GenerateRequest,
+        conversation: Conversation,
+        vocabulary: Vocabulary,
+        passages: list[Passage],
+    ) -> list[Passage]:
+        if request.order != pb.ORDER_PREFIX:
+            return plan.order(passages, request.order or pb.ORDER_ENDS)
+        begins = tenant.salt, vocabulary.model.fingerprint, conversation.system, request.prompt_template
+        return self._prefixes.order((*begins, *sorted(request.chat_template_kwargs.items())), passages)
 
 
 def _complete(summary: Summary, prompt: _PlannedPrompt, ttft: float, total: float) -> None:

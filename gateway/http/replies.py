@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import numpy as np
@@ -84,6 +84,35 @@ async def chunks(completion: CompletionRequest, events: AsyncIterator[Event]) ->
                 yield {**frame, "choices": [], "usage": _usage(event)}
     if summary is None:
         raise ServiceError("the answer ended without a summary")
+
+
+async def passed(
+    completion: CompletionRequest, responses: AsyncIterator[pb.GenerateResponse | dict[str, Any]]
+) -> AsyncIterator[dict[str, Any]]:
+    """vLLM's whole reply, or the chunks of its stream, with the sources and the summary in the field `fusionkv`.
+
+    The last chunk holds the summary, and the usage if it was requested: vLLM counts once all choices have ended.
+    """
+    ours: dict[str, Any] = {}
+    last: dict[str, Any] = {}
+    async for response in responses:
+        if isinstance(response, pb.GenerateResponse):
+            event = results.event(response)
+            new = (
+                _listed(event.passages) if isinstance(event, Sources) else {"summary": as_dict(cast(Summary, event))}
+            )
+            ours |= new
+            continue
+        last = {**response, "model": completion.model}
+        if completion.stream and last["choices"]:
+            usage = {"usage": None} if completion.usage else {}
+            yield {**last, **usage, **({_OWNER: ours} if ours else {})}
+            ours = {}
+    if not last:
+        raise ServiceError("vLLM ended the answer without a reply")
+    if completion.stream and not completion.usage:
+        last.pop("usage", None)
+    yield {**last, **({"choices": []} if completion.stream else {}), _OWNER: ours}
 
 
 def model(item: pb.Item) -> dict[str, Any]:

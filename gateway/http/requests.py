@@ -3,11 +3,12 @@
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fusionkv.gateway.client import requests
 from fusionkv.gateway.client.results import Passage
+from fusionkv.gateway.http import passed
 from fusionkv.gateway.plan import MAX_MESSAGES, MAX_NOTES, Conversation
 from fusionkv.protos.contract.template import template_values
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
@@ -124,6 +125,7 @@ class CompletionRequest:
         model: the model name in the request, unchanged.
         usage: whether a stream ends with a usage chunk.
         text: whether this is a text completion of one prompt, not a chat.
+        passed: fields that only vLLM can follow, with the messages; empty if the gateway answers.
     """
 
     request: pb.GenerateRequest
@@ -131,6 +133,7 @@ class CompletionRequest:
     stream: bool = False
     usage: bool = False
     text: bool = False
+    passed: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,20 +146,26 @@ class EmbeddingRequest:
     dimensions: int
 
 
-def completion(body: Any, text: bool = False, max_passages: int = sys.maxsize) -> CompletionRequest:
+def completion(
+    body: Any, text: bool = False, max_passages: int = sys.maxsize, vllm: bool = False
+) -> CompletionRequest:
     """Reads the JSON body of a chat completion, or of a text completion.
 
     Checks lengths of lists first: it blocks, and a body has room for 500,000 passages.
 
+    Args:
+        vllm: whether there is a vLLM, to which chats are passed that only it can answer.
+
     Raises:
         InvalidArgument: the body is invalid, or requests something unsupported.
     """
-    field = "prompt" if text else "messages"
+    asked = "prompt" if text else "messages"
     fields = _fields(body, _IGNORED)
-    for name in fields.keys() - _SUPPORTED - {field}:
+    extension = {name: value for name, value in _typed(fields, "fusionkv", dict, {}).items() if value is not None}
+    to_vllm = _passed(fields, extension) if vllm and not text else {}
+    for name in fields.keys() - _SUPPORTED - {asked}:
         _check_effect(fields, name, _ONLY)
     model = _typed(fields, "model", str, "")
-    extension = {name: value for name, value in _typed(fields, "fusionkv", dict, {}).items() if value is not None}
     if unknown := extension.keys() - EXTENSION:
         raise BadRequest(f"unknown field {min(unknown)[:80]!r}; known: {', '.join(sorted(EXTENSION))}", "fusionkv")
     stream = _typed(fields, "stream", bool, False)
@@ -170,12 +179,12 @@ def completion(body: Any, text: bool = False, max_passages: int = sys.maxsize) -
             raise BadRequest(f"model names no corpus: name one, or {NO_CORPUS} for passages of your own", "model")
         options["passages"] = []
     request = requests.generate(**options, chat_template_kwargs=values, **_sampling(fields))
-    for checked, check in ((field, Conversation.of), (_TEMPLATE, lambda r: template_values(r.chat_template_kwargs))):
+    for checked, check in ((asked, Conversation.of), (_TEMPLATE, lambda r: template_values(r.chat_template_kwargs))):
         try:
             check(request)
         except InvalidArgument as error:
             raise BadRequest(str(error), checked) from error
-    return CompletionRequest(request, model, stream, usage, text)
+    return CompletionRequest(request, model, stream, usage, text, to_vllm)
 
 
 def embeddings(body: Any) -> EmbeddingRequest:
@@ -227,9 +236,31 @@ def _check_effect(fields: Mapping[str, Any], name: str, only: Mapping[str, tuple
     """Raises BadRequest unless `only` has the field with its value, which has no effect."""
     if name not in only:
         raise BadRequest(f"unknown field {where + name[:80]!r}", where + name[:80])
-    # In Python False equals 0, but `logprobs: 0` of a text completion requests log probabilities.
-    if not any(fields[name] == value and _is_bool(fields[name]) == _is_bool(value) for value in only[name]):
+    if not _among(fields[name], only[name]):
         raise BadRequest(f"{where}{name} is not supported: omit it", where + name)
+
+
+def _among(value: Any, accepted: tuple[Any, ...]) -> bool:
+    # In Python False equals 0, but `logprobs: 0` of a text completion requests log probabilities.
+    return any(value == each and _is_bool(value) == _is_bool(each) for each in accepted)
+
+
+def _passed(fields: dict[str, Any], extension: dict[str, Any]) -> dict[str, Any]:
+    """Moves what only vLLM can follow out of a chat's fields, and leaves the messages that FusionKV reads."""
+    names = [name for name in passed.FIELDS & fields.keys() if not _among(fields[name], _ONLY.get(name, ()))]
+    to_vllm = {name: fields.pop(name) for name in names}
+    if passed.MODEL in extension:
+        to_vllm["model"] = _typed(extension, passed.MODEL, str, "")
+        del extension[passed.MODEL]
+    messages = _list(fields, "messages", MAX_MESSAGES)
+    if not to_vllm and not any(map(passed.is_about_tools, messages)):
+        return {}
+    if extension.get("prompt_template") or extension.get("system"):
+        raise BadRequest(
+            "system and prompt_template can't be combined with fields that only vLLM follows", "fusionkv"
+        )
+    fields["messages"] = [message for message in messages if not passed.is_about_tools(message)]
+    return {**to_vllm, "messages": messages}
 
 
 def _usage(fields: Mapping[str, Any], stream: bool) -> bool:

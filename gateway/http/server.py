@@ -14,7 +14,6 @@ from fusionkv.gateway.application import Application
 from fusionkv.gateway.auth.access import GATEWAY, Bearer
 from fusionkv.gateway.auth.admission import AdmittedCall
 from fusionkv.gateway.client import results
-from fusionkv.gateway.client.results import Event
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.http import replies, requests
 from fusionkv.gateway.http.listener import Handler, Listener
@@ -78,20 +77,33 @@ class HTTPServer(Listener):
         return web.json_response({"status": "not ready"}, status=503)
 
     async def _complete(self, text: bool, request: web.Request, call: AdmittedCall) -> web.StreamResponse:
-        completion = requests.completion(await self._json(request), text, self._config.max_top_k)
+        vllm = self._config.decode == "vllm"
+        completion = requests.completion(await self._json(request), text, self._config.max_top_k, vllm)
+        if completion.passed:
+            return await self._pass_on(request, completion, call)
         async with contextlib.aclosing(self._application.generate(call, completion.request)) as responses:
             events = (results.event(response) async for response in responses)
             if completion.stream:
-                return await self._stream(request, completion, events)
+                return await self._stream(request, replies.chunks(completion, events))
             return web.json_response(await replies.whole(completion, events))
 
-    async def _stream(
-        self, request: web.Request, completion: requests.CompletionRequest, events: AsyncIterator[Event]
+    async def _pass_on(
+        self, request: web.Request, completion: requests.CompletionRequest, call: AdmittedCall
     ) -> web.StreamResponse:
+        """The reply of vLLM to a chat that only it can answer."""
+        asked = completion.request, completion.passed, completion.stream
+        async with contextlib.aclosing(self._application.passed(call, *asked)) as responses:
+            chunks = replies.passed(completion, responses)
+            if completion.stream:
+                return await self._stream(request, chunks)
+            (whole,) = [chunk async for chunk in chunks]
+            return web.json_response(whole)
+
+    async def _stream(self, request: web.Request, chunks: AsyncIterator[dict[str, Any]]) -> web.StreamResponse:
         """Streams server-sent events. An error after the first event is sent as the last one."""
         response = web.StreamResponse(headers=_STREAM)
         try:
-            async for chunk in replies.chunks(completion, events):
+            async for chunk in chunks:
                 if not response.prepared:
                     await response.prepare(request)
                 await response.write(_event(json.dumps(chunk)))

@@ -138,6 +138,7 @@ class VLLMEngine:
         self._workers = workers
         base = config.vllm_url.rstrip("/").removesuffix("/v1")
         self._url, self._health = f"{base}/v1/completions", f"{base}/health"
+        self._chat_url = f"{base}/v1/chat/completions"
         self._model = {"model": config.vllm_model} if config.vllm_model else {}
         self._prefill_seconds = config.vllm_prefill_seconds
         headers = {"Authorization": f"Bearer {secret(config.vllm_token)}"} if config.vllm_token else {}
@@ -214,6 +215,23 @@ class VLLMEngine:
             summary.seconds.decode = time.monotonic() - decoding
             yield pb.GenerateResponse(summary=summary)
 
+    async def chat(self, body: Mapping[str, Any], tenant: str, deadline: Deadline) -> AsyncGenerator[dict[str, Any]]:
+        """Yields vLLM's reply to a chat completion, or the chunks of its stream. Closing the iterator cancels it.
+
+        Args:
+            body: the request.
+            tenant: salt of the tenant; vLLM's prefix cache is not shared with others.
+
+        Raises as `generate`.
+        """
+        asked = {**self._model, **body, "cache_salt": _exact_salt(tenant)}
+        async with self._posted(self._chat_url, asked, deadline) as response:
+            if not body.get("stream"):
+                yield await response.json()
+                return
+            async for event in _events(self._chat_url, response.content):
+                yield event
+
     async def close(self) -> None:
         await self._session.close()
         await self._workers.close()
@@ -286,29 +304,36 @@ class VLLMEngine:
 
     async def _tokens(self, answer: _Answer, deadline: Deadline) -> AsyncGenerator[tuple[int, str]]:
         """Streams token ids, the last with its finish reason, and fills `answer.usage`. Raises as `generate`."""
+        last: tuple[int, str] | None = None
+        async with self._posted(self._url, self._body(answer), deadline) as response:
+            async for event in _events(self._url, response.content):
+                answer.usage |= event.get("usage") or {}
+                for choice in event.get("choices", ()):
+                    ids, ended = choice.get("token_ids") or [], choice.get("finish_reason") or ""
+                    for token in ids[:-1] if ended else ids:
+                        yield token, ""
+                    if ids and ended:
+                        last = ids[-1], _FINISHED.get(ended, ended)
+        if last is None:
+            raise Unavailable(f"vLLM at {self._url} ended the answer early")
+        yield last  # after the usage, which the caller reads with the last token
+
+    @contextlib.asynccontextmanager
+    async def _posted(
+        self, url: str, body: Mapping[str, Any], deadline: Deadline
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """vLLM's response with status 200. Errors of it, and of reading it, are raised as `generate` does."""
         limits = aiohttp.ClientTimeout(total=deadline.remaining(), sock_connect=_CONNECT_SECONDS)
         try:
-            async with self._session.post(self._url, json=self._body(answer), timeout=limits) as response:
+            async with self._session.post(url, json=body, timeout=limits) as response:
                 if response.status != 200:
                     text = (await response.text(errors="replace"))[:300]
-                    raise errors.from_http(response.status, f"vLLM at {self._url}: status {response.status}: {text}")
-                last: tuple[int, str] | None = None
-                async for event in _events(self._url, response.content):
-                    answer.usage |= event.get("usage") or {}
-                    for choice in event.get("choices", ()):
-                        ids, ended = choice.get("token_ids") or [], choice.get("finish_reason") or ""
-                        for token in ids[:-1] if ended else ids:
-                            yield token, ""
-                        if ids and ended:
-                            last = ids[-1], _FINISHED.get(ended, ended)
-                if last is not None:
-                    yield last  # after the usage, which the caller reads with the last token
-                    return
+                    raise errors.from_http(response.status, f"vLLM at {url}: status {response.status}: {text}")
+                yield response
         except TimeoutError as error:
-            raise DeadlineExceeded(f"vLLM at {self._url} took longer than the remaining time") from error
+            raise DeadlineExceeded(f"vLLM at {url} took longer than the remaining time") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise Unavailable(f"vLLM at {self._url}: {error or type(error).__name__}") from error
-        raise Unavailable(f"vLLM at {self._url} ended the answer early")
+            raise Unavailable(f"vLLM at {url}: {error or type(error).__name__}") from error
 
 
 async def _events(url: str, lines: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any]]:
@@ -331,9 +356,12 @@ def _cache_salts(request: pb.GenerateRequest, prompt: list[int]) -> tuple[str, s
     """
     ratio = repr(request.ratio) if request.HasField("ratio") else ""
     key = json.dumps([request.tenant, request.corpus, request.recipe, ratio]).encode()
-    exact = hashlib.sha256(b"exact" + request.tenant.encode())
     fused = hashlib.sha256(key + struct.pack(f"<{len(prompt)}I", *prompt))
-    return f"fusionkv-{exact.hexdigest()}", f"fusionkv-{fused.hexdigest()}"
+    return _exact_salt(request.tenant), f"fusionkv-{fused.hexdigest()}"
+
+
+def _exact_salt(tenant: str) -> str:
+    return f"fusionkv-{hashlib.sha256(b'exact' + tenant.encode()).hexdigest()}"
 
 
 def _degraded(reason: str) -> answer_pb2.Summary:

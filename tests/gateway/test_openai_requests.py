@@ -250,6 +250,70 @@ def test_a_field_is_accepted_where_it_has_no_effect_and_else_refused_by_name(fie
         assert error.value.param == field
 
 
+TOOLS = [{"type": "function", "function": {"name": "look_up"}}]
+CALLED = [
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f"}}],
+    },
+    {"role": "tool", "tool_call_id": "1", "content": "5"},
+]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tools": TOOLS, "tool_choice": "auto"}, {"response_format": {"type": "json_object"}}, {"n": 2},
+        {"logprobs": True, "top_logprobs": 3}, {"structured_outputs": {"choice": ["a", "b"]}},
+        {"presence_penalty": 0.5, "min_p": 0.1},
+    ],
+)  # fmt: skip
+def test_what_only_vllm_can_follow_is_passed_on_with_the_messages(more: dict[str, Any]) -> None:
+    made = requests.completion({**GOOD, **more}, vllm=True)
+    assert made.passed == {**more, "messages": ASKED}
+    assert made.request == requests.completion(GOOD).request
+    with pytest.raises(requests.BadRequest, match=r"is not supported|unknown field"):
+        requests.completion({**GOOD, **more})
+
+
+def test_messages_about_tools_are_not_part_of_the_question() -> None:
+    made = requests.completion({**GOOD, "messages": [*ASKED, *CALLED]}, vllm=True)
+    assert made.passed == {"messages": [*ASKED, *CALLED]}
+    assert made.request == requests.completion(GOOD).request
+
+
+def test_another_model_of_vllm_is_named_in_our_field() -> None:
+    made = requests.completion({**GOOD, "fusionkv": {"vllm_model": "lora", "top_k": 3}}, vllm=True)
+    assert made.passed == {"model": "lora", "messages": ASKED}
+    assert made.request.top_k == 3
+    with pytest.raises(requests.BadRequest, match="unknown field 'vllm_model'"):
+        requests.completion({**GOOD, "fusionkv": {"vllm_model": "lora"}})
+
+
+def test_nothing_is_passed_on_that_the_gateway_can_answer() -> None:
+    nothing = {"n": 1, "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "logprobs": False}
+    assert requests.completion({**GOOD, **nothing}, vllm=True) == requests.completion(GOOD)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"functions": [{"name": "f"}]}, "functions is not supported"),
+        ({"n": 2, "cache_salt": "x"}, "unknown field 'cache_salt'"),
+        ({"n": 2, "kv_transfer_params": {}}, "unknown field 'kv_transfer_params'"),
+        ({"n": 2, "fusionkv": {"prompt_template": "{passages}{question}"}}, "can't be combined"),
+        ({"n": 2, "messages": CALLED}, "messages is empty"),
+        ({"n": 2, "messages": "x"}, "wrong type"),
+        ({"n": 2, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "not text"),
+        ({"fusionkv": {"vllm_model": 5}}, "wrong type"),
+    ],
+)
+def test_what_vllm_is_not_told(body: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidArgument, match=said):
+        requests.completion({**GOOD, **body}, vllm=True)
+
+
 @pytest.mark.parametrize(
     ("stream", "options", "usage"),
     [

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import torch
 from aiohttp import web
@@ -59,8 +60,35 @@ class Decoder:
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
         self._network = AutoModelForCausalLM.from_pretrained(self.model, dtype="float32", use_safetensors=True).eval()
-        async with serving(web.post("/v1/completions", self._complete)) as url:
+        chat = web.post("/v1/chat/completions", self._chat)
+        async with serving(web.post("/v1/completions", self._complete), chat) as url:
             yield url
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        """The last message's last words, a word for each token, or a call of the first tool."""
+        body = await request.json()
+        self.bodies.append(body)
+        if self.status != 200:
+            return web.json_response({"error": {"message": "no"}}, status=self.status)
+        words = body["messages"][-1]["content"].split()[-3:]
+        usage = {"prompt_tokens": 50, "completion_tokens": 3 * body.get("n", 1)}
+        calls = [{"index": 0, "function": {"name": tool["function"]["name"]}} for tool in body.get("tools", ())]
+        said = {"tool_calls": calls} if calls else {"content": " ".join(words)}
+        ended = "tool_calls" if calls else "length"
+        each: list[dict[str, Any]] = [{"index": i, "finish_reason": ended} for i in range(body.get("n", 1))]
+        if not body.get("stream"):
+            message = {"message": {"role": "assistant", **said}}
+            choices = [{**choice, **message} for choice in each]
+            return web.json_response({"id": "1", "model": "m", "choices": choices, "usage": usage})
+        response = web.StreamResponse()
+        await response.prepare(request)
+        parts = [{"content": word} for word in words]
+        chunks = [{"choices": [{"index": c["index"], "delta": part}]} for part in parts for c in each]
+        last = [{"choices": [{**choice, "delta": {}} for choice in each]}] if not self.early else []
+        for chunk in (*chunks, *last, {"choices": [], "usage": usage}):
+            await response.write(f"data: {json.dumps({'id': '1', 'model': 'm', **chunk})}\n\n".encode())
+        await response.write(b"data: [DONE]\n\n")
+        return response
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -130,6 +158,24 @@ async def decoder(tiny_model: Path) -> AsyncIterator[Decoder]:
 
 
 Open = Callable[..., AsyncClient]
+HTTP = "fusionkv-gateway-http"
+
+
+@pytest.fixture
+async def chats(worker: Any, decoder: Decoder, launch: Launch, tmp_path: Path) -> AsyncIterator[openai.AsyncOpenAI]:
+    """OpenAI's client of a gateway for which vLLM decodes."""
+    flags = ("--decode", "vllm", "--vllm-url", decoder.url, "--http-listen", "127.0.0.1:0")
+    gateway = start_gateway(launch, tmp_path, worker, *flags, services=2)
+    url = f"http://{gateway.addresses[HTTP][0]}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def asked(*texts: str, **more: Any) -> dict[str, Any]:
+    """A chat over passages."""
+    messages = [{"role": "user", "content": "What is white?"}]
+    body = {"documents": [{"text": text, "id": str(n)} for n, text in enumerate(texts)], **more.pop("body", {})}
+    return {"model": "fusionkv", "messages": messages, "extra_body": body, "max_tokens": 3, **more}
 
 
 @pytest.fixture
@@ -304,3 +350,68 @@ async def test_requests_at_once(worker: Any, decoder: Decoder, open_gateway: Ope
     want = [(await ask(alone, prompt, recipe="full_attention")).text for prompt in prompts]
     got = await asyncio.gather(*(ask(client, prompt, recipe="full_attention") for prompt in prompts))
     assert [answer.text for answer in got] == want
+
+
+async def test_a_chat_that_only_vllm_can_answer_is_passed_on(decoder: Decoder, chats: openai.AsyncOpenAI) -> None:
+    wanted = {"type": "json_object"}
+    chat = await chats.chat.completions.create(
+        **asked("Milk is white.", "Coal is black.", response_format=wanted, n=2)
+    )
+    (body,) = decoder.bodies
+    told = {"role": "user", "content": "Milk is white.\n\nCoal is black.\n\nWhat is white?"}
+    assert body["messages"] == [told]
+    assert (body["response_format"], body["n"], body["max_tokens"], body["temperature"]) == (wanted, 2, 3, 0)
+    assert body["cache_salt"].startswith("fusionkv-")
+    assert "kv_transfer_params" not in body
+    assert [choice.message.content for choice in chat.choices] == ["What is white?"] * 2
+    assert chat.model == "fusionkv"
+    ours = chat.model_extra["fusionkv"]
+    assert [source["id"] for source in ours["sources"]] == ["0", "1"]
+    figures = ("recipe", "prompt_tokens", "tokens_generated", "finish_reason", "chunks_retrieved", "degraded")
+    assert [ours["summary"][name] for name in figures] == ["full_attention", 50, 6, "max_tokens", 2, False]
+
+
+@pytest.mark.parametrize("usage", [False, True])
+async def test_a_chat_that_is_passed_on_is_streamed_back(
+    decoder: Decoder, chats: openai.AsyncOpenAI, usage: bool
+) -> None:
+    options = {"stream_options": {"include_usage": True}} if usage else {}
+    stream = await chats.chat.completions.create(**asked("Milk.", logprobs=True, stream=True, **options))
+    chunks = [chunk async for chunk in stream]
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "Whatiswhite?"
+    assert [bool(c.usage) for c in chunks] == [False] * (len(chunks) - 1) + [usage]
+    assert chunks[0].model_extra["fusionkv"]["sources"][0]["text"] == "Milk."
+    assert chunks[-1].model_extra["fusionkv"]["summary"]["tokens_generated"] == 3
+    assert chunks[-1].choices == []
+
+
+async def test_tools_and_their_results(decoder: Decoder, chats: openai.AsyncOpenAI) -> None:
+    tools = [{"type": "function", "function": {"name": "look_up", "parameters": {}}}]
+    chat = await chats.chat.completions.create(**asked("Milk.", tools=tools, tool_choice="auto"))
+    assert chat.choices[0].finish_reason == "tool_calls"
+    said = [
+        {"role": "user", "content": "What is white?"},
+        {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {"name": "look_up"}}]},
+        {"role": "tool", "tool_call_id": "1", "content": "it is snow"},
+    ]
+    chat = await chats.chat.completions.create(**{**asked("Milk."), "messages": said})
+    assert chat.choices[0].message.content == "it is snow"
+    assert decoder.bodies[-1]["messages"] == [{**said[0], "content": "Milk.\n\nWhat is white?"}, *said[1:]]
+
+
+async def test_a_model_of_vllm_by_name(decoder: Decoder, chats: openai.AsyncOpenAI) -> None:
+    await chats.chat.completions.create(**asked("Milk.", body={"fusionkv": {"vllm_model": "lora"}}))
+    assert decoder.bodies[-1]["model"] == "lora"
+    await chats.chat.completions.create(**asked("Milk.", n=2))
+    assert "model" not in decoder.bodies[-1]
+
+
+async def test_what_vllm_refuses_or_breaks_off(decoder: Decoder, chats: openai.AsyncOpenAI) -> None:
+    decoder.status = 400
+    with pytest.raises(openai.BadRequestError, match="status 400"):
+        await chats.chat.completions.create(**asked("Milk.", n=2))
+    decoder.status, decoder.early = 200, True
+    stream = await chats.chat.completions.create(**asked("Milk.", n=2, stream=True))
+    with pytest.raises(openai.APIError, match="ended the answer early"):
+        async for _ in stream:
+            pass

@@ -1,0 +1,130 @@
+"""Chats that only vLLM can answer: their passages are put into a message, and its replies are passed back."""
+
+import contextlib
+import json
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, Protocol
+
+from opentelemetry import trace
+from opentelemetry.trace import SpanKind
+
+from fusionkv.gateway.auth.tenants import Tenant
+from fusionkv.gateway.pipeline import AnswerEngine, Pipeline, answer_attributes
+from fusionkv.gateway.plan import Passage
+from fusionkv.protos.answer.v1.answer_pb2 import Summary
+from fusionkv.protos.deadline import Deadline
+from fusionkv.protos.fusion.v1.fusion_pb2 import Sampling
+from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
+from fusionkv.protos.runtime.errors import ServiceError, Unavailable
+
+tracer = trace.get_tracer(__name__)
+_FINISHED = {"stop": "end", "length": "max_tokens"}
+# As for embeddings: an estimate until vLLM has counted.
+_BYTES_PER_TOKEN = 4
+
+
+class ChatEngine(AnswerEngine, Protocol):
+    """An engine that also answers chats of text."""
+
+    def chat(self, body: Mapping[str, Any], tenant: str, deadline: Deadline) -> AsyncGenerator[dict[str, Any]]:
+        """Yields the reply to a chat completion, or the chunks of its stream."""
+
+
+class Passthrough:
+    """Passes chats on to vLLM, which computes the prompt, and reuses what its prefix cache has of it."""
+
+    def __init__(self, engine: ChatEngine, pipeline: Pipeline) -> None:
+        self._engine = engine
+        self._pipeline = pipeline
+
+    async def answer(
+        self, tenant: Tenant, request: pb.GenerateRequest, passed: Mapping[str, Any], stream: bool, deadline: Deadline
+    ) -> AsyncGenerator[pb.GenerateResponse | dict[str, Any]]:
+        """Answers a request: Sources, vLLM's reply or the chunks of its stream, a Summary.
+
+        Args:
+            request: what FusionKV reads: the passages, the messages without those about tools, and the sampling.
+            passed: fields for vLLM, with all messages.
+
+        Raises as `Pipeline.answer`.
+        """
+        began = time.perf_counter()
+        vocabulary, passages = await self._pipeline.sources(tenant, request, deadline)
+        yield pb.GenerateResponse(sources=pb.Sources(passages=[source for _, source in passages]))
+        body = _body(passed, request, passages, stream)
+        spent = len(json.dumps(body).encode()) // _BYTES_PER_TOKEN
+        tenant.meter.spend(spent)
+        context = sum(len(chunk.ids) for chunk, _ in passages)
+        name = vocabulary.model.name
+        summary = Summary(recipe="full_attention", ratio=1.0, context_tokens=context, tokens_recomputed=context)
+        summary.model, summary.chunks_retrieved = name, len(passages)
+        summary.seconds.retrieve = time.perf_counter() - began
+        span = tracer.start_span(f"chat {name}", kind=SpanKind.CLIENT)
+        try:
+            async with contextlib.aclosing(self._engine.chat(body, tenant.salt, deadline)) as replies:
+                async for reply in replies:
+                    if not summary.seconds.ttft:
+                        summary.seconds.ttft = time.perf_counter() - began
+                    _count(summary, reply)
+                    if stream:  # a chunk has a token at least
+                        tenant.meter.spend(len(reply.get("choices", ())))
+                        spent += len(reply.get("choices", ()))
+                    yield reply
+            if not summary.finish_reason:
+                raise Unavailable("vLLM ended the answer early")
+        except ServiceError:
+            if not summary.seconds.ttft:
+                tenant.meter.give_back(spent)
+            raise
+        else:
+            tenant.meter.give_back(spent)
+            tenant.meter.spend(summary.prompt_tokens + summary.tokens_generated)
+            summary.seconds.total = time.perf_counter() - began
+            span.set_attributes(answer_attributes(summary, name))
+            yield pb.GenerateResponse(summary=summary)
+        finally:
+            span.end()
+
+
+def _count(summary: Summary, reply: Mapping[str, Any]) -> None:
+    """Adds what a reply, or a chunk of a stream, tells of the answer."""
+    usage = reply.get("usage") or {}
+    summary.prompt_tokens = usage.get("prompt_tokens") or summary.prompt_tokens
+    summary.tokens_generated = usage.get("completion_tokens") or summary.tokens_generated
+    for choice in reply.get("choices", ()):
+        if ended := choice.get("finish_reason"):
+            summary.finish_reason = _FINISHED.get(ended, ended)
+
+
+def _body(
+    passed: Mapping[str, Any], request: pb.GenerateRequest, passages: Sequence[Passage], stream: bool
+) -> dict[str, Any]:
+    """vLLM's request."""
+    body = {**_sampling(request.sampling), **passed, "messages": _with_passages(passed["messages"], passages)}
+    if request.chat_template_kwargs:
+        values = {name: json.loads(value) for name, value in request.chat_template_kwargs.items()}
+        body["chat_template_kwargs"] = values
+    return body | ({"stream": True, "stream_options": {"include_usage": True}} if stream else {})
+
+
+def _sampling(sampling: Sampling) -> dict[str, Any]:
+    """As FusionKV's own decoder: greedy, unless the request says otherwise."""
+    fields: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p or 1.0}
+    fields |= {"top_k": sampling.top_k, "stop": list(sampling.stop)}
+    if sampling.max_tokens:
+        fields["max_tokens"] = sampling.max_tokens
+    if sampling.HasField("seed"):
+        fields["seed"] = sampling.seed
+    return fields
+
+
+def _with_passages(messages: Sequence[Mapping[str, Any]], passages: Sequence[Passage]) -> list[Mapping[str, Any]]:
+    """The messages, with the passages at the beginning of the user's first one, as in FusionKV's prompts."""
+    if not passages:
+        return list(messages)
+    texts = "\n\n".join(chunk.text for chunk, _ in passages)
+    first = next(i for i, message in enumerate(messages) if message["role"] == "user")
+    content = messages[first]["content"]
+    asked = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    return [*messages[:first], {**messages[first], "content": f"{texts}\n\n{asked}"}, *messages[first + 1 :]]
