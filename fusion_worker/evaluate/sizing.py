@@ -108,7 +108,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=positive, default=8, metavar="N", help="prompts at a time (%(default)s)")
     parser.add_argument("--dtype", default="auto", help="float32, bfloat16 or float16 (default: the checkpoint's)")
     parser.add_argument(
-        "--store", default="plain", choices=STORES, help="storage format of KV in the cache (default: %(default)s)"
+        "--store",
+        default="plain",
+        choices=STORES,
+        help="storage format of KV; quantised, it saves room, and a CPU loads it no faster (default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
