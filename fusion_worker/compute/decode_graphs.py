@@ -66,10 +66,18 @@ class DecodeGraphs:
         self._capture: Callable[[Callable[[], Predicted]], tuple[Replayed, Predicted]] = _capture
         self._captured: dict[tuple[int, ...], _Captured] = {}
 
+    def suits(self, step: Step) -> bool:
+        """Whether each row is that of an answer, of which no more is wanted than its next token."""
+        outputs, batch = [one.job.output for one in step.slices], step.batch
+        return (
+            self.works
+            and len(batch.ids) == len(batch.spans) == len(batch.slots) <= _MOST_ROWS
+            and all(isinstance(each, NextToken) and not (each.logits or each.votes) for each in outputs)
+            and all(one.last for one in step.slices)
+        )
+
     def predict(self, step: Step) -> Predicted | None:
-        """Computes a step; None if it has to be launched in the ordinary way."""
-        if not (self.works and _suits(step)):
-            return None
+        """Computes a step that suits; None if it can't be captured."""
         try:
             return self.compute(step.batch)
         except RuntimeError as error:
@@ -128,17 +136,6 @@ class DecodeGraphs:
         hidden = through(self._model, Batch(ids, positions, slots, spans, batch.pool, batch.rotations))
         predicted = logits(self._model, hidden)
         return Predicted(predicted, figures(predicted))
-
-
-def _suits(step: Step) -> bool:
-    """Whether each row is that of an answer, of which no more is wanted than its next token."""
-    outputs = [one.job.output for one in step.slices]
-    batch = step.batch
-    return (
-        len(batch.ids) == len(batch.spans) == len(batch.slots) <= _MOST_ROWS
-        and all(isinstance(each, NextToken) and not (each.logits or each.votes) for each in outputs)
-        and all(one.last for one in step.slices)
-    )
 
 
 def _capture(run: Callable[[], Predicted]) -> tuple[Replayed, Predicted]:

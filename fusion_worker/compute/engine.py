@@ -146,7 +146,8 @@ class Engine:
 
     def _advance(self, step: Step) -> None:
         """Runs a step's rows through all layers, and completes the jobs of which it has the last rows."""
-        if (found := self._graphs.predict(step)) is not None:
+        found = self.tp.step(partial(self._graphs.predict, step)) if self._graphs.suits(step) else None
+        if found is not None:
             predicted = dict(enumerate(found.logits.split(1)))
             drawn = dict(enumerate(best_of(found.figures)))
         else:

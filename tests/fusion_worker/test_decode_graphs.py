@@ -111,20 +111,17 @@ def test_in_the_interpreter() -> None:
 def test_which_steps() -> None:
     """Those of which no more is wanted than tokens; and none on a CPU."""
     model, pool, graphs = made("llama")
-    asked: list[int] = []
-    graphs.compute = lambda given: asked.append(len(given.ids))  # type: ignore[method-assign,assignment,func-returns-value]
     jobs = three(60, 3, 2)
-    assert graphs.predict(step(model, pool, *jobs)) is None or DEVICE.type == "cuda"
-    graphs.works, asked[:] = True, []
-    graphs.predict(step(model, pool, *jobs))
-    assert asked == [2]
+    assert graphs.suits(step(model, pool, *jobs)) == (DEVICE.type == "cuda")
+    graphs.works = True
+    assert graphs.suits(step(model, pool, *jobs))
+    assert graphs.suits(step(model, pool, *jobs * 16))
+    assert not graphs.suits(step(model, pool, *jobs * 17))
     sampler = GREEDY.sampler
     for other in (NextToken(sampler, logits=True), NextToken(sampler, votes=1), Logits(1)):
-        assert graphs.predict(step(model, pool, jobs[0], replace(jobs[1], output=other))) is None
+        assert not graphs.suits(step(model, pool, jobs[0], replace(jobs[1], output=other)))
     long = replace(jobs[1], ids=torch.tensor([1, 2]), positions=torch.tensor([60, 61]))
-    assert graphs.predict(step(model, pool, jobs[0], long)) is None
-    assert graphs.predict(step(model, pool, *jobs * 17)) is None
-    assert asked == [2]
+    assert not graphs.suits(step(model, pool, jobs[0], long))
 
 
 def test_a_model_that_cannot_be_captured(caplog: pytest.LogCaptureFixture) -> None:
