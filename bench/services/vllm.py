@@ -12,6 +12,7 @@ import itertools
 import json
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -196,7 +197,13 @@ class Servers:
         return f"http://127.0.0.1:{port}"
 
     def lmcache(self) -> dict[str, Any]:
-        """Starts an LMCache server in multiprocess mode; returns the configuration of its connector."""
+        """Starts an LMCache server in multiprocess mode; returns the configuration of its connector.
+
+        Raises RuntimeError on a CPU, where vLLM with this connector never answers.
+        """
+        code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+        if subprocess.run([str(VLLM), "-P", "-c", code], check=False).returncode:
+            raise RuntimeError("vLLM does not start with LMCache's connector on a CPU")
         port = free_port()
         flags = ("--host", "127.0.0.1", "--port", str(port), "--l1-size-gb", "4", "--eviction-policy", "LRU")
         self.start(str(VLLM), "-P", "-m", "lmcache.v1.multiprocess.server", *flags).listens(port, 60.0)
