@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from fusionkv.bench.services.vllm import VLLM, Servers, servers
@@ -18,6 +19,7 @@ from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.gateway.client.results import Passage
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
+from tests.ports import free_port
 from tests.system.prompts import request
 
 pytestmark = [
@@ -27,6 +29,8 @@ pytestmark = [
 ]
 # As the worker computes the reference model.
 DTYPE = ("--dtype", "float32")
+# The reference model has none of its own.
+CHAT = ("--chat-template", "{% for message in messages %}{{ message.content }} {% endfor %}")
 SYSTEM, QUESTION = [1, 5, 6, 7], [9, 8, 7, 6, 5]
 
 
@@ -63,7 +67,7 @@ class Stack:
 def stack(reference_model: Path) -> Iterator[Stack]:
     with servers(reference_model) as started:
         worker, cache = started.worker()
-        yield Stack(started, worker, cache, started.vllm(started.fusionkv(cache), *DTYPE))
+        yield Stack(started, worker, cache, started.vllm(started.fusionkv(cache), *DTYPE, *CHAT))
 
 
 @dataclass
@@ -189,6 +193,30 @@ async def test_through_the_gateway(stack: Stack) -> None:
                 assert found.summary.degraded_reason == ""
     finally:
         await client.close()
+
+
+def test_chats_that_only_vllm_can_answer(stack: Stack) -> None:
+    flags = ("--decode", "vllm", "--vllm-url", stack.url)
+    at = f"127.0.0.1:{free_port()}"
+    stack.started.gateway(stack.worker, *flags, "--http-listen", at)
+    asked: dict[str, Any] = {
+        "model": "fusionkv",
+        "messages": [{"role": "user", "content": "Report Fenhinzu: items of Knut?"}],
+        "max_tokens": 4,
+    }
+    passages = {"documents": ["Report Fenhinzu: Knut has an easel."]}
+    with openai.OpenAI(base_url=f"http://{at}/v1", api_key="none", timeout=120) as client:
+        create = client.chat.completions.create
+        several = create(**asked, extra_body=passages, n=2, temperature=0.9, seed=1, logprobs=True, top_logprobs=2)
+        assert [choice.index for choice in several.choices] == [0, 1]
+        assert all(len(token.top_logprobs) == 2 for c in several.choices for token in c.logprobs.content)
+        summary = several.model_extra["fusionkv"]["summary"]
+        assert (summary["tokens_generated"], summary["prompt_tokens"]) == (8, several.usage.prompt_tokens)
+        body = {**passages, "structured_outputs": {"choice": ["easel", "coin"]}}
+        chunks = list(create(**{**asked, "max_tokens": 16}, extra_body=body, stream=True))
+        assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) in ("easel", "coin")
+        with pytest.raises(openai.BadRequestError, match="status 4"):
+            create(**asked, extra_body={"fusionkv": {"vllm_model": "unknown"}})
 
 
 def test_instances_share_prefixes(reference_model: Path) -> None:
