@@ -45,6 +45,7 @@ class Setting:
         neighbours: number of neighbours to encode each chunk with; 0 encodes chunks alone.
         order: order of the chunks in the prompt. The reference models were trained on pages in the order of a story.
         recipe: the recipe that is compared with full attention.
+        documents: number of documents a question, which keeps the demo short; None: all that there are.
         sure: whether full attention has to answer every question right.
     """
 
@@ -55,6 +56,7 @@ class Setting:
     order: str
     sure: bool
     recipe: str = "default"
+    documents: int | None = None
 
     @property
     def recipes(self) -> tuple[str, str]:
@@ -98,9 +100,8 @@ def choose(console: Console, model: str | None) -> Setting:
     small = Setting(
         str(references[0]) if references else "", ROOT / "examples/corpus", WORDS_ALONE, 10, "document", True
     )
-    world = Setting(
-        model or REAL_MODEL, ROOT / "examples/world", {"CHUNK_TOKENS": "512", "TOP_K": "10"}, 0, "ends", False
-    )
+    gateway = {"CHUNK_TOKENS": "512", "TOP_K": "10"}
+    world = Setting(model or REAL_MODEL, ROOT / "examples/world", gateway, 0, "ends", False, documents=6)
     if model is not None and Path(model).resolve() in references:
         return replace(small, model=model)
     if model is not None and "/" not in model and not Path(model).exists() and not fetched(console, model):
@@ -168,19 +169,18 @@ async def _gateway_address(process: asyncio.subprocess.Process, console: Console
     raise Failed(f"`fusionkv serve all` ended with status {await process.wait()}")
 
 
-async def load(client: AsyncClient, setting: Setting, corpora: list[Path], console: Console) -> None:
-    """Ingests every folder as a corpus, and encodes its chunks ahead of time."""
+async def load(client: AsyncClient, setting: Setting, documents: list[Path], console: Console) -> None:
+    """Ingests every document into the corpus of its folder, and encodes the chunks ahead of time."""
     columns = (TextColumn("{task.description:36}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
-        documents = [document for corpus in corpora for document in sorted(corpus.glob("*.md"))]
         task = progress.add_task("ingesting documents", total=len(documents))
         for document in documents:
             await client.ingest(document.parent.name, document.name, document.read_bytes())
             progress.advance(task)
         task = progress.add_task("encoding chunks ahead of time", total=None)
         before = 0
-        for corpus in corpora:
-            async with contextlib.aclosing(client.precompute(corpus.name, neighbours=setting.neighbours)) as steps:
+        for corpus in sorted({document.parent.name for document in documents}):
+            async with contextlib.aclosing(client.precompute(corpus, neighbours=setting.neighbours)) as steps:
                 async for step in steps:
                     progress.update(task, completed=before + step.done, total=before + step.total)
             before += step.total
@@ -194,6 +194,13 @@ def pick(corpora: Path, count: int) -> list[Question]:
     turns = range(max(len(questions) for questions in by_kind.values()))
     picked = [questions[turn] for turn in turns for questions in by_kind.values() if turn < len(questions)]
     return picked[:count]
+
+
+def gather(corpora: Path, setting: Setting, questions: list[Question]) -> list[Path]:
+    """The documents of all corpora in a folder; of a `setting` with fewer, those first that the questions are on."""
+    on = {(question.corpus, name) for question in questions for name in question.documents}
+    documents = sorted(corpora.glob("*/*.md"), key=lambda path: ((path.parent.name, path.name) not in on, path))
+    return documents if setting.documents is None else documents[: setting.documents * len(questions)]
 
 
 async def ask(client: AsyncClient, question: Question, recipe: str, order: str) -> Row:
@@ -285,14 +292,14 @@ def advise(console: Console, setting: Setting, made: dict[str, Any], page: Path)
 
 
 async def run(
-    setting: Setting, corpora: list[Path], questions: list[Question], out: Path, console: Console
+    setting: Setting, documents: list[Path], questions: list[Question], out: Path, console: Console
 ) -> list[Row]:
     """Runs the services and asks all questions. Raises Failed, ServiceError, TimeoutError or OSError."""
     rows: list[Row] = []
     folder = Path(tempfile.mkdtemp(prefix="demo-", dir=out.parent))
     try:
         async with services(setting, folder, console) as address, AsyncClient(address) as client:
-            await load(client, setting, corpora, console)
+            await load(client, setting, documents, console)
             for question in questions:
                 answers = [await ask(client, question, recipe, setting.order) for recipe in setting.recipes]
                 show(console, answers)
@@ -361,11 +368,14 @@ def main() -> int:
         given = {name: getattr(flags, name) for name in ("order", "neighbours", "recipe")}
         setting = replace(setting, **{name: value for name, value in given.items() if value is not None})
         started, folder = time.monotonic(), flags.corpora or setting.corpora
-        corpora = sorted(path for path in folder.iterdir() if path.is_dir())
         questions = pick(folder, flags.questions)
+        documents = gather(folder, setting, questions)
         if folder == ROOT / "examples/world":
-            console.print(f"asking {len(questions)} questions, first those that {REAL_MODEL} can answer")
-        rows = asyncio.run(run(setting, corpora, questions, flags.out, console))
+            console.print(
+                f"asking {len(questions)} questions, first those that {REAL_MODEL} can answer, about "
+                f"{len(documents)} documents"
+            )
+        rows = asyncio.run(run(setting, documents, questions, flags.out, console))
         made = summarize(setting, rows)
         flags.out.write_text(json.dumps({"summary": made, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
         conclude(console, setting, made)
