@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 _CACHE = "127.0.0.1:7070"
 # The reference model of a clone of the repository, and the known model that is served without a clone.
 _MODEL, _FETCHED = Path("models/eased-3"), "smollm2"
+_MIN_POOL_BYTES = 1 << 20
 STORES = ("plain", "int8", "fp8", "int4")
 
 
@@ -143,6 +144,8 @@ class WorkerConfig:
     )
 
     def __post_init__(self) -> None:
+        if 0 < self.pool_bytes < _MIN_POOL_BYTES:
+            raise ValueError(f"pool_bytes must be 0 or at least 1MiB, not {self.pool_bytes}")
         if self.store not in STORES:
             raise ValueError(f"store must be one of {', '.join(STORES)}, not {self.store!r}")
         if self.tensor_parallel > 1 and self.device not in ("auto", "cpu", "cuda"):

@@ -18,7 +18,7 @@ def start(*flags: str) -> tuple[int, list[str]]:
     ("flags", "message"),
     [
         (("--model", "/no/such/model"), "/no/such/model is no model: give the directory of a Hugging Face model"),
-        (("--pool-bytes", "3"), "--pool-bytes: 3 is outside 1048576.."),
+        (("--pool-bytes", "3"), "pool_bytes must be 0 or at least 1MiB, not 3"),
         (("--config", "/no/such/file"), "can't read the configuration /no/such/file"),
     ],
     ids=["model", "pool", "file"],
