@@ -144,8 +144,6 @@ class WorkerConfig:
     )
 
     def __post_init__(self) -> None:
-        if 0 < self.pool_bytes < _MIN_POOL_BYTES:
-            raise ValueError(f"pool_bytes must be 0 or at least 1MiB, not {self.pool_bytes}")
         if self.store not in STORES:
             raise ValueError(f"store must be one of {', '.join(STORES)}, not {self.store!r}")
         if self.tensor_parallel > 1 and self.device not in ("auto", "cpu", "cuda"):
@@ -176,6 +174,8 @@ def configured(file: Path | None, flags: Mapping[str, Any]) -> WorkerConfig:
         OSError: as `resolve`.
     """
     config = settings.load(WorkerConfig, "worker", file=file, flags=flags)
+    if 0 < config.pool_bytes < _MIN_POOL_BYTES:
+        raise settings.SettingsError(f"pool_bytes must be 0 or at least 1MiB, not {config.pool_bytes}")
     if config.model == _MODEL and not _MODEL.is_dir():
         # On the Hugging Face hub, a model of this name would be somebody else's.
         if not KNOWN[_FETCHED].directory.is_dir():
