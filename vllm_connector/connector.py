@@ -7,10 +7,9 @@ does not declare support for its hybrid memory manager.
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from tokenizers import Tokenizer
 from vllm.distributed.kv_transfer.kv_connector.v1 import base  # pyright: ignore[reportMissingImports]
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # pyright: ignore[reportMissingImports]
     KVConnectorBase_V1,
@@ -23,14 +22,14 @@ from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.protos.runtime.errors import FailedPrecondition
 from fusionkv.protos.runtime.tls import ClientTLS
 from fusionkv.vllm_connector.background import Background
-from fusionkv.vllm_connector.fusing import FusedPrefill
-from fusionkv.vllm_connector.network import model_among, model_over
 from fusionkv.vllm_connector.pages import Pages
 from fusionkv.vllm_connector.prompts import KVLayout, KVLoad, KVSave, alterations
 from fusionkv.vllm_connector.scheduler import ConnectorScheduler
 from fusionkv.vllm_connector.spans import PARAMETER
-from fusionkv.vllm_connector.steps import VLLMSteps
 from fusionkv.vllm_connector.worker import ConnectorWorker
+
+if TYPE_CHECKING:
+    from fusionkv.vllm_connector.fusing import FusedPrefill
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +133,8 @@ class FusionKVConnector(KVConnectorBase_V1):
         if role == KVConnectorRole.SCHEDULER:
             separator: list[int] = []
             if options.separator:
+                from tokenizers import Tokenizer
+
                 tokenizer = Tokenizer.from_file(str(resolve(config.model) / "tokenizer.json"))
                 separator = tokenizer.encode(options.separator, add_special_tokens=False).ids
             self._scheduler = ConnectorScheduler(
@@ -189,8 +190,16 @@ class FusionKVConnector(KVConnectorBase_V1):
         limits = self._options.load_seconds, fusing, self._options.fuse_seconds
         self._worker = ConnectorWorker(self._background, pages, rank, self._ranks, ranks, *limits)
 
-    def _fused_prefill(self, layers: Mapping[str, torch.nn.Module]) -> FusedPrefill:
+    def _fused_prefill(self, layers: Mapping[str, torch.nn.Module]) -> "FusedPrefill":
         """The engine on vLLM's weights. layers: vLLM's attention layers. Raises ValueError if they don't fit it."""
+        # The image of the connector has no engine.
+        try:
+            from fusionkv.vllm_connector.fusing import FusedPrefill
+            from fusionkv.vllm_connector.network import model_among, model_over
+            from fusionkv.vllm_connector.steps import VLLMSteps
+        except ImportError as error:
+            why = f"pool_bytes needs the worker's packages beside vLLM: pip install 'fusionkv[worker]' ({error})"
+            raise ValueError(why) from error
         config, background = self._vllm_config, self._background
         directory = resolve(config.model_config.model)
         dtype, longest = config.model_config.dtype, config.model_config.max_model_len
@@ -199,7 +208,7 @@ class FusionKVConnector(KVConnectorBase_V1):
         except FailedPrecondition as error:
             raise ValueError(str(error)) from error
 
-        async def made() -> FusedPrefill:
+        async def made() -> "FusedPrefill":
             rows, steps = config.scheduler_config.max_num_batched_tokens, VLLMSteps(model.device)
             return FusedPrefill(model, directory, self._options.pool_bytes, rows, steps, background.cache)
 

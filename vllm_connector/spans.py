@@ -3,13 +3,15 @@
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.protos.contract.limits import check_label
 from fusionkv.protos.contract.names import DEFAULT
 from fusionkv.protos.contract.recipes import find_recipe
 from fusionkv.protos.runtime.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from fusionkv.fusion_worker.prompt import Prompt
 
 PARAMETER = "fusionkv"
 """Key of `kv_transfer_params` that holds a `SpannedPrompt` or a `FusedPrompt`."""
@@ -81,7 +83,9 @@ class SpannedPrompt:
         """Whether the recipe reuses anything; otherwise vLLM computes the prompt."""
         return self.recipe.partition("+")[0] == DEFAULT or find_recipe(self.recipe).encode is not None
 
-    def prompt(self) -> Prompt:
+    def prompt(self) -> "Prompt":
+        from fusionkv.fusion_worker.prompt import Chunk, Prompt  # of the engine, which not every vLLM has
+
         system = Chunk(self.ids[: self.spans[0][0]])
         chunks = tuple(Chunk(self.ids[first:end]) for first, end in self.spans)
         return Prompt(system, chunks, self.ids[self.tokens :], self.tenant, self.corpus)

@@ -6,7 +6,7 @@ import mmap
 import os
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,10 +16,12 @@ from fusionkv.protos.runtime.cancellation import to_the_end
 from fusionkv.protos.runtime.checksum import checksum
 from fusionkv.protos.runtime.errors import DataLoss, NotFound
 from fusionkv.vllm_connector.background import Background
-from fusionkv.vllm_connector.fusing import FusedPrefill
 from fusionkv.vllm_connector.pages import Pages
 from fusionkv.vllm_connector.prompts import FusedPrompt, KVLoad, KVSave, Prefix, degraded
 from fusionkv.vllm_connector.spans import SpannedPrompt
+
+if TYPE_CHECKING:
+    from fusionkv.vllm_connector.fusing import FusedPrefill
 
 log = logging.getLogger("vllm.fusionkv")
 # Limits host memory: requests whose pages are copied but not yet put. Further saves are dropped.
@@ -38,7 +40,7 @@ class ConnectorWorker:
         ranks: int,
         readers: int,
         seconds: float,
-        fusing: FusedPrefill | None = None,
+        fusing: "FusedPrefill | None" = None,
         fuse_seconds: float = 0.0,
     ) -> None:
         """The pages hold the KV heads of one of `ranks` ranks.
