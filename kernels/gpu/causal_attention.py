@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from fusionkv.kernels.segments import QuerySpan, Rotation, Spans
@@ -39,6 +38,9 @@ def sparse_attention(
     """The same as `attention.sparse_attention`. attend: computes spans with other keys."""
     if not usable(q, k_pool):
         return attend(q, k_pool, v_pool, spans, rotation, scale, window)
+    # It loads torch's compiler, for seconds, which processes without a GPU do not need.
+    from torch.nn.attention.bias import causal_lower_right
+
     plain, rest = spans.once(_split, window, q.device)
     out = attend(q, k_pool, v_pool, rest, rotation, scale, window) if rest else torch.empty_like(q)
     for span, slots in plain:

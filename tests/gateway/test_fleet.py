@@ -212,7 +212,7 @@ async def test_the_primer_is_deleted_with_its_corpus(cache: Any, start: Start, s
     assert "may be kept" not in gateway.log
     cache.process.kill()
     await delete()
-    assert gateway.log.count("the primer of a deleted corpus may be kept") == 2
+    await until(lambda: gateway.log.count("the primer of a deleted corpus may be kept") == 2)
     for client_of in (*workers, store):
         await client_of.close()
 
