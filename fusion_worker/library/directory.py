@@ -354,7 +354,8 @@ class _Checked:
         if "head_dim" not in values and values.get("hidden_size", heads) % heads:
             raise self._refused("hidden_size", f"it can't be divided by {heads} attention heads")
         count = values.get("num_hidden_layers")
-        if "no_rope_layers" in values and len(values["no_rope_layers"]) != (count or 0):
+        unturned = values.get("no_rope_layers")
+        if unturned is not None and not (isinstance(unturned, list) and len(unturned) == (count or 0)):
             raise self._refused("no_rope_layers", f"it has to be a number for each of {count} layers")
         layers = values.get("layer_types")
         if layers is not None and (
