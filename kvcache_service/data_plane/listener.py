@@ -3,11 +3,9 @@
 import asyncio
 import contextlib
 import logging
-import math
 import os
 import socket
 import ssl
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -185,12 +183,15 @@ class DataPlane:
             connection = _Connection(caller)
             if not await self._admitted(connection.wire):
                 return
-            newest = time.monotonic() + MAX_AGE_SECONDS if isinstance(caller, ssl.SSLSocket) else math.inf
+            newest = (
+                asyncio.get_running_loop().time() + MAX_AGE_SECONDS if isinstance(caller, ssl.SSLSocket) else None
+            )
             # Until the listeners are closed.
-            while self._sockets and time.monotonic() < newest:
+            while self._sockets:
                 self._idle.add(caller)
                 try:
-                    size = await connection.wire.size()
+                    async with asyncio.timeout_at(newest):
+                        size = await connection.wire.size()
                 finally:
                     self._idle.discard(caller)
                 await self._answer(await self._request(connection.wire, size), connection, near)
