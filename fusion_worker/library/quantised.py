@@ -31,13 +31,15 @@ def settings(file: Path, said: Any) -> dict[str, Any]:
         raise refused(file, f"by {method!r}; supported methods: {', '.join(PACKAGES)}")
     if missing := [name for name in PACKAGES[method] if find_spec(name) is None]:
         raise refused(file, f"by {method}, which needs pip install {' '.join(missing)}")
-    if said.get("load_in_8bit"):
+    if said.get("load_in_8bit") or said.get("_load_in_8bit"):
         raise refused(file, "by bitsandbytes to 8 bits, with which tokens change the products of other tokens")
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
     made = AUTO_QUANTIZATION_CONFIG_MAPPING["bitsandbytes_4bit" if method == "bitsandbytes" else method]
     known = inspect.signature(made).parameters.keys() - {"kwargs"}
-    # `fmt` of fp8 says e4m3, the only one; bitsandbytes also writes two keys with an underscore before them.
+    if said.get("fmt", "e4m3") != "e4m3":
+        raise refused(file, f"by {method} with the format {said['fmt']!r}, which transformers takes for e4m3")
+    # bitsandbytes also writes two keys with an underscore before them.
     for key in said.keys() - known - {"quant_method", "fmt", "_load_in_4bit", "_load_in_8bit"}:
         raise refused(file, f"by {method}, with the key {key!r}, which transformers ignores")
     return {**said, **({"dequantize": True} if method in DEQUANTISED else {})}

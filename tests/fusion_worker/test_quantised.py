@@ -106,6 +106,8 @@ def test_weights_of_four_bits(tmp_path: Path) -> None:
         ([4], "by None; supported methods"),
         ({**FP8, "kv_cache_scheme": {}}, "by fp8, with the key 'kv_cache_scheme', which transformers ignores"),
         ({"quant_method": "fp8", "load_in_8bit": True}, "8 bits, with which tokens change the products of other"),
+        ({"quant_method": "fp8", "_load_in_8bit": True}, "8 bits, with which tokens change the products of other"),
+        ({**FP8, "fmt": "e5m2"}, "with the format 'e5m2', which transformers takes for e4m3"),
     ],
 )
 def test_quantised_weights_that_are_refused(said: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
