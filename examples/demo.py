@@ -351,7 +351,8 @@ def main() -> int:
         "--model", help=f"directory, or a name of `fusionkv model list` (default: {REAL_MODEL} if it can be fetched)"
     )
     parser.add_argument("--corpora", type=Path, help="folders of *.md, and questions.json (default: examples/world)")
-    parser.add_argument("--questions", type=int, default=10, help="number of questions (default: %(default)s)")
+    about = "number of questions; examples/world has six documents for each (default: %(default)s)"
+    parser.add_argument("--questions", type=int, default=10, help=about)
     about = "order of the chunks in a prompt (default: ends; of a reference model document)"
     parser.add_argument("--order", choices=ORDER_NAMES, help=about)
     parser.add_argument("--recipe", help="recipe to compare with full attention (default: default)")
