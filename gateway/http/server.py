@@ -22,6 +22,8 @@ from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import InvalidArgument
 
 _PAGE = 1000
+# Lists and objects, also in texts. Without a limit, 4 MiB of empty ones would take 120 MB while they are parsed.
+_MAX_BRACKETS = 1 << 16
 # X-Accel-Buffering tells nginx to pass events on at once.
 _STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 CallHandler = Callable[[web.Request, AdmittedCall], Awaitable[web.StreamResponse]]
@@ -168,7 +170,7 @@ async def _counted(handler: CallHandler, request: web.Request, call: AdmittedCal
 
 
 def parse(body: bytes) -> Any:
-    """Parses JSON; refuses NaN and infinities, which are not JSON. Raises InvalidArgument.
+    """Parses JSON; refuses NaN and infinities, which are not JSON, and too many brackets. Raises InvalidArgument.
 
     Without garbage collection, which finds nothing here, and took 1.0 of 1.2 s for 4 MiB of empty lists.
     """
@@ -176,6 +178,8 @@ def parse(body: bytes) -> Any:
     def refuse(constant: str) -> None:
         raise ValueError(constant)
 
+    if body.count(b"[") + body.count(b"{") > _MAX_BRACKETS:
+        raise InvalidArgument(f"the body has more than {_MAX_BRACKETS} brackets, [ and {{")
     collecting = gc.isenabled()
     gc.disable()
     try:

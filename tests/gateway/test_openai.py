@@ -185,6 +185,9 @@ def test_corpora_are_models(client: openai.OpenAI) -> None:
     [
         (b"{", None, "not valid JSON"),
         (b'{"temperature": NaN}', None, "not valid JSON"),
+        pytest.param(b"[" * 65_537, None, "more than 65536 brackets", id="lists"),
+        pytest.param(b'{"":{},' * 40_000, None, "more than 65536 brackets", id="objects"),
+        pytest.param(b"[" * 65_536, None, "not valid JSON", id="nested"),
         ({"model": "notes@7"}, None, "ratio is 7"),
         ({"model": None}, "model", "model names no corpus"),
     ],
