@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -206,9 +206,22 @@ def weights(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         FailedPrecondition: there are no weights in safetensors format; some file, or some tensor of the index, is
             missing; weights beside them would not be loaded; or a tensor is quantised without a word in config.json.
     """
-    from safetensors import SafetensorError, safe_open
-
     files = shards(directory)
+    _check_files(directory, files)
+    tensors = _tensors(directory, files)
+    if listed := read_json(directory / INDEX).get("weight_map"):
+        if missing := listed.keys() - tensors.keys():
+            raise FailedPrecondition(f"{directory / INDEX} lists {min(missing)}, which no file holds")
+        if missing := tensors.keys() - listed.keys():
+            raise FailedPrecondition(f"{directory / INDEX} does not list the tensor {min(missing)}")
+    for name, (dtype, _) in tensors.items():
+        if dtype not in ("F64", "F32", "F16", "BF16") and not _is_quantised(directory):
+            raise quantised.refused(directory, f"in a way that config.json does not say ({name} is of type {dtype})")
+    return tensors
+
+
+def _check_files(directory: Path, files: Sequence[Path]) -> None:
+    """Raises FailedPrecondition unless the files of weights, as `shards` finds them, are all that there are."""
     stored = {file.name for file in directory.glob("*.safetensors") if not file.name.startswith("consolidated")}
     if not stored and not any(file.is_file() for file in files):
         raise FailedPrecondition(
@@ -221,6 +234,12 @@ def weights(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             f"{directory / min(extra)} is not among the model's weights ({files[0].name}, ...) and would not be "
             f"loaded: remove it, or correct {INDEX}"
         )
+
+
+def _tensors(directory: Path, files: Sequence[Path]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The dtype and the shape of each tensor of the files. Raises FailedPrecondition for a tensor twice."""
+    from safetensors import SafetensorError, safe_open
+
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for file in files:
         try:
@@ -232,14 +251,6 @@ def weights(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
                     tensors[name] = part.get_dtype(), tuple(part.get_shape())
         except (SafetensorError, OSError, ValueError) as error:
             raise FailedPrecondition(f"can't read {file}: {first_line(error)}") from error
-    if listed := read_json(directory / INDEX).get("weight_map"):
-        if missing := listed.keys() - tensors.keys():
-            raise FailedPrecondition(f"{directory / INDEX} lists {min(missing)}, which no file holds")
-        if missing := tensors.keys() - listed.keys():
-            raise FailedPrecondition(f"{directory / INDEX} does not list the tensor {min(missing)}")
-    for name, (dtype, _) in tensors.items():
-        if dtype not in ("F64", "F32", "F16", "BF16") and not _is_quantised(directory):
-            raise quantised.refused(directory, f"in a way that config.json does not say ({name} is of type {dtype})")
     return tensors
 
 

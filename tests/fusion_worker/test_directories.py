@@ -19,6 +19,11 @@ from tests.gateway import sentence_models
 
 Change = Callable[[Path], None]
 NESTED = {"rope_type": "default", "rope_theta": 1e4}
+LONG_ROPE: dict[str, Any] = {
+    "rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+SUPPORTED = "supported families: " + ", ".join(sorted(models.FAMILIES))
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +72,13 @@ def written(name: str, content: str = "{}") -> Change:
     return write
 
 
+def damaged(name: str, damage: Callable[[bytes], bytes]) -> Change:
+    def change(directory: Path) -> None:
+        (directory / name).write_bytes(damage((directory / name).read_bytes()))
+
+    return change
+
+
 def split(directory: Path, *, folder: str = "", other: str = "", lost: str = "", twice: str = "") -> None:
     """Writes the weights as two shards and an index."""
     held = load_file(directory / "model.safetensors")
@@ -100,7 +112,17 @@ REFUSED: dict[str, tuple[Change, str]] = {
         "quantised in a way .*is of type I8",
     ),
     "fp8 weights": (tensors(lambda held: {LAYER: held[LAYER].to(torch.float8_e4m3fn)}), "quantised .*type F8_E4M3"),
+    "more layers": (said(num_hidden_layers=4), "weights"),
     # Files
+    "nothing": (shutil.rmtree, r"holds no config\.json"),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), "no weights in safetensors"),
+    "no tokenizer": (lambda d: (d / "tokenizer.json").unlink(), r"no tokenizer\.json"),
+    "half of the weights": (damaged("model.safetensors", lambda data: data[: len(data) // 2]), "tiny"),
+    "weights with another head": (damaged("model.safetensors", lambda data: b"\xff" * 16 + data[16:]), "tiny"),
+    "empty weights": (damaged("model.safetensors", lambda data: b""), "tiny"),
+    "a part of a tokenizer": (damaged("tokenizer.json", lambda data: data[:50]), "tiny"),
+    "no tokenizer's JSON": (damaged("tokenizer.json", lambda data: b'{"a": 1}'), "tiny"),
+    "a part of a configuration": (damaged("config.json", lambda data: data[:50]), "tiny"),
     "an adapter": (written("adapter_config.json"), "holds an adapter .*merge it into the model"),
     "an adapter's weights": (
         lambda d: save_file({"base_model.x.lora_A": torch.ones(2)}, d / "adapter_model.safetensors"),
@@ -165,7 +187,11 @@ REFUSED: dict[str, tuple[Change, str]] = {
         "num_local_experts",
     ),
     "two rotations": (said(rope_scaling={"type": "linear", "factor": 2.0}), "rope_parameters says it as well"),
+    # Rotations that are no function of the position.
+    "dynamic rotation": (said(rope_parameters={**NESTED, "rope_type": "dynamic", "factor": 2.0}), "'dynamic' is not"),
+    "rotation for long": (said(rope_parameters={**NESTED, **LONG_ROPE}), "RoPE type 'longrope' is not supported"),
     # Values of config.json
+    "a family that is not served": (said(model_type="gpt2"), f"family 'gpt2' is not supported; {SUPPORTED}"),
     "no type": (said(without="model_type"), "family None is not supported"),
     "a type that is none": (said(model_type=["llama"]), "is not supported"),
     "a function": (said(hidden_act="__import__('os')"), "transformers has no such function"),

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import json
 import shutil
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from fusionkv.fusion_worker import models, template
 from fusionkv.fusion_worker.config import WorkerConfig
@@ -51,11 +49,6 @@ GEMMA_LIKE = """{{ bos_token }}
 @pytest.fixture
 def save(tmp_path: Path) -> Any:
     return partial(saved, tmp_path / "tiny")
-
-
-def edit(directory: Path, **change: Any) -> None:
-    file = directory / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -105,54 +98,6 @@ def test_another_dtype_is_another_name_for_entries(save: Any) -> None:
     assert [m.kv.dtype for m in found] == [torch.float32, torch.bfloat16, torch.float16]
     assert len({m.fingerprint for m in found}) == 1
     assert len({tuple(m.settings.items()) for m in found}) == 3
-
-
-def gpt2(directory: Path) -> None:
-    shutil.rmtree(directory)
-    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16)
-    transformers.GPT2LMHeadModel(config).save_pretrained(directory)
-    byte_tokenizer().save_pretrained(directory)
-
-
-def rope(kind: str, **more: Any) -> Any:
-    return lambda d: edit(d, rope_parameters={"rope_type": kind, "rope_theta": 10000.0, **more})
-
-
-def damaged(name: str, damage: Any) -> Any:
-    return lambda d: (d / name).write_bytes(damage((d / name).read_bytes()))
-
-
-LONG_ROPE = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16, "original_max_position_embeddings": 64}
-SUPPORTED = "supported families: " + ", ".join(sorted(models.FAMILIES))
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (gpt2, f"family 'gpt2' is not supported; {SUPPORTED}"),
-        # Rotations that are no function of the position.
-        (rope("dynamic", factor=2.0), "RoPE type 'dynamic' is not supported"),
-        (rope("longrope", **LONG_ROPE), "RoPE type 'longrope' is not supported"),
-        (shutil.rmtree, r"holds no config\.json"),
-        (lambda d: (d / "model.safetensors").unlink(), "no weights in safetensors"),
-        (lambda d: (d / "tokenizer.json").unlink(), r"no tokenizer\.json"),
-        (lambda d: edit(d, num_hidden_layers=4), "weights"),
-        (damaged("model.safetensors", lambda data: data[: len(data) // 2]), "tiny"),
-        (damaged("model.safetensors", lambda data: b"\xff" * 16 + data[16:]), "tiny"),
-        (damaged("model.safetensors", lambda data: b""), "tiny"),
-        (damaged("tokenizer.json", lambda data: data[:50]), "tiny"),
-        (damaged("tokenizer.json", lambda data: b'{"a": 1}'), "tiny"),
-        (damaged("config.json", lambda data: data[:50]), "tiny"),
-        (damaged("config.json", lambda data: b"{}"), "tiny"),
-        (damaged("config.json", lambda data: b'{"model_type": "no such thing"}'), "tiny"),
-    ],
-)
-def test_directories_that_are_refused(spoil: Any, message: str, save: Any) -> None:
-    directory = save()
-    spoil(directory)
-    with pytest.raises(FailedPrecondition, match=message) as caught:
-        models.load(directory, "cpu")
-    assert "\n" not in str(caught.value)
 
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
