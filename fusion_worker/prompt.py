@@ -119,6 +119,30 @@ class ChunkSource:
     is_primer: bool = False
     lossless: bool = False
 
+    @classmethod
+    def isolated(cls, prompt: Prompt, index: int, position: int, namespace: bytes) -> "ChunkSource":
+        """A part to encode after the system prompt only; index 0 is the system prompt itself."""
+        system, part = prompt.system, prompt.parts[index]
+        path = (system.digest, part.digest) if index else (system.digest,)
+        base = len(system) if index else 0
+        return cls(part, position, base, path, keys.entry_key(namespace, path), lossless=position == base)
+
+    @classmethod
+    def of_primer(cls, system: Chunk, primer: Chunk, namespace: bytes) -> "ChunkSource":
+        """A primer to encode after a system prompt."""
+        path, base = (system.digest, primer.digest), len(system)
+        return cls(primer, base, base, path, keys.entry_key(namespace, path), is_primer=True, lossless=True)
+
+    @classmethod
+    def primed(
+        cls, prompt: Prompt, index: int, position: int, namespace: bytes, primer: "ChunkSource"
+    ) -> "ChunkSource":
+        """A chunk to encode after the system prompt and a primer."""
+        system, part = prompt.system, prompt.parts[index]
+        path, variant = (system.digest, part.digest), keys.primed_variant(primer.chunk.digest)
+        key, base = keys.entry_key(namespace, path, variant), len(system) + len(primer.chunk)
+        return cls(part, position, base, path, key, variant, after=primer.key)
+
     @property
     def is_system(self) -> bool:
         return len(self.path) == 1

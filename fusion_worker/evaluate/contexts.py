@@ -20,6 +20,7 @@ from fusionkv.protos.contract.recipes import Isolated, Primed, Recipe, Similarit
 
 # Passages of a library that its primer is made of.
 _SAMPLE = 8
+_MAX_DEVIATIONS = 1024
 # Encodings that an evaluation compares: those of `recipes.Encode` that do not depend on earlier chunks.
 Encoding = Isolated | Primed | SimilarityGuided
 
@@ -79,7 +80,7 @@ async def hold(
             one = whole(prompt)
             namespace = loader.namespace(prompt.tenant)
             starts = enumerate(one.starts)
-            wholes[prompt] = await bring([loader.lookups.alone(one, i, start, namespace) for i, start in starts])
+            wholes[prompt] = await bring([ChunkSource.isolated(one, i, start, namespace) for i, start in starts])
             parts[prompt, Isolated()] = await bring(_wanted(loader, prompt, {}))
         if Primed() in encodes:
             # Of the last passages, so that few samples hold one of them.
@@ -129,7 +130,7 @@ def _wanted(loader: Loader, prompt: Prompt, variants: Mapping[bytes, tuple[bytes
     namespace = loader.namespace(prompt.tenant)
     sources = []
     for i, (part, start) in enumerate(zip(prompt.parts, prompt.starts, strict=True)):
-        alone = loader.lookups.alone(prompt, i, start, namespace)
+        alone = ChunkSource.isolated(prompt, i, start, namespace)
         if (variant := variants.get(part.digest)) and i and not alone.lossless:
             # A chunk right after the system prompt is an exact hit, which wins over variants.
             name, key = variant
@@ -142,12 +143,12 @@ def _wanted(loader: Loader, prompt: Prompt, variants: Mapping[bytes, tuple[bytes
 
 def _primed(loader: Loader, prompt: Prompt, primer: Primer) -> list[ChunkSource]:
     """The sources of a prompt's parts, all chunks but the first encoded after the primer; and the primer's."""
-    lookups, namespace = loader.lookups, loader.namespace(prompt.tenant)
+    namespace = loader.namespace(prompt.tenant)
     first, parts, primers = _wanted(loader, prompt, {})[:2], list[ChunkSource](), dict[bytes, ChunkSource]()
     for i, part in enumerate(prompt.parts[2:], 2):
-        before = lookups.primer(prompt.system, primer.before(part), namespace)
+        before = ChunkSource.of_primer(prompt.system, primer.before(part), namespace)
         primers[before.key] = before
-        made = lookups.primed(prompt, i, prompt.starts[i], namespace, before)
+        made = ChunkSource.primed(prompt, i, prompt.starts[i], namespace, before)
         parts.append(made if loader.storage.lossless else replace(made, key=made.key + RESTORED))
     return [*first[:1], *primers.values(), *first[1:], *parts]
 
@@ -171,7 +172,7 @@ def _after(
     """
     namespace = loader.namespace(prompt.tenant)
     whole = Prompt(prompt.system, (*near, chunk), (), prompt.tenant)
-    alone = [loader.lookups.alone(whole, i, start, namespace) for i, start in enumerate(whole.starts)]
+    alone = [ChunkSource.isolated(whole, i, start, namespace) for i, start in enumerate(whole.starts)]
     *before, last = (source for source in alone if len(source.chunk))
     variant = keys.neighbours_variant(n.digest for n in near)
     path = (prompt.system.digest, chunk.digest)
@@ -182,7 +183,25 @@ def _after(
     return [*before, new], (variant, key)
 
 
-def deviation(
+class Deviations:
+    """How far reused KV is from full attention's, for all questions about a context and recipes of an encoding."""
+
+    def __init__(self, kv: torch.Tensor, rotations: Sequence[Rotation]) -> None:
+        """kv: the pool, [layers, 2, slots, kv_heads, head_dim]."""
+        self._kv, self._rotations = kv, rotations
+        self._known: dict[tuple[tuple[bytes, int], ...], dict[str, float]] = {}
+
+    def of(self, reused: PromptLayout, full: torch.Tensor) -> dict[str, float]:
+        """As `_deviation`, computed once for a context and an encoding."""
+        parts = tuple((part.source.key, part.source.position) for part in reused.parts)
+        if parts not in self._known:
+            if len(self._known) >= _MAX_DEVIATIONS:
+                self._known.clear()
+            self._known[parts] = _deviation(self._kv, self._rotations, reused, full)
+        return self._known[parts]
+
+
+def _deviation(
     kv: torch.Tensor, rotations: Sequence[Rotation], reused: PromptLayout, full: torch.Tensor
 ) -> dict[str, float]:
     """Relative L2 error of the reused chunks' keys and values, by layer: |reused - full| / |full| over all chunks.

@@ -1,4 +1,4 @@
-"""Looks a prompt's parts up in the cache service in one call, and makes keys for those that it lacks."""
+"""Looks a prompt's parts up in the cache service in one call, and says how what it lacks is encoded."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -102,13 +102,13 @@ class Lookups:
                 start = prompt.starts[i]
                 if self._serves(hit, encode, made[i]):
                     stored = self._from_hit(part, start, path[: i + 1], hit, exact[i], start)
-                    sources.append(stored or self.alone(prompt, i, start, namespace))
+                    sources.append(stored or ChunkSource.isolated(prompt, i, start, namespace))
                 elif primer is not None and made[i]:
-                    first = self.primer(prompt.system, primer.before(part), namespace)
+                    first = ChunkSource.of_primer(prompt.system, primer.before(part), namespace)
                     primers[first.key] = first
-                    sources.append(self.primed(prompt, i, start, namespace, first))
+                    sources.append(ChunkSource.primed(prompt, i, start, namespace, first))
                 elif isinstance(encode, Primed):
-                    sources.append(self.alone(prompt, i, start, namespace))
+                    sources.append(ChunkSource.isolated(prompt, i, start, namespace))
                 else:
                     # A part computed after lossless parts only is lossless, and gets the exact key in the pool,
                     # unlike one computed after stale parts. In the cache service both are versions.
@@ -154,7 +154,7 @@ class Lookups:
             lookups = [self._lookup(namespace, [(prompt.system.digest, ()), (c.digest, ())]) for c in prompt.chunks]
             by_chunk = [await stack.enter_async_context(lookup) for lookup in lookups]
             for i, start in enumerate(prompt.starts):
-                alone = self.alone(prompt, i, start, namespace)
+                alone = ChunkSource.isolated(prompt, i, start, namespace)
                 hit = (by_chunk[0][0] if by_chunk else _MISS) if i == 0 else by_chunk[i - 1][1]
                 exact = hit if hit.kind is HitKind.EXACT else _MISS
                 stored = self._from_hit(alone.chunk, start, alone.path, exact, alone.key, alone.base)
@@ -182,25 +182,6 @@ class Lookups:
         async with self._lookup(namespace, [(part.digest, ()) for part in prompt.parts]) as hits:
             pairs = zip(prompt.parts, hits, strict=True)
             yield all(hit.kind is HitKind.EXACT for part, hit in pairs if len(part))
-
-    def alone(self, prompt: Prompt, index: int, position: int, namespace: bytes) -> ChunkSource:
-        """A part to encode after the system prompt only; index 0 is the system prompt itself."""
-        system, part = prompt.system, prompt.parts[index]
-        path = (system.digest, part.digest) if index else (system.digest,)
-        base = len(system) if index else 0
-        return ChunkSource(part, position, base, path, keys.entry_key(namespace, path), lossless=position == base)
-
-    def primer(self, system: Chunk, primer: Chunk, namespace: bytes) -> ChunkSource:
-        """A primer to encode after a system prompt."""
-        path, base = (system.digest, primer.digest), len(system)
-        return ChunkSource(primer, base, base, path, keys.entry_key(namespace, path), is_primer=True, lossless=True)
-
-    def primed(self, prompt: Prompt, index: int, position: int, namespace: bytes, primer: ChunkSource) -> ChunkSource:
-        """A chunk to encode after the system prompt and a primer."""
-        system, part = prompt.system, prompt.parts[index]
-        path, variant = (system.digest, part.digest), keys.primed_variant(primer.chunk.digest)
-        key, base = keys.entry_key(namespace, path, variant), len(system) + len(primer.chunk)
-        return ChunkSource(part, position, base, path, key, variant, after=primer.key)
 
     async def named(self, name: bytes, namespace: bytes) -> bytes | None:
         """The bytes of an entry that is no KV, whose path is `name` alone; None if there is none.

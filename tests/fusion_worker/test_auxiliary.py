@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fusionkv.fusion_worker import models as worker_models
 from fusionkv.fusion_worker.evaluate.data.stories import PROMPT, sample
-from fusionkv.fusion_worker.prompt import Chunk, Prompt
+from fusionkv.fusion_worker.prompt import Chunk, ChunkSource, Prompt
 from fusionkv.fusion_worker.select import auxiliary
 from fusionkv.fusion_worker.select.auxiliary import carry_over, spans_of
 from fusionkv.kvcache_service.client import CacheClient
@@ -106,11 +106,13 @@ async def test_tokens_are_chosen_by_the_second_model(
 
 
 @pytest.mark.system
-async def test_its_kv_is_kept_in_the_same_cache_service(cached: Any, parts: Parts, second: Any) -> None:
+async def test_its_kv_is_kept_in_the_same_cache_service(
+    cached: Any, parts: Parts, second: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, other = [await cached("llama", auxiliary=second) for _ in range(2)]
     before = await first.fill(*parts, recipe="cacheclip", ratio=0.4)
     counted = []
-    other.servicer.auxiliary._loader.lookups.alone = lambda *_: counted.append(1)  # a part the cache service lacks
+    monkeypatch.setattr(ChunkSource, "isolated", lambda *_: counted.append(1))  # a part the cache service lacks
     again = await other.ask(*parts, recipe="cacheclip", ratio=0.4, expected=before.logits[0])
     assert counted == []
     assert again.ids == before.ids

@@ -1,0 +1,198 @@
+"""Answers one sample in every cell, and compares the answers with full attention's."""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fusionkv.fusion_worker.compute.kv_pool import slots_of
+from fusionkv.fusion_worker.compute.planner import Planner, Scored
+from fusionkv.fusion_worker.evaluate import metrics
+from fusionkv.fusion_worker.evaluate.contexts import Contexts, Deviations, encoded_tokens, encoding, whole
+from fusionkv.fusion_worker.evaluate.examiner import Answer, Asked, Examiner, Given, clock
+from fusionkv.fusion_worker.evaluate.report.cells import NO_CONTEXT, Cell
+from fusionkv.fusion_worker.load.loader import Loader
+from fusionkv.fusion_worker.models import Model
+from fusionkv.fusion_worker.prompt import Prompt, PromptLayout
+from fusionkv.fusion_worker.quality import explain
+from fusionkv.fusion_worker.select.base import budget
+from fusionkv.protos.contract.recipes import RECIPES, Recipe
+from fusionkv.protos.contract.selectors import Selector, SnapKV
+
+_Scorings = dict[tuple[Any, Selector | None], Scored]
+_ByCell = dict[Cell, dict[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What all trials of a model share."""
+
+    model: Model
+    loader: Loader
+    planner: Planner
+    examiner: Examiner
+    deviations: Deviations
+
+
+class Trial:
+    """A sample, the cells in which it is answered, and its context in the pool."""
+
+    def __init__(self, tools: Tools, asked: Asked, cells: Sequence[Cell], contexts: Contexts) -> None:
+        self._tools, self._asked, self._prompt, self._contexts = tools, asked, asked.prompt, contexts
+        self._cells = cells
+        self._others = [cell for cell in cells if not cell.recipe.lossless]
+
+    async def timed(self, picture: bool) -> list[Answer]:
+        """Answers in one cell after another, with times and the same steps as in a worker.
+
+        Args:
+            picture: whether to keep the tokens of every chunk, the chosen ones, and scores as ranks from 0 to 1, for
+                drawing (FusionRAG, fig. 8).
+        """
+        full, away = await self._plain()
+        answers = {cell: await self._alone(cell, full.given, picture) for cell in self._others}
+        return await self._compared(full, answers, away)
+
+    async def untimed(self) -> list[Answer]:
+        """Answers in all cells at once: recipes share encodings, scores and full attention's context."""
+        full, away = await self._full_attention()
+        full.seconds = {}
+        ratios: dict[Recipe, list[float]] = {}
+        for cell in self._others:
+            ratios.setdefault(cell.recipe, []).append(cell.ratio)
+        scored = await self._scored(ratios)
+        by_recipe = (self._recipe(r, ratios[r], scored.get((r.encode, r.select)), full.given) for r in ratios)
+        answers = {cell: answer for cells in await asyncio.gather(*by_recipe) for cell, answer in cells.items()}
+        return await self._compared(full, answers, away)
+
+    async def _compared(self, full: Answer, others: dict[Cell, Answer], away: _ByCell) -> list[Answer]:
+        """The answers in the order of the cells; lossless recipes have full attention's."""
+        if self._asked.task.metrics:
+            full.values["chunks_left_out"] = self._asked.left_out
+        answers = {cell: full for cell in self._cells if cell.recipe.lossless and cell != NO_CONTEXT} | others
+        for cell, answer in answers.items():
+            assert answer.first is not None
+            assert full.first is not None
+            answer.values["agreement"] = float(answer.first.argmax() == full.first.argmax())
+            answer.values["kl"] = float(metrics.kl(full.first, answer.first))
+            answer.values |= self._encoded(cell) | away.get(cell, {})
+        if NO_CONTEXT in self._cells:
+            answers[NO_CONTEXT] = await self._without_context(full.given)
+        for answer in answers.values():
+            answer.first = answer.given = None  # logits
+        return [answers[cell] for cell in self._cells]
+
+    async def _plain(self) -> tuple[Answer, _ByCell]:
+        """As `_full_attention`, but with every token a row, as in a worker."""
+        answer = Answer()
+        async with self._tools.loader.plain(self._prompt.tokens + self._asked.answer_tokens) as layout:
+            plan = self._tools.planner.plain(layout, self._prompt)
+            await self._tools.examiner.answer(self._asked, plan, answer)
+            return answer, await self._away(slots_of(layout.fresh))
+
+    async def _full_attention(self) -> tuple[Answer, _ByCell]:
+        """Full attention's answer, and the KV deviation of cells that recompute nothing.
+
+        The context's KV is computed once for all questions about it.
+        """
+        one, answer = whole(self._prompt), Answer()
+        async with self._contexts.whole(self._prompt, len(one.question) + self._asked.answer_tokens) as layout:
+            plan = await self._tools.planner.fuse(layout, one, RECIPES["full_reuse"], 0.0)
+            await self._tools.examiner.answer(self._asked, plan, answer, timed=False)
+            answer.values |= {"recomputed": one.context_tokens, "stored": 0}
+            slots = [slots_of(part.pooled.runs)[: len(part.source.chunk)] for part in layout.parts]
+            return answer, await self._away(torch.cat(slots))
+
+    async def _away(self, full: torch.Tensor) -> _ByCell:
+        """The KV deviation of cells that recompute nothing. full: slots of full attention's KV."""
+        away = {}
+        for cell in self._others:
+            if cell.ratio == 0:
+                async with self._contexts.placed(self._prompt, encoding(cell.recipe), 0) as reused:
+                    away[cell] = self._tools.deviations.of(reused, full)
+        return away
+
+    def _encoded(self, cell: Cell) -> dict[str, float]:
+        """Tokens encoded ahead of time for the sample's chunks."""
+        tokens = 0 if cell.recipe.lossless else encoded_tokens(self._prompt, encoding(cell.recipe))
+        return {"encoded_tokens": tokens, "encoded_tokens_per_chunk": tokens / len(self._prompt.chunks)}
+
+    async def _without_context(self, given: Given | None) -> Answer:
+        """Answers the question without its context; returns only the scores of its text."""
+        task, answer = self._asked.task, Answer()
+        bare = replace(self._asked, prompt=replace(self._prompt, chunks=()))
+        async with self._tools.loader.plain(bare.prompt.tokens + bare.answer_tokens) as layout:
+            plan = self._tools.planner.plain(layout, bare.prompt)
+            await self._tools.examiner.answer(bare, plan, answer, given, timed=False)
+        names = ("gold_nll", *task.metrics, *(f"{name}_full" for name in task.compared))
+        return Answer({name: answer.values[name] for name in names})
+
+    async def _alone(self, cell: Cell, given: Given | None, picture: bool) -> Answer:
+        """Answers in one cell, with times."""
+        answer = Answer()
+        async with self._placed(cell.recipe, cell.ratio) as layout:
+            with clock(answer, "select"):
+                plan = await self._tools.planner.fuse(layout, self._prompt, cell.recipe, cell.ratio)
+            await self._tools.examiner.answer(self._asked, plan, answer, given, _keep(cell.recipe, self._prompt))
+        if picture:
+            chosen = zip(self._prompt.chunks, explain.chosen(self._prompt, plan), strict=True)
+            chunks = [
+                {
+                    "tokens": explain.texts(self._tools.model.tokenizer, chunk.ids),
+                    "chosen": marks,
+                    "scores": scores or [0.0] * len(chunk),
+                }
+                for chunk, (marks, scores) in chosen
+            ]
+            sample = self._asked.sample
+            answer.picture = {"question": sample.question.strip(), "answers": [*sample.answers], "chunks": chunks}
+        return answer
+
+    async def _scored(self, recipes: Iterable[Recipe]) -> _Scorings:
+        """Computes scores once for each encoding and selector of the recipes. Equal needs share a pass."""
+        first = {(recipe.encode, recipe.select): recipe for recipe in recipes if recipe.select is not None}
+        passes: dict[Any, list[Recipe]] = {}
+        for recipe in first.values():
+            passes.setdefault((recipe.encode, recipe.needs), []).append(recipe)
+
+        async def one(together: Sequence[Recipe]) -> list[Scored]:
+            selectors = [recipe.select for recipe in together if recipe.select is not None]
+            async with self._placed(together[0], 0) as layout:
+                return await self._tools.planner.score(layout, self._prompt, selectors)
+
+        by_pass = await asyncio.gather(*map(one, passes.values()))
+        return {
+            (recipe.encode, recipe.select): scored
+            for together, all_scored in zip(passes.values(), by_pass, strict=True)
+            for recipe, scored in zip(together, all_scored, strict=True)
+        }
+
+    async def _recipe(
+        self, recipe: Recipe, ratios: Sequence[float], scored: Scored | None, given: Given | None
+    ) -> dict[Cell, Answer]:
+        """Answers in a recipe's cells at once, with shared scores."""
+
+        async def one(ratio: float) -> Answer:
+            answer = Answer()
+            async with self._placed(recipe, ratio) as layout:
+                plan = await self._tools.planner.fuse(layout, self._prompt, recipe, ratio, scored)
+                keep = _keep(recipe, self._prompt)
+                await self._tools.examiner.answer(self._asked, plan, answer, given, keep, timed=False)
+            return answer
+
+        answers = await asyncio.gather(*map(one, ratios))
+        return {Cell(recipe, ratio): answer for ratio, answer in zip(ratios, answers, strict=True)}
+
+    def _placed(self, recipe: Recipe, ratio: float) -> AbstractAsyncContextManager[PromptLayout]:
+        context = self._prompt.context_tokens
+        computed = budget(ratio, context, context) + recipe.links * len(self._prompt.chunks)
+        fresh = computed + len(self._prompt.question) + self._asked.answer_tokens + recipe.kept(context)
+        return self._contexts.placed(self._prompt, encoding(recipe), fresh)
+
+
+def _keep(recipe: Recipe, prompt: Prompt) -> SnapKV | None:
+    """The recipe's eviction; None if the whole context is kept."""
+    return recipe.keep if recipe.kept(prompt.context_tokens) else None
