@@ -122,8 +122,8 @@ figures: setup ## Lines of the product and its tests, words of the docs, files t
 	@$(PY) bench/figures.py $(ARGS)
 
 .PHONY: soak
-soak: setup ## Half an hour of mixed traffic over tiers that are too small: answers right, nothing left behind; build/soak.json
-	@$(PY) -m fusionkv.bench.services.soak --json build/soak.json $(ARGS)
+soak: setup ## Mixed traffic over tiers that are too small, for MINUTES=30: answers right, nothing left behind
+	@FUSIONKV_TEST_SOAK_MINUTES=$(or $(MINUTES),30) .venv/bin/pytest -q tests/fusion_worker/test_soak.py -k mixed -m '' $(ARGS)
 
 .PHONY: chaos
 chaos: setup ## Random faults over real processes, FAULTS=1000 SEED=1: answers right, nothing lost; build/chaos.json

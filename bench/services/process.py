@@ -1,13 +1,11 @@
-"""Runs a service as a process, with the first reference model; and what a process holds and computes."""
+"""Runs a service as a process, with the first reference model; and what a process computes."""
 
-import os
 import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -38,22 +36,3 @@ def running(
 def cpu_seconds(pid: int) -> float:
     """CPU seconds of a process so far, with those of threads that have ended. Raises OSError if there is none."""
     return time.clock_gettime(~pid << 3 | 2)  # the clock of clock_getcpuclockid(3)
-
-
-@dataclass(frozen=True, slots=True)
-class Footing:
-    """Resident memory in bytes, and number of open files."""
-
-    bytes: int
-    files: int
-
-    @classmethod
-    def of(cls, pid: int) -> "Footing":
-        """Reads the figures of a process. Raises OSError when there is no such process."""
-        status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
-        kilobytes = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
-        return cls(1024 * kilobytes, len(os.listdir(f"/proc/{pid}/fd")))
-
-    def outgrew(self, early: "Footing", growth: float, more_bytes: int, more_files: int) -> bool:
-        """Whether it exceeds `early` by the factor `growth` and `more_bytes` of memory, or by `more_files`."""
-        return self.bytes > growth * early.bytes + more_bytes or self.files > early.files + more_files

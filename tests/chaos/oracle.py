@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
-from fusionkv.bench.services.process import Footing
 from fusionkv.protos.deadline import Deadline
 from tests.chaos.answers import ASK_SECONDS, UPSET, Answers
 from tests.chaos.entries import Entries
 from tests.chaos.process import Wrong
 from tests.chaos.world import POOL_TOKENS, World
+from tests.processes import Footing
 from tests.system.prompts import request
 
 _RECOVERY_SECONDS = 120.0

@@ -1,22 +1,55 @@
-"""Many requests at once over a pool that is too small and a cache service: evicted, fetched again, always right."""
+"""Many requests at once over a pool that is too small and a cache service: evicted, fetched again, always right.
+
+`make soak MINUTES=30` runs the last test for so long.
+"""
 
 import asyncio
-import itertools
-import json
+import os
 import random
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from fusionkv.bench.services import soak
-from fusionkv.bench.services.process import Footing
 from fusionkv.fusion_worker import models
-from fusionkv.fusion_worker.evaluate.data.tasks import shipped
+from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.decode.sampling import SamplingParams
+from fusionkv.fusion_worker.evaluate.data.prompts import Prompter
+from fusionkv.fusion_worker.evaluate.data.stories import TASKS
+from fusionkv.fusion_worker.evaluate.data.tasks import reference, shipped
+from fusionkv.fusion_worker.meters import Summary
+from fusionkv.fusion_worker.prompt import Prompt
+from fusionkv.fusion_worker.request import Request
+from fusionkv.fusion_worker.servicer import FusionServicer
+from fusionkv.kvcache_service.__main__ import make_store
+from fusionkv.kvcache_service.config import Config
+from fusionkv.protos.answer.v1.answer_pb2 import Token
+from fusionkv.protos.contract.recipes import find_recipe
+from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from tests.fusion_worker.oracle import oracle, random_ids
+from tests.processes import Footing
+from tests.services import start_cache
+from tests.waiting import until
 
 pytestmark = pytest.mark.system
+
+MINUTES = float(os.environ.get("FUSIONKV_TEST_SOAK_MINUTES", "0.1"))
+CLIENTS, PIECES, ANSWER, CANCELLED = 12, 10, 8, 1 / 7
+RECIPES = (
+    ("full_attention", 1.0),
+    ("full_reuse", 0.0),
+    ("epic", 0.2),
+    ("cacheblend", 0.15),
+    ("prophetkv", 0.15),
+    ("prophetkv+snapkv(64)", 0.15),
+    ("prefix_cache", 0.0),
+)
+# Growth between the first tenth of the run, after the warm-up, and its end: a factor and bytes of memory, files.
+BOUNDS = (1.1, 16 << 20, 8)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mistral-window"])
@@ -64,54 +97,103 @@ async def test_requests_given_up_leave_no_lease(cached: Any) -> None:
     await rig.until(none, 20)  # a lease's own end is after 30 s
 
 
+@dataclass(frozen=True, slots=True)
+class Case:
+    prompt: Prompt
+    recipe: str
+    ratio: float
+
+    async def answer(self, servicer: FusionServicer) -> tuple[list[int], Summary]:
+        ids: list[int] = []
+        request = Request(self.prompt, find_recipe(self.recipe), self.ratio, SamplingParams(max_tokens=ANSWER))
+        async with aclosing(servicer.answerer.answer(request)) as events:
+            async for event in events:
+                if isinstance(event, Token):
+                    ids.append(event.id)
+                elif isinstance(event, Summary):
+                    return ids, event
+        raise AssertionError("no summary")
+
+
+def questions(model: models.Model, count: int) -> list[Case]:
+    """`count` questions of every task, with alternating recipes.
+
+    Prefix caching has a tenant of its own: its entries would be exact hits for others.
+    """
+    prompter, cases = Prompter(model, 512), list[Case]()
+    for name in TASKS:
+        for sample in reference(name, count).samples:
+            recipe, ratio = RECIPES[len(cases) % len(RECIPES)]
+            prompt, _ = prompter.prompt(sample, False, ANSWER)
+            cases.append(Case(replace(prompt, tenant="prefix" * (recipe == "prefix_cache")), recipe, ratio))
+    return cases
+
+
+async def keep_asking(
+    servicer: FusionServicer, cases: Sequence[Case], alone: Sequence[list[int]], dice: random.Random, end: float
+) -> None:
+    """Asks until `end`, and gives up one question in seven at some moment; answers are those of each `alone`."""
+    while time.monotonic() < end:
+        case, expected = dice.choice(list(zip(cases, alone, strict=True)))
+        asking = asyncio.ensure_future(case.answer(servicer))
+        if dice.random() < CANCELLED:
+            await asyncio.wait([asking], timeout=dice.expovariate(20))
+            asking.cancel()
+            await asyncio.wait([asking])
+            if asking.cancelled():
+                continue
+        ids, summary = await asking
+        assert (ids, summary.degraded) == (expected, ""), case.recipe
+
+
 @pytest.mark.long
 @pytest.mark.slow
-def test_the_soak_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.timeout(60 * MINUTES + 600)
+async def test_mixed_traffic_over_tiers_that_are_too_small(tmp_path: Path, launch: Any, cache_client: Any) -> None:
     model = models.load(shipped()[0])
-    cases = soak.questions(model, 2)
-    assert {case.recipe for case in cases} == {name for name, _ in soak.RECIPES}
-    monkeypatch.setattr(soak, "questions", lambda *_: cases)
-    rows = tmp_path / "soak.json"
-    flags = ["--model", str(shipped()[0]), "--minutes", "0.1", "--clients", "4", "--json", str(rows)]
-    assert soak.main(flags) == 0
-    (row,) = json.loads(rows.read_text())
-    assert min(row["answers"], row["entries_left"]) > 0
-    assert (row["wrong_answers"], row["leases"]) == (0, 0)
-    assert set(row["evictions"]) == {"memory", "disk"}
-    for name in ("worker_rss_mib", "worker_files", "cache_rss_mib", "cache_files"):
-        first, last, most = row[name]
-        assert 0 < max(first, last) <= most
+    cases = questions(model, 20 if MINUTES > 1 else 2)
+    assert {case.recipe for case in cases} == {name for name, _ in RECIPES}
+    chunk = max(len(part) for case in cases for part in case.prompt.parts) * model.kv.token_bytes
+    # A pool for a few prompts, memory for a few chunks, and disk for a part of them, so that all evict.
+    pool_bytes = max(1 << 20, 4 * max(case.prompt.tokens for case in cases) * model.kv.token_bytes)
+    memory, disk = max(1 << 20, 8 * chunk), max(4 << 20, len(cases) * chunk)
+    uncached = FusionServicer(WorkerConfig(pool_bytes=pool_bytes), model)
+    alone = [(await case.answer(uncached))[0] for case in cases]
+    await uncached.close()
+
+    cache = start_cache(launch, tmp_path, "--memory-bytes", str(memory), "--disk-bytes", str(disk))
+    busy = {"lookup_timeout": 60.0, "fetch_timeout": 60.0, "cache_seconds": 120.0}
+    config = WorkerConfig(cache=cache.address, pool_bytes=pool_bytes, max_requests=6, max_queue=1000, **busy)
+    servicer, client = FusionServicer(config, model), cache_client(cache)
+
+    async def no_lease() -> bool:
+        return not (await client.stats()).active_leases
+
+    footings: dict[int, Footing] = {}
+    for piece in range(PIECES):
+        end = time.monotonic() + 60 * MINUTES / PIECES
+        dices = (random.Random(f"{piece} {number}") for number in range(CLIENTS))
+        await asyncio.gather(*(keep_asking(servicer, cases, alone, dice, end) for dice in dices))
+        await servicer.wait_idle()
+        await until(no_lease, 20)
+        servicer.pool.check_integrity(idle=True)
+        for pid in (os.getpid(), cache.process.pid):
+            now = Footing.of(pid)
+            assert not now.outgrew(footings.setdefault(pid, now), *BOUNDS), f"from {footings[pid]} to {now}"
+    evictions = {pb.Tier.Name(tier.tier): tier.evictions for tier in (await client.stats()).tiers}
+    assert all(evictions.values()) or MINUTES < 1, evictions
+    await servicer.close()
+    assert cache.stop() == 0
+
+    store = make_store(Config(data_dir=tmp_path / "kvcache", disk_bytes=disk, memory_bytes=1 << 20))
+    await store.open()
+    store.check_integrity(idle=True)
+    assert len(store.residents) > 0
+    await store.close()
 
 
-async def test_a_wrong_answer_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def answer(_servicer: Any, case: soak.Case) -> tuple[tuple[int, ...], Any]:
-        prefill = SimpleNamespace(loaded=SimpleNamespace(missed=0, hits={}))
-        return (1, 2), SimpleNamespace(degraded="the cache failed" if case.recipe == "epic" else "", prefill=prefill)
-
-    monkeypatch.setattr(soak, "answer", answer)
-    # However slow the machine is, one client asks five times.
-    clock = itertools.count()
-    monkeypatch.setattr(soak, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    cases = (("prophetkv", (1, 2), 0), ("prophetkv", (1, 3), 5), ("epic", (1, 2), 5))
-    # Answers that are there before they are cancelled count, too.
-    for cancelled, (recipe, expected, wrong) in itertools.product((0.0, 1.0), cases):
-        monkeypatch.setattr(soak, "_CANCELLED", cancelled)
-        nothing: Any = None
-        run = soak.Soak(nothing, [soak.Case(nothing, recipe, 0.1)], [expected])
-        await run.run(1, 6, 0)
-        assert (run.seen["answers"], len(run.wrong)) == (5, wrong)
-
-
-def test_what_a_process_holds_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_process_holds_is_compared() -> None:
     early = Footing(bytes=100 << 20, files=20)
-    assert Footing(bytes=150 << 20, files=20).outgrew(early, *soak.BOUNDS)
-    assert Footing(bytes=100 << 20, files=40).outgrew(early, *soak.BOUNDS)
-    assert not Footing(bytes=110 << 20, files=22).outgrew(early, *soak.BOUNDS)
-    looks = iter([early, Footing(112 << 20, 25), Footing(101 << 20, 21), Footing(200 << 20, 21)])
-    monkeypatch.setattr(soak.Footing, "of", lambda _: next(looks))
-    trail = soak.Trail(1)
-    for _ in range(3):
-        trail.look()
-    assert trail.row("x") == {"x_rss_mib": [100, 101, 112], "x_files": [20, 21, 25]}
-    with pytest.raises(AssertionError, match="the process grew from"):
-        trail.look()
+    assert Footing(bytes=150 << 20, files=20).outgrew(early, *BOUNDS)
+    assert Footing(bytes=100 << 20, files=40).outgrew(early, *BOUNDS)
+    assert not Footing(bytes=110 << 20, files=22).outgrew(early, *BOUNDS)

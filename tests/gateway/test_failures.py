@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from fusionkv.bench.services.process import Footing
 from fusionkv.gateway.client.client import AsyncClient, Client
 from fusionkv.gateway.client.results import Token
 from fusionkv.protos.runtime.errors import ResourceExhausted, ServiceError, Unavailable
 from tests.commands import fusionkv
 from tests.gateway.conftest import Serve, Start, succeeds
 from tests.ports import free_port
+from tests.processes import Footing
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system
