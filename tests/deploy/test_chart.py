@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.gateway.workers import workers
+from fusionkv.gateway.workers import members
 from fusionkv.kvcache_service.config import Config as CacheConfig
 from tests.deploy.rendering import COMPONENT, CONFIGS, DATA_PORT, PORTS, VERSIONS, Render, called, confined, env_of
 
@@ -273,7 +273,7 @@ def test_a_worker_is_replaced_after_gateways_found_the_last_one(render: Render) 
     found = render({"worker": {"replicas": 2}})
     spec = found["StatefulSet"]["worker"]["spec"]
     assert "updateStrategy" not in spec, "one after another, which is what Kubernetes does"
-    assert spec["minReadySeconds"] > DNS_SECONDS + workers._RESOLVE_SECONDS
+    assert spec["minReadySeconds"] > DNS_SECONDS + members.RESOLVE_SECONDS
     service = found["Service"]["worker"]["spec"]
     assert (service["clusterIP"], service["publishNotReadyAddresses"]) == ("None", True)
     assert found["PodDisruptionBudget"]["worker"]["spec"]["maxUnavailable"] == 1

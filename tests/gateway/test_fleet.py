@@ -20,8 +20,9 @@ from opentelemetry import trace
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.fusion_worker.models import LAYOUT
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.gateway.workers import vllm, workers
-from fusionkv.gateway.workers.workers import Member, PrefixAffinity, WorkerPool
+from fusionkv.gateway.workers import members, vllm, workers
+from fusionkv.gateway.workers.members import Member, PrefixAffinity
+from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos.contract.capabilities import check_usable
@@ -33,13 +34,7 @@ from fusionkv.protos.kvcache.v1 import kvcache_pb2
 from fusionkv.protos.kvcache.v1.kvcache_pb2_grpc import KVCacheServiceServicer
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime import rpc
-from fusionkv.protos.runtime.errors import (
-    DeadlineExceeded,
-    FailedPrecondition,
-    NotFound,
-    ServiceError,
-    Unavailable,
-)
+from fusionkv.protos.runtime.errors import DeadlineExceeded, FailedPrecondition, NotFound, ServiceError, Unavailable
 from tests.gateway import test_tokens
 from tests.gateway.conftest import Serve, Start
 from tests.ports import free_port
@@ -80,11 +75,11 @@ async def test_one_that_stops_is_not_waited_for(
 ) -> None:
     """A health check finds it out: before it is given the request or, just heard, while nothing comes."""
     processes = {w.address: w.process for w in (start(cache=cache) for _ in range(2))}
-    monkeypatch.setattr(workers, "_FRESH_SECONDS", 600.0 if heard else 0.0)
-    monkeypatch.setattr(workers, "_MIN_BACKOFF", 600.0)
+    monkeypatch.setattr(members, "_FRESH_SECONDS", 600.0 if heard else 0.0)
+    monkeypatch.setattr(members, "_MIN_BACKOFF", 600.0)
     pool = WorkerPool([*processes])
-    await until(lambda: all(member.client.connected for member in pool.members))
-    for member in pool.members:
+    await until(lambda: all(member.client.connected for member in pool.members.known))
+    for member in pool.members.known:
         member.record_reply()
     first, _ = await pool._order({})
     process = processes[first.client.address]
@@ -102,10 +97,10 @@ async def test_one_that_stops_is_not_waited_for(
 @pytest.mark.slow
 async def test_a_caller_in_a_hurry_puts_no_worker_back(cache: Any, start: Start) -> None:
     pool = WorkerPool([start(cache=cache).address for _ in range(2)])
-    await until(lambda: all(member.client.connected for member in pool.members))
+    await until(lambda: all(member.client.connected for member in pool.members.known))
     with pytest.raises(DeadlineExceeded):
         await anext(pool.generate(ASK, Deadline.after(0.0001)))
-    assert not any(member.deprioritised for member in pool.members)
+    assert not any(member.deprioritised for member in pool.members.known)
     await pool.close()
 
 
@@ -129,11 +124,11 @@ async def test_workers_of_one_model_share_a_vocabulary_and_others_keep_theirs() 
         each = [rpc.handlers(SERVICE, described) for described in models]
         pool = WorkerPool([await stack.enter_async_context(listening(handler)) for handler in each])
         stack.push_async_callback(pool.close)
-        await until(lambda: all(member.client.connected for member in pool.members))
+        await until(lambda: all(member.client.connected for member in pool.members.known))
         seen = []
         for _ in range(2):
-            for asked in pool.members:
-                for member in pool.members:
+            for asked in pool.members.known:
+                for member in pool.members.known:
                     member.in_flight = int(member is not asked)
                 seen.append(await pool.model(Deadline.after(30)))
     assert [vocabulary.model.name for vocabulary in seen[:5]] == [f"model {number}" for number in range(5)]
@@ -155,7 +150,7 @@ async def test_a_recipe_is_refused_only_if_no_worker_can_follow_it() -> None:
         stack.push_async_callback(both.close)
         with pytest.raises(FailedPrecondition, match="start the worker with --auxiliary"):
             await one.model(Deadline.after(30), check)
-        for member in both.members:
+        for member in both.members.known:
             member.in_flight += 1
             assert (await both.model(Deadline.after(30), check)).model.capabilities.auxiliary
 
@@ -255,8 +250,8 @@ async def test_another_program_at_the_address_of_a_worker_is_passed_over() -> No
         alone, both = WorkerPool([other]), WorkerPool([other, worker])
         stack.push_async_callback(alone.close)
         stack.push_async_callback(both.close)
-        await until(lambda: all(member.client.connected for member in both.members))
-        member = next(member for member in both.members if member.client.address == worker)
+        await until(lambda: all(member.client.connected for member in both.members.known))
+        member = next(member for member in both.members.known if member.client.address == worker)
         with member.counted():
             assert (await both.model(Deadline.after(30))).model.fingerprint == b"f" * 32
         with pytest.raises(Unavailable, match=f"^{other} is not a fusion worker of this version$"):
@@ -299,7 +294,7 @@ async def test_a_name_that_cannot_be_one_ends_nothing(caplog: pytest.LogCaptureF
         async with asyncio.timeout(60):
             await pool.model(Deadline.after(30))
     assert "can't resolve dns:a..b:7071" in caplog.text
-    assert not any(task.done() for task in pool._resolving)
+    assert not any(task.done() for task in pool.members._resolving)
     await pool.close()
 
 
@@ -362,7 +357,7 @@ def test_workers_of_a_name_come_and_go(start: Start, serve: Serve, hosts: tuple[
 async def test_a_worker_that_is_removed_while_one_is_chosen_ends_no_request(
     monkeypatch: pytest.MonkeyPatch, place: int
 ) -> None:
-    monkeypatch.setattr(workers, "_CHECK_SECONDS", 0.3)
+    monkeypatch.setattr(members, "_CHECK_SECONDS", 0.3)
     kept: list[asyncio.StreamWriter] = []
     # They are connected to, and say nothing.
     silent = [await asyncio.start_server(lambda _, writer: kept.append(writer), "127.0.0.1", 0) for _ in range(2)]
@@ -370,7 +365,7 @@ async def test_a_worker_that_is_removed_while_one_is_chosen_ends_no_request(
     member = (await pool._order({}))[place]
     asking = asyncio.create_task(anext(pool.generate(ASK, Deadline.after(0.5))))
     await until(lambda: kept)
-    removing = asyncio.create_task(workers._retire(member))
+    removing = asyncio.create_task(members._retire(member))
     with pytest.raises(ServiceError):
         await asking
     await removing
@@ -447,8 +442,8 @@ async def test_a_busy_worker_is_passed_over_for_all_it_holds(pair: list[str]) ->
     request = prompt(0, range(4))
     async for _ in pool.generate(request, Deadline.after(60)):
         pass
-    (warm,) = (m for m in pool.members if m.holdings.share({}) == 0 and m.holdings._tokens)
-    (cold,) = (m for m in pool.members if m is not warm)
+    (warm,) = (m for m in pool.members.known if m.holdings.share({}) == 0 and m.holdings._tokens)
+    (cold,) = (m for m in pool.members.known if m is not warm)
     streams = [pool.generate(prompt(0, range(4), max_tokens=120), Deadline.after(60)) for _ in range(4)]
     for stream in streams:
         await anext(stream)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fusionkv.gateway.client.client import Client
-from fusionkv.gateway.workers import workers
+from fusionkv.gateway.workers import members
 from tests.dns import Nameserver, serving
 from tests.ports import free_port
 from tests.services import Launch, start_cache, start_gateway, start_worker
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.system, pytest.mark.long]
 # Seconds for which a name's answer is cached; a cluster's 30 s would take the test minutes.
 TTL = 2.0
 # By then a gateway has connected to a new worker; in a cluster, minReadySeconds waits for that.
-FOUND = TTL + workers._RESOLVE_SECONDS + 1
+FOUND = TTL + members.RESOLVE_SECONDS + 1
 PASSAGES = ("Report Velkorda. The lake is blue. The code of Bervek is 535.", "Report Dorlin. The hill is green.")
 QUESTION = "Report Velkorda: code of Bervek?"
 
