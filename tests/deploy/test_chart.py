@@ -31,8 +31,7 @@ def test_helm_lint(helm: str, chart: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("policy", [False, True])
-@pytest.mark.parametrize("endpoint", ["", "http://collector.observability:4317"])
+@pytest.mark.parametrize(("policy", "endpoint"), [(False, ""), (True, "http://collector.observability:4317")])
 @pytest.mark.parametrize("gpus", [0, 1])
 @pytest.mark.parametrize("replicas", [1, 3])
 @pytest.mark.parametrize("version", VERSIONS)

@@ -480,8 +480,13 @@ def test_without_a_clone_the_fetched_model_is_served(tmp_path: Path, monkeypatch
     assert configured(None, {}).model == Path("models/eased-3")
 
 
-@pytest.mark.parametrize("command", [(), ("worker",), ("gateway",), ("kvcache",)])
-@pytest.mark.parametrize("address", ["8080", ":8080", "localhost"])
+@pytest.mark.parametrize(
+    ("command", "address"),
+    [
+        *((("gateway",), at) for at in ("8080", ":8080", "localhost")),
+        *((c, "8080") for c in ((), ("worker",), ("kvcache",))),
+    ],
+)
 def test_an_address_that_is_none_is_told_before_anything_is_loaded(command: tuple[str, ...], address: str) -> None:
     done = fusionkv("serve", *command, "--listen", address, status=1)
     assert f"--listen {address}: an address is host:port, such as 127.0.0.1:8080, or unix:/path" in done.stderr
