@@ -2,14 +2,10 @@
 
 import asyncio
 import contextlib
-import fcntl
 import logging
-import os
-import shutil
-import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -28,6 +24,7 @@ from fusionkv.gateway.retrieval.base import (
     check_model,
     no_corpus,
 )
+from fusionkv.gateway.retrieval.folder import CorpusFolder, table_name
 from fusionkv.gateway.retrieval.table import (
     CorpusGone,
     CorpusTable,
@@ -44,15 +41,9 @@ from fusionkv.gateway.retrieval.table import (
 from fusionkv.gateway.tokens import ModelIdentity
 from fusionkv.protos.runtime import cancellation
 from fusionkv.protos.runtime.errors import FailedPrecondition, NotFound, ServiceError
-from fusionkv.protos.runtime.process import data_folder
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-# Prefix of folders: corpora may have the names "." and "..".
-_PREFIX = "corpus-"
-_DELETED = "deleted"
-# A corpus being rebuilt is in _MOVING; once complete, it waits in _MOVED to replace the old one.
-_MOVING, _MOVED = "moving", "moved"
 # Documents of a rebuilt corpus per commit.
 _BATCH = 64
 _STAGED = "staged.lance"
@@ -66,11 +57,10 @@ _SEARCHES = 8
 class EmbeddedRetrieval(Retrieval):
     """Owns a folder, which only one process can open."""
 
-    def __init__(self, folder: Path, connection: AsyncConnection, lock: TextIO, language: str) -> None:
+    def __init__(self, folder: CorpusFolder, connection: AsyncConnection, language: str) -> None:
         self._language = language
-        self._folder = folder.absolute()
+        self._folder = folder
         self._connection = connection
-        self._lock = lock
         self._tables: dict[str, CorpusTable] = {}
         self._changing = asyncio.Lock()
         self._searching = asyncio.Semaphore(_SEARCHES)
@@ -82,11 +72,10 @@ class EmbeddedRetrieval(Retrieval):
         Raises:
             OSError: the folder can't be written, another gateway has it open, or a corpus in it is damaged.
         """
-        lock = _lock(folder)
-        corpora = await asyncio.to_thread(_clean, folder)
-        retrieval = cls(folder, await connect_async(str(corpora)), lock, language)
-        for table in _tables(corpora):
-            corpus = table.stem.removeprefix(_PREFIX)
+        owned = CorpusFolder(folder)
+        await asyncio.to_thread(owned.clean)
+        retrieval = cls(owned, await connect_async(str(owned.corpora)), language)
+        for corpus, table in owned.tables():
             try:
                 retrieval._tables[corpus] = await retrieval._open(corpus)
             except ServiceError as error:
@@ -171,7 +160,7 @@ class EmbeddedRetrieval(Retrieval):
 
     async def move(self, corpus: str, rewrite: Rewrite, model: ModelIdentity) -> AsyncGenerator[int]:
         table = self._table(corpus)
-        staging = self._folder / _MOVING / uuid.uuid4().hex
+        staging = self._folder.staging()
         try:
             async with table.frozen():
                 async with contextlib.aclosing(self._rewritten(table, rewrite, model, staging)) as done:
@@ -184,9 +173,7 @@ class EmbeddedRetrieval(Retrieval):
             self._table(corpus)
             raise FailedPrecondition(f"corpus {corpus!r} was moved or replaced meanwhile") from error
         finally:
-            await asyncio.to_thread(_remove, staging, self._folder / _DELETED)
-            with contextlib.suppress(OSError):  # another move is running, or nothing was written
-                staging.parent.rmdir()
+            await asyncio.to_thread(self._folder.unstage, staging)
         await table.close()
 
     async def _drop(self, corpus: str) -> tuple[int, int]:
@@ -197,7 +184,7 @@ class EmbeddedRetrieval(Retrieval):
             await table.close()
             try:
                 with disk_errors():
-                    await asyncio.to_thread(self._discard, corpus)
+                    await asyncio.to_thread(self._folder.discard, corpus)
             except Exception:
                 self._tables[corpus] = await self._open(corpus)
                 raise
@@ -208,7 +195,7 @@ class EmbeddedRetrieval(Retrieval):
         self._check_kept(corpus, table)
         # No await until the new table has replaced the old one: nothing else of this process may run.
         with disk_errors():
-            _place(self._folder, staged, f"{_PREFIX}{corpus}.lance")
+            self._folder.place(staged, corpus)
         table.retire()
         try:
             opened = await self._open(corpus)
@@ -265,7 +252,7 @@ class EmbeddedRetrieval(Retrieval):
             _, table = self._tables.popitem()
             await table.close()
         self._connection.close()
-        self._lock.close()
+        self._folder.close()
 
     async def _with(
         self, corpus: str, work: Callable[[CorpusTable], Awaitable[T]], model: ModelIdentity | None = None
@@ -293,81 +280,16 @@ class EmbeddedRetrieval(Retrieval):
             if corpus not in self._tables:
                 with disk_errors():
                     # The table exists if an earlier attempt failed or was cancelled.
-                    await self._connection.create_table(_PREFIX + corpus, schema=schema, exist_ok=True)
+                    await self._connection.create_table(table_name(corpus), schema=schema, exist_ok=True)
                     self._tables[corpus] = await self._open(corpus)
             return self._tables[corpus]
 
     async def _open(self, corpus: str) -> CorpusTable:
         async def reopen() -> AsyncTable:
             connection = await connect_async(self._connection.uri, session=Session())
-            return await connection.open_table(_PREFIX + corpus)
+            return await connection.open_table(table_name(corpus))
 
         return await CorpusTable.open(reopen, self._language)
-
-    def _discard(self, corpus: str) -> None:
-        """Deletes a corpus's table. Renaming it first makes the deletion atomic."""
-        deleted = self._folder / _DELETED
-        deleted.mkdir(exist_ok=True)
-        os.rename(self._folder / "corpora" / f"{_PREFIX}{corpus}.lance", deleted / uuid.uuid4().hex)
-        shutil.rmtree(deleted, ignore_errors=True)  # leftovers are removed with the next one, or at the next start
-
-
-def _lock(folder: Path) -> TextIO:
-    """Locks the folder until the file is closed."""
-    data_folder(folder, "lock")
-    file = (folder / "lock").open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.close()
-        raise OSError(f"{folder} is in use by another gateway: stop it, or set another data_dir") from error
-    return file
-
-
-def _clean(folder: Path) -> Path:
-    """Removes leftovers of interrupted changes; returns the folder of the corpora."""
-    _finish_moves(folder)
-    _remove(folder / _DELETED, folder / _MOVING)
-    # Absolute, because LanceDB takes some relative paths for names in its cloud.
-    corpora = folder.absolute() / "corpora"
-    for table in _tables(corpora):
-        # Its first commit, which has no rows, did not finish.
-        if not any(table.glob("_versions/*")) and not any(table.glob("data/*")):
-            shutil.rmtree(table)
-    return corpora
-
-
-def _place(folder: Path, staged: Path, name: str) -> None:
-    moved = folder / _MOVED / name
-    moved.parent.mkdir(exist_ok=True)
-    os.rename(staged, moved)
-    try:
-        _finish_moves(folder)
-    except OSError:
-        _remove(moved)  # otherwise the next start would finish the move
-        raise
-
-
-def _finish_moves(folder: Path) -> None:
-    """Finishes moves that a gateway left when it ended before their last step."""
-    for moved in _tables(folder / _MOVED):
-        place = folder / "corpora" / moved.name
-        if place.exists():
-            (folder / _DELETED).mkdir(exist_ok=True)
-            os.rename(place, folder / _DELETED / uuid.uuid4().hex)
-        os.rename(moved, place)
-    with contextlib.suppress(OSError):  # the folder does not exist
-        (folder / _MOVED).rmdir()
-
-
-def _tables(folder: Path) -> list[Path]:
-    """The tables in a folder. Other files are not touched."""
-    return [table for table in folder.glob(f"{_PREFIX}*.lance") if table.is_dir()]
-
-
-def _remove(*folders: Path) -> None:
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_width(corpus: str, table: CorpusTable, dim: int) -> None:

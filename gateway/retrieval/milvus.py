@@ -7,7 +7,6 @@ the document's own row, which names the current revision; readers ignore chunks 
 import asyncio
 import contextlib
 import hashlib
-import time
 import weakref
 from collections.abc import (
     AsyncGenerator,
@@ -15,7 +14,6 @@ from collections.abc import (
     Callable,
     Collection,
     Coroutine,
-    Iterable,
     Iterator,
     Mapping,
     Sequence,
@@ -38,16 +36,14 @@ from fusionkv.gateway.retrieval.base import (
     no_corpus,
     no_document,
 )
-from fusionkv.gateway.retrieval.milvus_connection import BATCH, MAX_ROWS, Hits, MilvusConnection, NoCollection, listed
-from fusionkv.gateway.retrieval.milvus_rows import Row, Version
+from fusionkv.gateway.retrieval.milvus_collection import TRIES, MilvusCollection
+from fusionkv.gateway.retrieval.milvus_connection import BATCH, Hits, MilvusConnection, NoCollection, listed
+from fusionkv.gateway.retrieval.milvus_rows import Row
 from fusionkv.gateway.tokens import ModelIdentity
 from fusionkv.protos.runtime.cancellation import background
 from fusionkv.protos.runtime.errors import FailedPrecondition, NotFound, Unavailable
 
 T = TypeVar("T")
-# Documents changed more recently are read twice. Also the tolerated difference between gateways' clocks.
-_RECENT_SECONDS = 5
-_TRIES = 50
 _NO_VECTOR = np.zeros(0, np.float32)
 
 
@@ -126,7 +122,7 @@ class MilvusRetrieval(Retrieval):
 
     async def corpora(self) -> list[Item]:
         names = await self._milvus.collections(self._prefix)
-        items = await asyncio.gather(*map(self._corpus, names))
+        items = await asyncio.gather(*(MilvusCollection(self._milvus, name).item() for name in names))
         return sorted((item for item in items if item is not None), key=lambda item: item.name)
 
     async def check(self, corpus: str) -> None:
@@ -134,7 +130,7 @@ class MilvusRetrieval(Retrieval):
 
     async def documents(self, corpus: str, after: str = "", limit: int = 0) -> list[Item]:
         with _corpus_errors(corpus):
-            items = sorted(await self._documents(self._collection(corpus)), key=lambda item: item.name)
+            items = sorted(await self._collection(corpus).documents(), key=lambda item: item.name)
         return [item for item in items if item.name > after][: limit or None]
 
     async def candidates(
@@ -151,15 +147,16 @@ class MilvusRetrieval(Retrieval):
         if vector is not None:
             queries["vector"] = vector.astype(np.float32)
         with _corpus_errors(corpus):
-            by_words, *rest = await self._search(corpus, model, queries, depth, rows.condition(where, without))
+            collection = await self._checked(corpus, model)
+            by_words, *rest = await collection.search(queries, depth, rows.condition(where, without))
         return await asyncio.to_thread(_merged, by_words, rest[0] if rest else [], vector)
 
     async def chunks(self, corpus: str, document: str, model: ModelIdentity) -> list[tuple[TextChunk, np.ndarray]]:
-        name = await self._checked_collection(corpus, model)
+        collection = await self._checked(corpus, model)
         with _corpus_errors(corpus):
-            for _ in range(_TRIES):
-                version = await self._version(name, document)
-                chunk_rows = await self._of_version(name, document, version) if version is not None else []
+            for _ in range(TRIES):
+                version = await collection.version(document)
+                chunk_rows = await collection.chunk_rows(document, version) if version is not None else []
                 if version is None or len(chunk_rows) == version.chunks:
                     return await asyncio.to_thread(_in_order, chunk_rows, bool(model.embedder))
         raise Unavailable(
@@ -176,24 +173,25 @@ class MilvusRetrieval(Retrieval):
             return (await asyncio.to_thread(by_shared_words, text, chunks))[:count]
         # Twice as many, so that ties at the cut are broken by name and not by the order of rows.
         with _corpus_errors(corpus):
-            (hits,) = await self._search(corpus, model, {"vector": vector.astype(np.float32)}, 2 * count)
+            collection = await self._checked(corpus, model)
+            (hits,) = await collection.search({"vector": vector.astype(np.float32)}, 2 * count)
         scored = await asyncio.to_thread(_merged, [], hits, vector)
         return [chunk for chunk, _ in best(((c.chunk, c.cosine) for c in scored), count)]
 
     async def set_variants(self, corpus: str, chunks: Sequence[TextChunk]) -> None:
-        name = self._collection(corpus)
+        collection = self._collection(corpus)
         with _corpus_errors(corpus):
-            versions = await self._versions(name, {rows.owner(chunk.document) for chunk in chunks})
+            versions = await collection.versions({rows.owner(chunk.document) for chunk in chunks})
             current = [chunk for chunk in chunks if chunk.document in versions]
             by_key = {rows.chunk_key(chunk, versions[chunk.document].revision): chunk for chunk in current}
             keys = [*by_key]
             for at in range(0, len(keys), BATCH):
                 changed = []
-                for row in await self._milvus.query(name, f"key in {listed(keys[at : at + BATCH])}"):
+                for row in await self._milvus.query(collection.name, f"key in {listed(keys[at : at + BATCH])}"):
                     chunk = by_key[row["key"]]
                     if row["digest"] == chunk.digest.hex():
                         changed.append(row | {"variant": chunk.variant.hex(), "neighbours": chunk.neighbours})
-                await self._milvus.write(name, changed)
+                await self._milvus.write(collection.name, changed)
 
     async def move(self, corpus: str, rewrite: Rewrite, model: ModelIdentity) -> AsyncGenerator[int]:
         await self.check(corpus)
@@ -211,145 +209,60 @@ class MilvusRetrieval(Retrieval):
     async def _replace(
         self, corpus: str, document: str, chunks: Sequence[TextChunk], vectors: np.ndarray, model: ModelIdentity
     ) -> bool:
-        name, dim, revision = self._collection(corpus), vectors.shape[1] or rows.FILLER, rows.new_revision()
+        collection, dim, revision = self._collection(corpus), vectors.shape[1] or rows.FILLER, rows.new_revision()
         new_rows = await asyncio.to_thread(
             lambda: [rows.of_chunk(c, revision, v) for c, v in zip(chunks, vectors.astype(np.float32), strict=True)]
         )
-        for _ in range(_TRIES):
+        for _ in range(TRIES):
             try:
                 await self._create(corpus, model, dim)
-                before = await self._version(name, document)
-                await self._milvus.write(name, new_rows)
-                await self._milvus.write(name, [rows.of_document(document, revision, chunks, dim)])
-                now = await self._version(name, document)
+                before = await collection.version(document)
+                await self._milvus.write(collection.name, new_rows)
+                await self._milvus.write(collection.name, [rows.of_document(document, revision, chunks, dim)])
+                now = await collection.version(document)
                 # An earlier try may have left this revision's own row, to which the chunks just written belong.
                 old = before if before is not None and before.revision != revision else None
                 dead = {old.revision} if old is not None else set()
                 if now is not None and now.revision != revision:
                     dead.add(revision)  # another gateway has just replaced the document
-                elif await self._milvus.count(name, _of(document, revision)) != len(new_rows):
+                elif await collection.count(document, revision) != len(new_rows):
                     continue  # the corpus was deleted and created again meanwhile
-                await self._clean(name, document, dead)
+                await collection.clean(document, dead)
                 return old is not None
             except NotFound:
                 continue  # the corpus was deleted meanwhile
         raise Unavailable(f"corpus {corpus!r} keeps being deleted: try again later")
 
-    async def _clean(self, name: str, document: str, dead: Iterable[str]) -> None:
-        """Deletes revisions that are no longer read, and leftovers of gateways that ended during a change."""
-        gone = f'revision in {listed(dead)} or revision < "{rows.hour_old()}"'
-        await self._milvus.delete(name, f"{_of(document)} and ({gone})")
-
     async def _delete(self, corpus: str, document: str) -> tuple[int, int]:
-        name = self._collection(corpus)
+        collection = self._collection(corpus)
         if not document:
-            items = await self._documents(name)
-            await self._milvus.drop(name)
+            items = await collection.documents()
+            await self._milvus.drop(collection.name)
             return len(items), sum(item.chunks for item in items)
-        version = await self._version(name, document)
+        version = await collection.version(document)
         if version is None:
             raise no_document(document)
-        await self._milvus.delete(name, f'key == "{rows.owner(document)}"')
-        await self._clean(name, document, {version.revision})
+        await self._milvus.delete(collection.name, f'key == "{rows.owner(document)}"')
+        await collection.clean(document, {version.revision})
         return 1, version.chunks
 
     async def _create(self, corpus: str, model: ModelIdentity, dim: int) -> None:
         try:
-            await self._checked_collection(corpus, model)
+            await self._checked(corpus, model)
         except NotFound:
-            name = self._collection(corpus)
+            name = self._collection(corpus).name
             async with self._creating:
                 await self._milvus.create(name, dim)
             await self._milvus.write(name, [rows.of_corpus(corpus, model, dim)])
 
-    async def _checked_collection(self, corpus: str, model: ModelIdentity) -> str:
+    async def _checked(self, corpus: str, model: ModelIdentity) -> MilvusCollection:
         """The collection of a corpus. Raises FailedPrecondition if it was built with another model."""
         check_model(corpus, rows.identity(await self._corpus_row(corpus)), model)
         return self._collection(corpus)
 
     async def _corpus_row(self, corpus: str) -> Row:
         with _corpus_errors(corpus):
-            corpus_rows = await self._milvus.query(self._collection(corpus), rows.IS_CORPUS, rows.OWN)
-            if not corpus_rows:
-                raise NoCollection("the corpus is incomplete")
-        return corpus_rows[0]
-
-    async def _search(
-        self,
-        corpus: str,
-        model: ModelIdentity,
-        queries: dict[str, Any],
-        depth: int,
-        selected: str = rows.IS_CHUNK,
-    ) -> list[Hits]:
-        """The `depth` best of the selected chunks of documents' current revisions for each vector field.
-
-        A document may change between the search and the reading of its row, so that its new chunks were not searched.
-        The search is repeated until the rows are the same before and after.
-        """
-        name = await self._checked_collection(corpus, model)
-        previous: dict[str, Version] = {}
-        dead: set[str] = set()
-        owners: set[str] = set()
-        limit = min(MAX_ROWS, depth + 16)
-        for _ in range(_TRIES):
-            began = time.time()
-            condition = f"{selected} and revision not in {listed(dead)}" if dead else selected
-            searches = (self._milvus.search(name, field, x, limit, condition) for field, x in queries.items())
-            results = await asyncio.gather(*searches)
-            owners |= {row["owner"] for hits in results for row, _ in hits}
-            versions = await self._versions(name, owners)
-            settled = all(v.since < began - _RECENT_SECONDS or previous.get(d) == v for d, v in versions.items())
-            current = {version.revision for version in versions.values()}
-            kept = [[hit for hit in hits if hit[0]["revision"] in current] for hits in results]
-            # Chunks of old revisions may displace current ones until the search excludes them.
-            short = any(len(k) < depth and len(hits) == limit for k, hits in zip(kept, results, strict=True))
-            if settled and not short and not dead & current:
-                return [hits[:depth] for hits in kept]
-            previous = versions
-            dead = (dead | {row["revision"] for hits in results for row, _ in hits}) - current
-        raise Unavailable(f"documents of corpus {corpus!r} keep changing: try again later")
-
-    async def _version(self, name: str, document: str) -> Version | None:
-        return (await self._versions(name, [rows.owner(document)])).get(document)
-
-    async def _versions(self, name: str, owners: Iterable[str]) -> dict[str, Version]:
-        """Current versions of the documents with these keys, by document; missing ones are left out."""
-        fields = ["document", "revision", "since", "chunks"]
-        version_rows = await self._milvus.query(name, f"key in {listed(owners)}", fields)
-        return {row["document"]: Version(row["revision"], row["since"], row["chunks"]) for row in version_rows}
-
-    async def _of_version(self, name: str, document: str, version: Version) -> list[Row]:
-        chunk_rows = []
-        for start in range(0, version.chunks, BATCH):
-            part = f"position >= {start} and position < {start + BATCH}"
-            chunk_rows += await self._milvus.query(name, f"{_of(document, version.revision)} and {part}")
-        return chunk_rows
-
-    async def _documents(self, name: str) -> list[Item]:
-        fields = ["document", "chunks", "tokens", "bytes", "source"]
-        document_rows = await self._milvus.walk(name, rows.IS_DOCUMENT, fields)
-        return [
-            Item(row["document"], 1, row["chunks"], row["tokens"], row["bytes"], source=row["source"])
-            for row in document_rows
-        ]
-
-    async def _corpus(self, name: str) -> Item | None:
-        """The corpus of a collection; None while it is being created or deleted."""
-        try:
-            described = await self._milvus.query(name, rows.IS_CORPUS, rows.OWN)
-            documents = await self._documents(name)
-        except NotFound:
-            return None
-        chunks, tokens, size = (
-            sum(getattr(item, what) for item in documents) for what in ("chunks", "tokens", "bytes")
-        )
-        if not described:
-            return None
-        made_with = rows.identity(described[0])
-        return Item(
-            described[0]["document"], len(documents), chunks, tokens, size, made_with.name, made_with.embedder
-        )
+            return await self._collection(corpus).corpus_row()
 
     async def _change(self, corpus: str, document: str, change: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Runs one change of a document at a time, and none beside a change of the whole corpus.
@@ -365,8 +278,8 @@ class MilvusRetrieval(Retrieval):
 
         return await asyncio.shield(background(self._tasks, locked()))
 
-    def _collection(self, corpus: str) -> str:
-        return self._prefix + _digest(corpus)
+    def _collection(self, corpus: str) -> MilvusCollection:
+        return MilvusCollection(self._milvus, self._prefix + _digest(corpus))
 
 
 @contextlib.contextmanager
@@ -390,12 +303,6 @@ def _merged(by_words: Hits, by_meaning: Hits, vector: np.ndarray | None) -> list
         cosine = float(rows.vector(row) @ vector) if vector is not None else 0.0
         candidates.setdefault(chunk.key, Candidate(chunk, score, cosine))
     return list(candidates.values())
-
-
-def _of(document: str, revision: str = "") -> str:
-    """The condition for a document's chunks, of one revision or of all."""
-    chunks = f'owner == "{rows.owner(document)}"'
-    return f'{chunks} and revision == "{revision}"' if revision else chunks
 
 
 def _digest(name: str) -> str:

@@ -84,7 +84,7 @@ async def test_what_a_gateway_left_that_ended_in_the_middle_is_not_seen(two: Two
     """Chunks of a revision that no document names: more than a search asks for, and better than what it finds."""
     engine = two[0]
     await put(engine, "c", "d", "a pear and a plum")
-    name = engine._collection("c")
+    name = engine._collection("c").name
     torn = [
         rows.of_chunk(TextChunk(document, i, "pear", (1,)), rows.new_revision(), vector("pear"))
         for document in ("d", "never whole")
