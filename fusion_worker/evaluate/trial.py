@@ -78,7 +78,11 @@ class Trial:
             assert full.first is not None
             answer.values["agreement"] = float(answer.first.argmax() == full.first.argmax())
             answer.values["kl"] = float(metrics.kl(full.first, answer.first))
-            answer.values |= self._encoded(cell) | away.get(cell, {})
+            # Of the sample's chunks, ahead of time.
+            tokens = 0 if cell.recipe.lossless else encoded_tokens(self._prompt, encoding(cell.recipe))
+            per_chunk = tokens / len(self._prompt.chunks)
+            answer.values |= {"encoded_tokens": tokens, "encoded_tokens_per_chunk": per_chunk}
+            answer.values |= away.get(cell, {})
         if NO_CONTEXT in self._cells:
             answers[NO_CONTEXT] = await self._without_context(full.given)
         for answer in answers.values():
@@ -114,11 +118,6 @@ class Trial:
                 async with self._contexts.placed(self._prompt, encoding(cell.recipe), 0) as reused:
                     away[cell] = self._tools.deviations.of(reused, full)
         return away
-
-    def _encoded(self, cell: Cell) -> dict[str, float]:
-        """Tokens encoded ahead of time for the sample's chunks."""
-        tokens = 0 if cell.recipe.lossless else encoded_tokens(self._prompt, encoding(cell.recipe))
-        return {"encoded_tokens": tokens, "encoded_tokens_per_chunk": tokens / len(self._prompt.chunks)}
 
     async def _without_context(self, given: Given | None) -> Answer:
         """Answers the question without its context; returns only the scores of its text."""
