@@ -184,24 +184,8 @@ class GatewayConfig:
         if bool(self.auth_jwks) != bool(self.auth_issuer) or bool(self.auth_jwks) != bool(self.auth_audience):
             raise ValueError("auth_jwks, auth_issuer and auth_audience must be set together")
         ServerTLS.of(self.tls_cert, self.tls_key, self.tls_client_ca)
-        if self.overlap_tokens >= self.chunk_tokens:
-            raise ValueError(
-                f"overlap_tokens ({self.overlap_tokens}) must be less than chunk_tokens ({self.chunk_tokens})"
-            )
-        if self.max_document_bytes > self.max_ingest_bytes:
-            raise ValueError("max_document_bytes exceeds max_ingest_bytes")
-        if self.top_k > self.max_top_k:
-            raise ValueError(f"top_k ({self.top_k}) exceeds max_top_k ({self.max_top_k})")
-        if self.milvus_url and not self.milvus_url.startswith(("http://", "https://")):
-            raise ValueError("milvus_url must begin with http:// or https://")
-        if self.milvus_token and not self.milvus_url:
-            raise ValueError("milvus_token needs milvus_url")
-        if self.language not in LANGUAGES:
-            raise ValueError(f"language {self.language!r} is not one of {', '.join(LANGUAGES)}")
-        if self.decode not in ("worker", "vllm"):
-            raise ValueError(f"decode must be worker or vllm, not {self.decode!r}")
-        if self.decode == "vllm" and not self.vllm_url.startswith(("http://", "https://")):
-            raise ValueError("decode = vllm needs vllm_url, beginning with http:// or https://")
+        self._check_limits()
+        self._check_engines()
         for origin in self.http_allowed_origins:
             if not _ORIGIN.fullmatch(origin):
                 raise ValueError(
@@ -214,6 +198,29 @@ class GatewayConfig:
         for address in self.workers:
             if not process.is_address(address.removeprefix("dns:")):
                 raise ValueError(f"workers: {address!r} is not host:port, unix:/path or dns:HOST:PORT")
+
+    def _check_limits(self) -> None:
+        if self.overlap_tokens >= self.chunk_tokens:
+            raise ValueError(
+                f"overlap_tokens ({self.overlap_tokens}) must be less than chunk_tokens ({self.chunk_tokens})"
+            )
+        if self.max_document_bytes > self.max_ingest_bytes:
+            raise ValueError("max_document_bytes exceeds max_ingest_bytes")
+        if self.top_k > self.max_top_k:
+            raise ValueError(f"top_k ({self.top_k}) exceeds max_top_k ({self.max_top_k})")
+
+    def _check_engines(self) -> None:
+        """Of retrieval and of decoding."""
+        if self.milvus_url and not self.milvus_url.startswith(("http://", "https://")):
+            raise ValueError("milvus_url must begin with http:// or https://")
+        if self.milvus_token and not self.milvus_url:
+            raise ValueError("milvus_token needs milvus_url")
+        if self.language not in LANGUAGES:
+            raise ValueError(f"language {self.language!r} is not one of {', '.join(LANGUAGES)}")
+        if self.decode not in ("worker", "vllm"):
+            raise ValueError(f"decode must be worker or vllm, not {self.decode!r}")
+        if self.decode == "vllm" and not self.vllm_url.startswith(("http://", "https://")):
+            raise ValueError("decode = vllm needs vllm_url, beginning with http:// or https://")
 
     @property
     def several_tenants(self) -> bool:

@@ -6,15 +6,8 @@ import torch
 from fusionkv.fusion_worker.select.base import choose
 from fusionkv.protos.contract.capabilities import unusable
 from fusionkv.protos.contract.names import full_name
-from fusionkv.protos.contract.recipes import (
-    RECIPES,
-    Isolated,
-    SimilarityGuided,
-    Versions,
-)
-from fusionkv.protos.contract.recipes import (
-    find_recipe as find,
-)
+from fusionkv.protos.contract.recipes import RECIPES, Isolated, SimilarityGuided, Versions
+from fusionkv.protos.contract.recipes import find_recipe as find
 from fusionkv.protos.contract.selectors import Window
 from fusionkv.protos.fusion.v1.fusion_pb2 import Capabilities, GetModelResponse
 from fusionkv.protos.runtime.errors import InvalidArgument
