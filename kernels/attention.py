@@ -1,8 +1,8 @@
 """Attention over a paged KV pool, for CPU and GPU: few rows at any positions, most keys reused (FusionRAG 4.3).
 
 *Rotate the query, not the cache.* A cached chunk's keys stay as prefill wrote them; the rows are rotated back by the
-chunk's shift instead, once per segment. For more than a few rows, a CPU gathers and rotates the request's keys once,
-in prompt order.
+chunk's shift instead, once per segment. For more than a few rows, a layer's keys are brought to prompt order, and
+rotated on the way.
 """
 
 from collections.abc import Mapping
@@ -39,16 +39,14 @@ def sparse_attention(
     Returns [rows, q_heads, head_dim], in q's dtype. Rows of no span are undefined.
     """
     if q.device.type != "cpu":
-        for span, into in scores.items():
-            into += attention_scores(q, k_pool, span, rotation, scale, window, sinks)
         attend: causal_attention.Attend = reference.sparse_attention
         if has_triton():
             from fusionkv.kernels.gpu import sparse_attention_triton
 
             attend = sparse_attention_triton.sparse_attention
-        if sinks is not None:  # which torch's operators don't have
-            return attend(q, k_pool, v_pool, spans, rotation, scale, window, sinks)
-        return causal_attention.sparse_attention(q, k_pool, v_pool, spans, rotation, scale, window, attend)
+        return causal_attention.sparse_attention(
+            q, k_pool, v_pool, spans, rotation, scale, window, scores, sinks, attend
+        )
     return sparse_attention_cpu.sparse_attention(q, k_pool, v_pool, spans, rotation, scale, window, scores, sinks)
 
 
@@ -78,9 +76,9 @@ def attention_scores(
     if q.device.type != "cpu":
         if not has_triton():
             return reference.attention_scores(q, k_pool, span, rotation, scale, window, sinks)
-        from fusionkv.kernels.gpu import attention_scores_triton
+        from fusionkv.kernels.gpu import sparse_attention_triton
 
-        return attention_scores_triton.attention_scores(q, k_pool, span, rotation, scale, window, sinks)
+        return sparse_attention_triton.attention_scores(q, k_pool, span, rotation, scale, window, sinks)
     rows = q[span.start : span.stop]
     return sparse_attention_cpu.attention_scores(rows, k_pool, span, rotation, scale, window, sinks)
 

@@ -1,6 +1,7 @@
 """Dense reference implementations, for tests and for GPUs without Triton: gather all keys, mask, softmax."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -15,10 +16,13 @@ def sparse_attention(
     rotation: Rotation,
     scale: float,
     window: int | None = None,
+    scores: Mapping[QuerySpan, torch.Tensor] = MappingProxyType({}),
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same as `attention.sparse_attention`, in O(rows x keys) memory, on any device and dtype."""
     out = torch.empty_like(q)
+    for span, into in scores.items():
+        into += attention_scores(q, k_pool, span, rotation, scale, window, sinks)
     for span in spans:
         weights, v = _weights(q[span.start : span.stop], k_pool, v_pool, span, rotation, scale, window, sinks)
         out[span.start : span.stop] = torch.einsum("hrn,nhd->rhd", weights, v.to(weights.dtype)).to(q.dtype)

@@ -149,6 +149,10 @@ class QuerySpan(Prepared):
         """The span's keys in prompt order, with tensors on a device, computed once for all layers."""
         return self.once(Order.of, rotation, device)
 
+    def ordered(self) -> torch.Tensor:
+        """int64 [2, last position + 1], in host memory: slot and shift of each position's key, found once."""
+        return self.once(_ordered)
+
     def positions_on(self, device: torch.device) -> torch.Tensor:
         """The rows' positions on a device, copied once for all layers."""
         return self.once(_positions_on, device)
@@ -180,6 +184,14 @@ class QuerySpan(Prepared):
         return at[kept], slots[kept], shifts[kept]
 
 
+def _ordered(span: QuerySpan) -> torch.Tensor:
+    at, slots, shifts = span.keys()
+    ordered = torch.full((2, int(span.positions[-1]) + 1), -1, dtype=torch.int64)
+    ordered[:, at] = torch.stack([slots, shifts])
+    assert (ordered[0] >= 0).all(), "a position has no key"
+    return ordered
+
+
 def _positions_on(span: QuerySpan, device: torch.device) -> torch.Tensor:
     return upload([span.positions], device)[0]
 
@@ -204,11 +216,7 @@ class Order(NamedTuple):
     @classmethod
     def of(cls, span: QuerySpan, rotation: Rotation, device: torch.device) -> "Order":
         """The order of the keys that the span's last row sees."""
-        length, at, slots, shifts = int(span.positions[-1]) + 1, *span.keys()
-        ordered = torch.full((2, length), -1, dtype=torch.int64)
-        ordered[:, at] = torch.stack([slots, shifts])
-        slots, shifts = ordered
-        assert (slots >= 0).all(), "a position has no key"
+        slots, shifts = span.ordered()
         (there,) = upload([slots], device)
         return cls(there, *rotation.factors(shifts, device), rotation, bool(shifts.any()))
 

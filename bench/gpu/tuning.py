@@ -44,7 +44,9 @@ def tune(head_dim: int, dtype: torch.dtype, device: torch.device) -> Tile:
         spans = Spans([QuerySpan(0, len(chosen), chosen, tuple(segments))])
 
         def call(tile: Tile = tile, spans: Spans = spans) -> torch.Tensor:
-            return sparse_attention_triton.attend(q, pool[0], pool[1], spans, rotation, head_dim**-0.5, None, tile)
+            return sparse_attention_triton.sparse_attention(
+                q, pool[0], pool[1], spans, rotation, head_dim**-0.5, tile=tile
+            )
 
         try:
             times[tile] = _milliseconds(call)

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 import torch
 
 from fusionkv.kernels.attention import attention_scores, sparse_attention
-from fusionkv.kernels.gpu import has_triton
-from fusionkv.kernels.gpu.tile_shapes import tile_for
 from fusionkv.kernels.segments import KVSegment, QuerySpan, Rotation, Spans
 
 SYSTEM, QUESTION = 32, 32  # tokens
@@ -66,22 +64,11 @@ class Problem:
 
     @property
     def keys(self) -> int:
-        """Number of visible keys, summed over requests, so that shared keys count for each request."""
+        """Number of visible keys, summed over requests."""
         return sum(int(span.positions[-1]) + 1 for span in self.spans)
 
     def attend(self) -> torch.Tensor:
         return sparse_attention(self.q, self.k, self.v, self.spans, self.rotation, self.scale)
-
-    def apart(self) -> torch.Tensor:
-        """The same as `attend`, without sharing keys between requests; on a GPU still in one launch."""
-        rest = self.rotation, self.scale
-        if self.q.device.type == "cpu" or not has_triton():
-            alone = (sparse_attention(self.q, self.k, self.v, Spans([span]), *rest) for span in self.spans)
-            return torch.cat([out[span.start : span.stop] for out, span in zip(alone, self.spans, strict=True)])
-        from fusionkv.kernels.gpu import sparse_attention_triton
-
-        tile = tile_for(self.q.device, self.q.shape[2], self.q.dtype)
-        return sparse_attention_triton.attend(self.q, self.k, self.v, self.spans, *rest, None, tile)
 
     def scores(self, span: QuerySpan) -> torch.Tensor:
         return attention_scores(self.q, self.k, span, self.rotation, self.scale)
@@ -141,14 +128,12 @@ def prefill(
     return Problem.random(shape, start + len(computed), Spans([span]), device, dtype)
 
 
-def decode(shape: Shape, context: int, batch: int, shared: bool, device: torch.device, dtype: torch.dtype) -> Problem:
-    """The problem with one row per request over 64 chunks with recomputed tokens. shared: the same chunks for all."""
-    chunk, spans, slot = context // DECODE_CHUNKS, [], context if shared else 0
+def decode(shape: Shape, context: int, batch: int, device: torch.device, dtype: torch.dtype) -> Problem:
+    """The problem with one row per request over 64 chunks of its own, with recomputed tokens."""
+    chunk, spans, slot = context // DECODE_CHUNKS, [], 0
     for row in range(batch):
         computed = torch.cat([choose(0, context, DECODE_HIDDEN), torch.tensor([context])])
-        start = 0 if shared else slot
-        slot += 0 if shared else context
-        parts = [Part(start + place * chunk, chunk, 7) for place in torch.randperm(DECODE_CHUNKS).tolist()]
-        spans.append(lay_out(parts, computed, slot, row, 1))
-        slot += len(computed)
+        parts = [Part(slot + place * chunk, chunk, 7) for place in torch.randperm(DECODE_CHUNKS).tolist()]
+        spans.append(lay_out(parts, computed, slot + context, row, 1))
+        slot += context + len(computed)
     return Problem.random(shape, slot, Spans(spans), device, dtype)

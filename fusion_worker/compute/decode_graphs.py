@@ -96,7 +96,7 @@ class DecodeGraphs:
             if len(self._captured) >= _MOST_GRAPHS:
                 self._captured.pop(next(iter(self._captured)))
             inputs = packed.to(self._model.device, copy=True)
-            graph, outputs = self._capture(lambda: self._run(batch, tables, unpack(inputs, given)))
+            graph, outputs = self._capture(lambda: self._run(tables, unpack(inputs, given)))
             self._captured[sizes] = _Captured(inputs, graph, outputs)
         captured = self._captured[sizes]
         captured.inputs.copy_(packed, non_blocking=True)
@@ -125,15 +125,15 @@ class DecodeGraphs:
         grid = Grid.of_decoding(heads, shape.kv_heads, tile.rows, processors(self._model.device), rows)
         return [SegmentTable.of([*spans, *more], each, grid).padded(**_LEAST) for each in self._rotations()]
 
-    def _run(self, batch: Batch, tables: list[SegmentTable], given: list[torch.Tensor]) -> Predicted:
-        """The step, whose inputs are all in `given`."""
+    def _run(self, tables: list[SegmentTable], given: list[torch.Tensor]) -> Predicted:
+        """The step, whose inputs are all in `given`. tables: their sizes and launches."""
         ids, positions, slots, *tensors = given
         there = {}
         for rotation, table in zip(self._rotations(), tables, strict=True):
             own, tensors = tensors[: len(table.tensors())], tensors[len(table.tensors()) :]
             there[rotation] = table.with_tensors(own)
-        spans = TabledSpans(batch.spans, there)
-        hidden = through(self._model, Batch(ids, positions, slots, spans, batch.pool, batch.rotations))
+        batch = Batch(ids, positions, slots, TabledSpans(there), self._pool.kv, self._model.rotations)
+        hidden = through(self._model, batch)
         predicted = logits(self._model, hidden)
         return Predicted(predicted, figures(predicted))
 

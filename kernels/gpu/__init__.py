@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 def has_triton() -> bool:
     """Whether the Triton kernels can be used; without them a GPU runs the dense reference. Cached."""
     try:
-        from fusionkv.kernels.gpu import attention_scores_triton, sparse_attention_triton  # noqa: F401
+        from fusionkv.kernels.gpu import sparse_attention_triton  # noqa: F401
     except (ImportError, AttributeError) as error:
         log.warning("Triton 3.6 or later is not available; attention on the GPU is dense and slow: %s", error)
         return False

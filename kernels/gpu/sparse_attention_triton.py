@@ -1,29 +1,75 @@
-"""`sparse_attention` on a GPU: one program for each tile of rows, KV head and part of the keys.
+"""Attention on a GPU: one program for each tile of rows, KV head and part of the keys, as in flash attention.
 
-The rows of a tile are rotated back once per segment; keys are not rotated, copied or masked ahead of time. Where
-tiles are too few to fill the GPU (decoding, short questions), keys are split into parts, and a second kernel merges
-their results, as in flash-decoding. Slots that several decoding requests share are read once for all of them, by a
-kernel of their own, before the merge.
+Few rows, as in decoding, read the pool in place: they are rotated back once per segment. For more rows, and where the
+attention to each key is wanted, a kernel first brings a request's keys to prompt order and rotates them there, as a
+CPU does: it moves each key once, and then a key's index is its position, stale slots are left out, and every tile
+walks one segment. A layer's keys in order are dropped after it, so that the pool's are shared by requests.
+
+Where tiles are too few to fill the GPU, keys are split into parts, and a second kernel merges their results.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from fusionkv.kernels.gpu.segment_table import Grid, Launch, SegmentTable, TabledSpans
-from fusionkv.kernels.gpu.tile_shapes import Tile, shared_tile, tile_for
+from fusionkv.kernels.gpu.segment_table import Grid, SegmentTable, TabledSpans
+from fusionkv.kernels.gpu.tile_shapes import Tile, tile_for
 from fusionkv.kernels.gpu.tiles_triton import (
+    INTERPRETED,
     LOG2E,
     constants,
-    key_positions,
     load_turned,
     processors,
     product,
     sink,
-    update,
     visible,
+    walk,
 )
-from fusionkv.kernels.segments import Rotation, Spans
+from fusionkv.kernels.segments import KVSegment, QuerySpan, Rotation, Spans
+from fusionkv.kernels.upload import upload
+
+# With more rows, the keys of a request are brought to prompt order; fewer read them about as fast where they are.
+_MOST_ROWS = 127
+_SCORED_ROWS, _SCORED_KEYS = 64, 32 if INTERPRETED else 64
+_GATHERED = 64
+
+
+@triton.jit
+def _gather(  # type: ignore[no-untyped-def]
+    k_ptr,  # [slots, kv_heads, head_dim]
+    v_ptr,
+    k_out_ptr,  # [keys, kv_heads, head_dim]
+    v_out_ptr,
+    slots_ptr,  # [keys]
+    turn_ptr,  # [keys]: row in turns
+    turns_ptr,
+    keys,
+    SLOT_STRIDE: tl.constexpr,
+    KV_HEAD_STRIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+):
+    """Copies keys and values, and rotates the keys."""
+    head = tl.program_id(1)
+    n, d = tl.program_id(0) * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS), tl.arange(0, DIM)
+    there = n < keys
+    slot = tl.load(slots_ptr + n, mask=there, other=0).to(tl.int64)
+    turn = tl.load(turn_ptr + n, mask=there, other=0)
+    inside = there[:, None] & (d < HEAD_DIM)[None, :]
+    at = slot * SLOT_STRIDE + head * KV_HEAD_STRIDE
+    to = ((n.to(tl.int64) * tl.num_programs(1) + head) * HEAD_DIM)[:, None] + d[None, :]
+    turn_rows = (turns_ptr + turn * ROTARY_DIM)[:, None]
+    k = load_turned(k_ptr + at, there, turn_rows, HEAD_DIM, DIM, ROTARY_DIM, INTERLEAVED)
+    tl.store(k_out_ptr + to, k, mask=inside)
+    tl.store(v_out_ptr + to, tl.load(v_ptr + at[:, None] + d[None, :], mask=inside, other=0.0), mask=inside)
 
 
 @triton.jit
@@ -37,7 +83,6 @@ def _attend(  # type: ignore[no-untyped-def]
     items_ptr,
     segments_ptr,
     positions_ptr,
-    bias_ptr,
     row_positions_ptr,
     turns_ptr,
     scale,  # times log2(e)
@@ -52,14 +97,15 @@ def _attend(  # type: ignore[no-untyped-def]
     DIM: tl.constexpr,  # HEAD_DIM rounded up to a power of two
     ROTARY_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
     GROUPS: tl.constexpr,
     TILE: tl.constexpr,
     ROWS: tl.constexpr,  # TILE * GROUPS rounded up to a power of two, at least 16
-    BLOCK_KEYS: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
+    WIDEN: tl.constexpr,
     PARTIAL: tl.constexpr,
     SINKS: tl.constexpr,
-    WIDEN: tl.constexpr,
+    ORDERED: tl.constexpr,  # keys are at their positions: rotating a large tile would spill registers
 ):
     head = tl.program_id(1)
     item_ptr = items_ptr + 6 * tl.program_id(0)
@@ -76,50 +122,39 @@ def _attend(  # type: ignore[no-untyped-def]
     lowest = tl.load(row_positions_ptr + first_row)
     q_rows = q_ptr + row * q_row_stride + q_head * q_head_stride
     d = tl.arange(0, DIM)
-    n = tl.arange(0, BLOCK_KEYS)
-    channel = (d < HEAD_DIM)[None, :]
 
     high = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM], tl.float32)
     for segment in range(first_segment, first_segment + segments):
-        segment_ptr = segments_ptr + 6 * segment
+        segment_ptr = segments_ptr + 5 * segment
         slot, length = tl.load(segment_ptr), tl.load(segment_ptr + 1)
         first, turn, own = tl.load(segment_ptr + 2), tl.load(segment_ptr + 3), tl.load(segment_ptr + 4)
-        end = first + length - 1
-        if tl.load(segment_ptr + 5) == 1:
-            first = tl.load(positions_ptr + own)
-            end = tl.load(positions_ptr + own + length - 1)
-        if first > last:
-            length = length * 0
-        q = load_turned(q_rows, valid, turns_ptr + turn * ROTARY_DIM, HEAD_DIM, DIM, ROTARY_DIM, INTERLEAVED)
+        # Slot i is at first + i, or further: no row sees those behind the last one.
+        length = tl.minimum(length, last - first + 1)
+        if ORDERED:
+            own = -1
+            q = tl.load(q_rows[:, None] + d[None, :], mask=valid[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+        else:
+            q = load_turned(q_rows, valid, turns_ptr + turn * ROTARY_DIM, HEAD_DIM, DIM, ROTARY_DIM, INTERLEAVED)
         at = slot.to(tl.int64) * SLOT_STRIDE + head * KV_HEAD_STRIDE
-        # Whole blocks below all rows of the tile: there, only hidden slots need a mask, which is an added bias.
-        below = tl.where(own < 0, tl.minimum(length, lowest - first + 1), tl.where(end <= lowest, length, 0))
-        whole = tl.where(WINDOW > 0, 0, tl.maximum(below, 0) // BLOCK_KEYS * BLOCK_KEYS)
-        bias = tl.load(bias_ptr + own + n, mask=(own >= 0) & (n < whole), other=0.0)
-        for start in range(0, whole, BLOCK_KEYS):
-            k = tl.load(k_ptr + at + (n[None, :] * SLOT_STRIDE + d[:, None]), mask=(d < HEAD_DIM)[:, None], other=0.0)
-            scores = product(q, k, WIDEN) * scale + bias[None, :]
-            # The bias is loaded a block ahead, so that no product waits for it.
-            stop = start + BLOCK_KEYS
-            bias = tl.load(bias_ptr + own + stop + n, mask=(own >= 0) & (stop + n < whole), other=0.0)
-            v = tl.load(v_ptr + at + (n[:, None] * SLOT_STRIDE + d[None, :]), mask=channel, other=0.0)
-            high, total, acc = update(scores, v, high, total, acc, WIDEN)
-            at += BLOCK_KEYS * SLOT_STRIDE
-        for start in range(whole, length, BLOCK_KEYS):
-            there = start + n < length
-            position = key_positions(positions_ptr, own, first, start + n, length)
-            k_at = k_ptr + at + (n[None, :] * SLOT_STRIDE + d[:, None])
-            k = tl.load(k_at, mask=there[None, :] & (d < HEAD_DIM)[:, None], other=0.0)
-            scores = product(q, k, WIDEN) * scale
-            scores = tl.where(visible(position[None, :], q_position, WINDOW), scores, float("-inf"))
-            v_at = v_ptr + at + (n[:, None] * SLOT_STRIDE + d[None, :])
-            v = tl.load(v_at, mask=there[:, None] & channel, other=0.0)
-            high, total, acc = update(scores, v, high, total, acc, WIDEN)
-            at += BLOCK_KEYS * SLOT_STRIDE
+        # Whole blocks that all rows of the tile see need no mask.
+        start = length * 0
+        whole = tl.maximum(tl.minimum(length, lowest - first + 1), 0) // BLOCK_KEYS * BLOCK_KEYS
+        if WINDOW > 0:
+            start = tl.where(own < 0, tl.maximum(lowest - WINDOW + 1 - first, 0) // BLOCK_KEYS * BLOCK_KEYS, 0)
+            whole = start
+        whole = tl.where(own < 0, whole, 0)
+        high, total, acc = walk(
+            q, k_ptr + at, v_ptr + at, positions_ptr, q_position, high, total, acc, start, whole, length, first, own,
+            scale, SLOT_STRIDE, HEAD_DIM, DIM, BLOCK_KEYS, WINDOW, WIDEN, False,
+        )  # fmt: skip
+        high, total, acc = walk(
+            q, k_ptr + at, v_ptr + at, positions_ptr, q_position, high, total, acc, whole, length, length, first, own,
+            scale, SLOT_STRIDE, HEAD_DIM, DIM, BLOCK_KEYS, WINDOW, WIDEN, True,
+        )  # fmt: skip
 
-    inside = valid[:, None] & channel
+    inside = valid[:, None] & (d < HEAD_DIM)[None, :]
     if SINKS and not PARTIAL:
         total += tl.exp2(sink(sinks_ptr + q_head, valid) - high)
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
@@ -134,96 +169,11 @@ def _attend(  # type: ignore[no-untyped-def]
         tl.store(out_rows[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _attend_shared(  # type: ignore[no-untyped-def]
-    q_ptr,  # [rows, q_heads, head_dim]
-    k_ptr,  # [slots, kv_heads, head_dim]
-    v_ptr,  # [slots, kv_heads, head_dim]
-    partial_ptr,  # float32 [partial results, q_heads, head_dim]
-    lse_ptr,  # float32 [partial results, q_heads], to base 2
-    items_ptr,
-    members_ptr,
-    segments_ptr,
-    positions_ptr,
-    row_positions_ptr,
-    turns_ptr,
-    scale,  # times log2(e)
-    q_row_stride,
-    q_head_stride,
-    SLOT_STRIDE: tl.constexpr,
-    KV_HEAD_STRIDE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    WIDEN: tl.constexpr,
-):
-    """Tiles of rows of *several* requests, over keys that all of them see.
-
-    Each row has its own rotation, positions and hidden slots. The smallest matrix product has 16 rows, of which one
-    request fills as many as a KV head has query heads, so rows of other requests cost little more than their
-    rotations.
-    """
-    head = tl.program_id(1)
-    item_ptr = items_ptr + 4 * tl.program_id(0)
-    first_member, members = tl.load(item_ptr), tl.load(item_ptr + 1)
-    first_segment, pieces = tl.load(item_ptr + 2), tl.load(item_ptr + 3)
-
-    # Row m is member m // GROUPS, head m % GROUPS of the group.
-    m = tl.arange(0, ROWS)
-    valid = (m < TILE * GROUPS) & (m // GROUPS < members)
-    member_ptr = members_ptr + 2 * (first_member + m // GROUPS)
-    row = tl.load(member_ptr, mask=valid, other=0).to(tl.int64)
-    q_head = head * GROUPS + m % GROUPS
-    q_position = tl.load(row_positions_ptr + row, mask=valid, other=-1)
-    q_rows = q_ptr + row * q_row_stride + q_head * q_head_stride
-    d = tl.arange(0, DIM)
-    n = tl.arange(0, BLOCK_KEYS)
-    channel = (d < HEAD_DIM)[None, :]
-
-    high = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, DIM], tl.float32)
-    for piece in range(pieces):
-        # The segments of a piece are listed by member, all with the same slots.
-        segment = first_segment + piece * members
-        slot, length = tl.load(segments_ptr + 6 * segment), tl.load(segments_ptr + 6 * segment + 1)
-        segment_ptr = segments_ptr + 6 * (segment + m // GROUPS)
-        first = tl.load(segment_ptr + 2, mask=valid, other=0)
-        turn = tl.load(segment_ptr + 3, mask=valid, other=0)
-        own = tl.load(segment_ptr + 4, mask=valid, other=-1)
-        turn_rows = (turns_ptr + turn * ROTARY_DIM)[:, None]
-        q = load_turned(q_rows, valid, turn_rows, HEAD_DIM, DIM, ROTARY_DIM, INTERLEAVED)
-        at = slot.to(tl.int64) * SLOT_STRIDE + head * KV_HEAD_STRIDE
-        for start in range(0, length, BLOCK_KEYS):
-            there = start + n < length
-            slots = (start + n)[None, :]
-            position = key_positions(positions_ptr, own[:, None], first[:, None], slots, length)
-            k_at = k_ptr + at + (n[None, :] * SLOT_STRIDE + d[:, None])
-            k = tl.load(k_at, mask=there[None, :] & (d < HEAD_DIM)[:, None], other=0.0)
-            scores = product(q, k, WIDEN) * scale
-            scores = tl.where(visible(position, q_position, WINDOW), scores, float("-inf"))
-            v_at = v_ptr + at + (n[:, None] * SLOT_STRIDE + d[None, :])
-            v = tl.load(v_at, mask=there[:, None] & channel, other=0.0)
-            high, total, acc = update(scores, v, high, total, acc, WIDEN)
-            at += BLOCK_KEYS * SLOT_STRIDE
-
-    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    to = tl.load(member_ptr + 1, mask=valid, other=0).to(tl.int64) * (tl.num_programs(1) * GROUPS) + q_head
-    tl.store(lse_ptr + to, high + tl.log2(total), mask=valid)
-    tl.store(partial_ptr + (to * HEAD_DIM)[:, None] + d[None, :], acc, mask=valid[:, None] & channel)
-
-
 # `parts` is not specialised: it varies with sharing, and each new value would compile the kernel again.
 @triton.jit(do_not_specialize=["parts"])
 def _merge(  # type: ignore[no-untyped-def]
     partial_ptr,  # float32 [parts, partial rows, q_heads, head_dim]
-    lse_ptr,  # float32 [parts, partial rows, q_heads]
+    lse_ptr,  # float32 [parts, partial rows, q_heads], to base 2; the first part's become those of all keys
     rows_ptr,  # int64 [partial rows]
     sinks_ptr,  # [q_heads]
     out_ptr,
@@ -245,6 +195,7 @@ def _merge(  # type: ignore[no-untyped-def]
     total = tl.sum(weights, 0)
     if SINKS:
         total += tl.exp2(sink(sinks_ptr + head, True) - high)
+    tl.store(lse_ptr + partial * tl.num_programs(1) + head, high + tl.log2(total))
     weights = weights / total
     # Parts without any key of the row were never written.
     inside = (weights > 0.0)[:, None] & (d < HEAD_DIM)[None, :]
@@ -255,6 +206,108 @@ def _merge(  # type: ignore[no-untyped-def]
     tl.store(to, out.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
 
 
+@triton.jit
+def _columns(  # type: ignore[no-untyped-def]
+    q_ptr,  # [rows, q_heads, head_dim]
+    k_ptr,  # [keys, kv_heads, head_dim], in prompt order
+    lse_ptr,  # float32 [rows of the span, q_heads], to base 2
+    out_ptr,  # float32 [kv_heads, keys]
+    row_positions_ptr,
+    scale,
+    first_row,
+    rows,
+    keys,
+    q_row_stride,
+    q_head_stride,
+    SLOT_STRIDE: tl.constexpr,
+    KV_HEAD_STRIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Sums the weights of each key of a block over all rows. The matrix is never stored."""
+    head = tl.program_id(1)
+    m, d = tl.arange(0, ROWS), tl.arange(0, DIM)
+    n = tl.program_id(0) * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
+    channel = d < HEAD_DIM
+    k_at = k_ptr + head * KV_HEAD_STRIDE + n.to(tl.int64)[None, :] * SLOT_STRIDE + d[:, None]
+    k = tl.load(k_at, mask=(n < keys)[None, :] & channel[:, None], other=0.0)
+    column = tl.zeros([BLOCK_KEYS], tl.float32)
+    for tile in range(0, rows, TILE):
+        span_row = tile + m // GROUPS
+        valid = (m < TILE * GROUPS) & (span_row < rows)
+        row = (first_row + span_row).to(tl.int64)
+        q_head = head * GROUPS + m % GROUPS
+        q_position = tl.load(row_positions_ptr + row, mask=valid, other=-1)
+        q_rows = q_ptr + row * q_row_stride + q_head * q_head_stride
+        q = tl.load(q_rows[:, None] + d[None, :], mask=valid[:, None] & channel[None, :], other=0.0)
+        lse = tl.load(lse_ptr + span_row * (tl.num_programs(1) * GROUPS) + q_head, mask=valid, other=0.0)
+        scores = tl.where(visible(n[None, :], q_position, WINDOW), product(q, k, None, WIDEN) * scale, float("-inf"))
+        column += tl.sum(tl.exp2(scores - lse[:, None]), 0)
+    tl.store(out_ptr + head.to(tl.int64) * keys + n, column, mask=n < keys)
+
+
+class _Layer(NamedTuple):
+    """What a layer's kernels are given, besides tables. keys, values: a pool, or keys in prompt order."""
+
+    q: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    out: torch.Tensor
+    rotation: Rotation
+    scale: float
+    window: int | None
+    sinks: torch.Tensor | None
+    tile: Tile
+    ordered: bool = False
+
+    def grid(self) -> Grid:
+        return Grid.of(self.q.shape[1], self.keys.shape[1], self.tile.rows, processors(self.q.device))
+
+
+class _Ordered(NamedTuple):
+    """The keys of spans in prompt order, one span's after another's.
+
+    table: of the spans, each over one segment of these keys. slots, turn: int32 [keys], the slot of each key, and its
+    row in `turns`, float32 [turns, 2, rotary_dim / 2]: cos and sin of the rotation.
+    """
+
+    table: SegmentTable
+    slots: torch.Tensor
+    turn: torch.Tensor
+    turns: torch.Tensor
+
+    @classmethod
+    def of(cls, spans: Spans, rotation: Rotation, grid: Grid, device: torch.device) -> "_Ordered":
+        counts = np.cumsum([0, *(int(span.positions[-1]) + 1 for span in spans)]).tolist()
+        slots, shifts = torch.cat([span.ordered() for span in spans], dim=1)
+        moved = [
+            QuerySpan(span.start, span.stop, span.positions, (KVSegment(begin, end - begin, 0),))
+            for span, begin, end in zip(spans, counts, counts[1:], strict=False)
+        ]
+        table = SegmentTable.of(moved, rotation, grid)
+        different, turn = shifts.unique(return_inverse=True)
+        angles = different[:, None] * rotation.inv_freq.double()
+        turns = torch.stack([angles.cos(), angles.sin()], dim=1).float()
+        *tables, slots, turn, turns = upload([*table.tensors(), slots.int(), turn.int(), turns], device)
+        return cls(table.with_tensors(tables), slots, turn, turns)
+
+    def layer(self, pool: _Layer) -> _Layer:
+        """The layer with its keys in order."""
+        shape = (len(self.slots), *pool.keys.shape[1:])
+        keys, values = (torch.empty(shape, dtype=x.dtype, device=x.device) for x in (pool.keys, pool.values))
+        consts = constants(pool.q, pool.keys, _GATHERED, pool.rotation)
+        _gather[triton.cdiv(shape[0], _GATHERED), shape[1]](
+            *(pool.keys, pool.values, keys, values, self.slots, self.turn, self.turns, shape[0]), **consts
+        )
+        return pool._replace(keys=keys, values=values, ordered=True)
+
+
 def sparse_attention(
     q: torch.Tensor,
     k_pool: torch.Tensor,
@@ -263,104 +316,111 @@ def sparse_attention(
     rotation: Rotation,
     scale: float,
     window: int | None = None,
+    scores: Mapping[QuerySpan, torch.Tensor] = MappingProxyType({}),
     sinks: torch.Tensor | None = None,
+    tile: Tile | None = None,
 ) -> torch.Tensor:
-    """The same as `attention.sparse_attention`.
+    """The same as `attention.sparse_attention`. tile: None for that of this GPU.
 
-    Extra memory: the tables, and parts x rows x q_heads x head_dim floats if keys are split into parts.
+    Extra memory: the tables, keys and values in prompt order, and parts x rows x q_heads x head_dim floats if keys
+    are split into parts.
     """
-    tile = tile_for(q.device, q.shape[2], q.dtype)
-    return attend(q, k_pool, v_pool, spans, rotation, scale, window, tile, shared_tile(q.shape[2], q.dtype), sinks)
-
-
-def attend(
-    q: torch.Tensor,
-    k_pool: torch.Tensor,
-    v_pool: torch.Tensor,
-    spans: Spans,
-    rotation: Rotation,
-    scale: float,
-    window: int | None,
-    tile: Tile,
-    shared: Tile | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`sparse_attention` with a given tile shape. shared: that of tiles shared by decoding requests, or None."""
-    heads, kv_heads = q.shape[1], k_pool.shape[1]
     assert k_pool.stride() == v_pool.stride()
     assert q.stride(2) == k_pool.stride(2) == 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if not spans:  # all rows are tempered
-        return out
+    tile = tile or tile_for(q.device, q.shape[2], q.dtype)
+    pool = _Layer(q, k_pool, v_pool, out, rotation, scale, window, sinks, tile)
     if isinstance(spans, TabledSpans):
-        table = spans.tables[rotation]
-    else:
-        grid = Grid.of(heads, kv_heads, tile.rows, processors(q.device), shared.rows if shared else 0)
-        table = spans.once(SegmentTable.on, rotation, grid, q.device)
-    for launch in table.launches:
-        _launch(launch, table, tile, shared, q, k_pool, v_pool, out, rotation, scale, window, sinks)
+        _attend_all(spans.tables[rotation], pool)
+        return out
+    few, many = spans.once(_split, pool.grid(), frozenset(scores))
+    for alike in few:
+        _attend_all(alike.once(SegmentTable.on, rotation, pool.grid(), q.device), pool)
+    if many:
+        ordered = many.once(_Ordered.of, rotation, pool.grid(), q.device)
+        _attend_all(ordered.table, ordered.layer(pool))
+    for span, into in scores.items():
+        _score(span, pool, into)
     return out
 
 
-def _launch(
-    launch: Launch,
-    table: SegmentTable,
-    tile: Tile,
-    shared: Tile | None,
+def attention_scores(
     q: torch.Tensor,
     k_pool: torch.Tensor,
-    v_pool: torch.Tensor,
-    out: torch.Tensor,
+    span: QuerySpan,
     rotation: Rotation,
     scale: float,
     window: int | None,
-    sinks: torch.Tensor | None,
-) -> None:
-    heads, kv_heads, dim = q.shape[1], k_pool.shape[1], q.shape[2]
-    partial_rows = len(launch.rows)
-    lse = partial = out
-    if launch.parts > 1:
-        # -inf: parts that a short span does not have get no weight.
-        lse = torch.full((launch.parts, partial_rows, heads), float("-inf"), device=q.device)
-        partial = torch.empty((launch.parts, partial_rows, heads, dim), device=q.device)
-    out_strides, q_strides = out.stride()[:2], q.stride()[:2]
-    pointers = (q, k_pool, v_pool, partial, lse)
-    shape = constants(q, k_pool, rotation, launch.tile, tile.keys, window)
-    few = shape["ROWS"] < tile.rows
-    # Without sinks, any pointer in their place.
-    sinks_at = q if sinks is None else sinks
-    _attend[len(launch.items), kv_heads](
-        *pointers,
-        sinks_at,
-        launch.items,
-        *(table.segments, table.positions, table.bias, table.row_positions, table.turns),
-        scale * LOG2E,
-        partial_rows,
-        *q_strides,
-        *out_strides,
-        **shape,
-        PARTIAL=launch.parts > 1,
-        SINKS=sinks is not None,
-        num_warps=4 if few else tile.warps,
-        num_stages=tile.stages,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same as `attention.attention_scores`."""
+    scores = torch.zeros(int(span.positions[-1]) + 1, device=q.device)
+    tile = tile_for(q.device, q.shape[2], q.dtype)
+    _score(span, _Layer(q, k_pool, k_pool, torch.empty_like(q), rotation, scale, window, sinks, tile), scores)
+    return scores
+
+
+def _split(spans: Spans, grid: Grid, scored: frozenset[QuerySpan]) -> tuple[list[Spans], Spans]:
+    """Spans of few rows, by size of their tiles, and others; without those whose attention is summed."""
+    rest = [span for span in spans if span not in scored]
+    few: dict[int, list[QuerySpan]] = {}
+    for span in rest:
+        if span.rows <= _MOST_ROWS:
+            few.setdefault(grid.tile(span.rows), []).append(span)
+    return [Spans(alike) for alike in few.values()], Spans([span for span in rest if span.rows > _MOST_ROWS])
+
+
+def _score(span: QuerySpan, pool: _Layer, into: torch.Tensor) -> None:
+    """Computes a span's rows, and adds their attention to each position to `into`."""
+    grid = pool.grid()
+    # With two parts or more, the kernel that merges them leaves each row's denominator.
+    parts = max(2, grid.parts(-(-span.rows // grid.tile(span.rows)), len(into)))
+    ordered = span.once(_alone, pool.rotation, grid._replace(fixed_parts=parts), pool.q.device)
+    layer = ordered.layer(pool)
+    lse = _attend_all(ordered.table, layer)
+    columns = torch.empty(layer.keys.shape[1], len(into), device=into.device)
+    _columns[triton.cdiv(len(into), _SCORED_KEYS), layer.keys.shape[1]](
+        *(pool.q, layer.keys, lse, columns, ordered.table.row_positions, pool.scale * LOG2E),
+        *(span.start, span.rows, len(into), *pool.q.stride()[:2]),
+        **constants(pool.q, layer.keys, _SCORED_KEYS, None, max(1, _SCORED_ROWS // grid.groups), pool.window),
     )
-    if launch.shared is not None:
-        assert shared is not None
-        _attend_shared[len(launch.shared.items), kv_heads](
-            *pointers,
-            *(launch.shared.items, launch.shared.members),
-            *(table.segments, table.positions, table.row_positions, table.turns),
-            scale * LOG2E,
-            *q_strides,
-            **constants(q, k_pool, rotation, launch.shared.tile, shared.keys, window),
-            num_warps=shared.warps,
-            num_stages=shared.stages,
+    into += columns.sum(0)
+
+
+def _alone(span: QuerySpan, rotation: Rotation, grid: Grid, device: torch.device) -> _Ordered:
+    return _Ordered.of(Spans([span]), rotation, grid, device)
+
+
+def _attend_all(table: SegmentTable, layer: _Layer) -> torch.Tensor:
+    """Computes the rows of a table. Returns float32 [parts, partial rows, q_heads], if there are parts: first each
+    row's log-sum-exp over all keys, to base 2.
+    """
+    q, out = layer.q, layer.out
+    shape, partial, lse = (table.parts, len(table.rows), *q.shape[1:]), out, out
+    if table.parts > 1:
+        # -inf: parts that a short span does not have get no weight.
+        lse = torch.full(shape[:3], float("-inf"), device=q.device)
+        partial = torch.empty(shape, device=q.device)
+    consts = constants(q, layer.keys, layer.tile.keys, layer.rotation, table.tile, layer.window)
+    # Without sinks, any pointer in their place.
+    sinks, has_sinks = q if layer.sinks is None else layer.sinks, layer.sinks is not None
+    _attend[len(table.items), layer.keys.shape[1]](
+        *(q, layer.keys, layer.values, partial, lse, sinks, table.items),
+        *(table.segments, table.positions, table.row_positions, table.turns),
+        *(layer.scale * LOG2E, shape[1], *q.stride()[:2], *out.stride()[:2]),
+        **consts,
+        PARTIAL=table.parts > 1,
+        SINKS=has_sinks,
+        ORDERED=layer.ordered,
+        num_warps=4 if consts["ROWS"] < layer.tile.rows else layer.tile.warps,
+        num_stages=layer.tile.stages,
+    )
+    if table.parts > 1:
+        _merge[shape[1:3]](
+            *(partial, lse, table.rows, sinks, out, shape[1], *out.stride()[:2], table.parts),
+            PARTS_CEIL=triton.next_power_of_2(table.parts),
+            SINKS=has_sinks,
+            HEAD_DIM=shape[3],
+            DIM=consts["DIM"],
         )
-    if launch.parts > 1:
-        _merge[partial_rows, heads](
-            *(partial, lse, launch.rows, sinks_at, out, partial_rows, *out_strides, launch.parts),
-            PARTS_CEIL=triton.next_power_of_2(launch.parts),
-            SINKS=sinks is not None,
-            HEAD_DIM=dim,
-            DIM=triton.next_power_of_2(dim),
-        )
+    return lse

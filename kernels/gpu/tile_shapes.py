@@ -38,14 +38,6 @@ def tile_for(device: torch.device, head_dim: int, dtype: torch.dtype) -> Tile:
     return recall(tile_key(device, head_dim, dtype)) or default(head_dim, dtype)
 
 
-def shared_tile(head_dim: int, dtype: torch.dtype) -> Tile:
-    """The tile for rows of several requests: the largest that does not spill registers.
-
-    Not measured, only compiled for sm_80 and sm_90.
-    """
-    return _fitting(Tile(64 if head_dim <= 128 else 32, 32, 8, 2), head_dim, dtype)
-
-
 def shared_bytes(tile: Tile, head_dim: int, dtype: torch.dtype) -> int:
     """Maximum shared memory of a program with this tile, on GPUs before sm_90 (which has 227 KiB).
 

@@ -24,12 +24,12 @@ DIMS = [32, 64, 80, 96, 128, 256]
 OPERATIONS: dict[str, Any] = {"kernel": attention.sparse_attention, "reference": reference.sparse_attention}
 SCORES: dict[str, Any] = {"kernel": attention.attention_scores, "reference": reference.attention_scores}
 if HAS_KERNEL:
-    from fusionkv.kernels.gpu import attention_scores_triton, sparse_attention_triton
+    from fusionkv.kernels.gpu import sparse_attention_triton
 
     OPERATIONS["triton"] = lambda q, k, v, spans, *rest, sinks: sparse_attention_triton.sparse_attention(
-        there(q), there(k), there(v), spans, *rest, there(sinks)
+        there(q), there(k), there(v), spans, *rest, sinks=there(sinks)
     ).cpu()
-    SCORES["triton"] = lambda *given: attention_scores_triton.attention_scores(*map(there, given)).cpu()
+    SCORES["triton"] = lambda *given: sparse_attention_triton.attention_scores(*map(there, given)).cpu()
 PARTS = [(20, 0), (1, 7), (61, -13), (30, 900)]
 
 
@@ -284,7 +284,7 @@ def test_a_batch_without_spans() -> None:
 @pytest.mark.skipif(not HAS_KERNEL, reason="needs a GPU, or TRITON_INTERPRET=1 as the next test sets it")
 def test_the_tables_of_scores_go_with_their_span() -> None:
     q, k, _, (span,) = (there(x) for x in SMALL.tensors(torch.float32))
-    attention_scores_triton.attention_scores(q, k, span, SMALL.rotation, 0.1, None)
+    sparse_attention_triton.attention_scores(q, k, span, SMALL.rotation, 0.1, None)
     gone = weakref.ref(span)
     del span
     assert gone() is None
