@@ -18,8 +18,9 @@ from fusionkv.protos.runtime.errors import FailedPrecondition
 from fusionkv.protos.runtime.process import cores
 
 log = logging.getLogger(__name__)
-# Chunks of a batch that are encoded concurrently. Each may hold ten neighbours in the pool besides itself.
-_CONCURRENCY = 4
+# Chunks of a batch that are encoded concurrently. Each may hold ten neighbours in the pool besides itself. A GPU
+# computes those that wait in one step, and meanwhile copies out and stores those of the step before.
+_CONCURRENCY, _GPU_CONCURRENCY = 4, 16
 
 
 class BatchEncoder:
@@ -42,7 +43,6 @@ class BatchEncoder:
         if config.device == "auto" and torch.cuda.device_count() > 1:
             config = replace(config, device=f"cuda:{number % torch.cuda.device_count()}")
         self._loop = asyncio.Runner()
-        self._slots = asyncio.Semaphore(_CONCURRENCY)
         self._servicer = self._loop.run(self._start(config))
 
     def encode(self, requests: Sequence[bytes]) -> tuple[int, int]:
@@ -57,6 +57,7 @@ class BatchEncoder:
         model = models.load(
             config.model, config.device, config.dtype, config.max_prompt_tokens, today=config.template_date
         )
+        self._slots = asyncio.Semaphore(_GPU_CONCURRENCY if model.device.type == "cuda" else _CONCURRENCY)
         return FusionServicer(config, model)
 
     async def _encode(self, requests: Sequence[pb.EncodeRequest]) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.compute.plan import PrefillPlan
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Prompt
+from fusionkv.fusion_worker.transfer.pinned import locked
 from fusionkv.kernels.segments import QuerySpan
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime.cancellation import to_the_end
@@ -113,7 +114,8 @@ class Handover:
 
         def copy() -> bytes:
             if ranks == 1:
-                copy_prompt(span, self._pool.kv, self._model, whole)
+                with locked(held.data, self._pool.kv.device):
+                    copy_prompt(span, self._pool.kv, self._model, whole)
             else:
                 parts = self._tp.copy(partial(read_prompt, span, self._pool.kv, self._model))
                 for heads, part in zip(whole.chunk(ranks, dim=3), parts, strict=True):
@@ -183,13 +185,15 @@ def copy_prompt(span: QuerySpan, kv: torch.Tensor, model: Model, into: torch.Ten
     """Writes the KV that a row sees to `into`, [layers, 2, tokens, kv_heads, head_dim], keys at their positions."""
     for pool, out, rotation in zip(kv, into, model.rotations, strict=True):
         order = span.in_order(rotation, kv.device)
-        out[0].copy_(order.keys(pool[0]))
-        out[1].copy_(pool[1][order.slots])
+        out[0].copy_(order.keys(pool[0]), non_blocking=True)
+        out[1].copy_(pool[1][order.slots], non_blocking=True)
+    if kv.is_cuda and not into.is_cuda:
+        torch.cuda.current_stream(kv.device).synchronize()
 
 
 def read_prompt(span: QuerySpan, kv: torch.Tensor, model: Model) -> torch.Tensor:
     """This rank's heads of the KV that a row sees, uint8 in host memory."""
     tokens = int(span.positions[-1]) + 1
-    out = torch.empty(kv.shape[0], 2, tokens, *kv.shape[3:], dtype=kv.dtype)
+    out = torch.empty(kv.shape[0], 2, tokens, *kv.shape[3:], dtype=kv.dtype, pin_memory=kv.is_cuda)
     copy_prompt(span, kv, model, out)
     return out.view(-1).view(torch.uint8)

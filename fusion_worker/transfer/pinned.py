@@ -1,4 +1,4 @@
-"""Page-locks the mapped memory of a cache service, from which a GPU then copies without a buffer between."""
+"""Page-locks host memory, to and from which a GPU then copies without a buffer between."""
 
 import asyncio
 import logging
@@ -63,14 +63,39 @@ class PinnedMapping:
             log.warning("the cache service's memory can't be page-locked; its bytes are copied twice: %s", error)
 
 
+@contextmanager
+def locked(data: memoryview, device: torch.device) -> Iterator[None]:
+    """Page-locks memory that a GPU writes meanwhile. Where that fails, and for other devices, it does nothing."""
+    address = address_of(data) if device.type == "cuda" else 0
+    try:
+        if address:
+            register(address, len(data), flags=_PORTABLE)
+    except RuntimeError as error:
+        address = 0
+        log.warning("%d bytes can't be page-locked, and are copied twice: %s", len(data), error)
+    try:
+        yield
+    finally:
+        if address:
+            unregister(address)
+
+
+def to_host(there: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, or a tensor there itself. From a GPU, it is complete once the stream has got there."""
+    if not there.is_cuda:
+        return there
+    # torch keeps page-locked memory for the next copy.
+    return torch.empty(there.shape, dtype=there.dtype, pin_memory=True).copy_(there, non_blocking=True)
+
+
 def address_of(mapping: Any) -> int:
-    """Of an mmap's first byte."""
+    """Of the first byte of a buffer, such as an mmap."""
     return int(np.frombuffer(mapping, np.uint8).ctypes.data)
 
 
-def register(address: int, size: int) -> None:
-    """Page-locks bytes that are mapped read-only. Raises RuntimeError."""
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE | _READ_ONLY))
+def register(address: int, size: int, flags: int = _PORTABLE | _READ_ONLY) -> None:
+    """Page-locks bytes. flags: by default for a mapping that is read-only. Raises RuntimeError."""
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size, flags))
 
 
 def unregister(address: int) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from fusionkv.fusion_worker.compute.engine import TPGroup
 from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk, SlotRange
-from fusionkv.fusion_worker.transfer.pinned import PinnedMapping
+from fusionkv.fusion_worker.transfer.pinned import PinnedMapping, to_host
 from fusionkv.kernels.dequantise import restore_to
 from fusionkv.kernels.quantised import KINDS, Quantised, quantise, sizes
 from fusionkv.kvcache_service.client import CacheClient, Entry
@@ -132,7 +132,7 @@ class Storage:
             kv = self._in_slots(runs, tokens).contiguous()
             if self._kind is not None:
                 kv = self._pack(kv)
-            return kv.cpu().view(torch.uint8).reshape(-1)
+            return to_host(kv).view(torch.uint8).reshape(-1)
 
     def read_finite(self, runs: Sequence[SlotRange], tokens: int) -> torch.Tensor:
         """Whether this rank's part of a chunk is finite: uint8 [1], 1 or 0."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fusionkv.fusion_worker.transfer import pinned
-from fusionkv.fusion_worker.transfer.pinned import PinnedMapping
+from fusionkv.fusion_worker.transfer.pinned import PinnedMapping, locked, to_host
 from tests.waiting import until
 
 
@@ -21,7 +21,7 @@ class Driver:
         self.sizes: dict[int, int] = {}
         self.go = threading.Event()
 
-    def register(self, address: int, size: int) -> None:
+    def register(self, address: int, size: int, flags: int = 0) -> None:
         assert self.go.wait(60)
         self.sizes[address] = size
         self.calls.append(("lock", size))
@@ -72,3 +72,26 @@ async def test_what_cannot_be_locked_is_not_tried_again(driver: Driver, monkeypa
 
 def test_a_cpu_needs_none() -> None:
     assert not PinnedMapping(torch.device("cpu")).holds(memoryview(mmap.mmap(-1, mmap.PAGESIZE)))
+
+
+def test_memory_is_locked_while_a_gpu_writes_it(driver: Driver, monkeypatch: Any, caplog: Any) -> None:
+    driver.go.set()
+    data = memoryview(bytearray(100))
+    with locked(data, torch.device("cpu")):
+        assert not driver.calls
+    with locked(data, torch.device("cuda")):
+        assert driver.calls == [("lock", 100)]
+    assert driver.calls == [("lock", 100), ("unlock", 100)]
+
+    def fails(address: int, size: int, flags: int) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(pinned, "register", fails)
+    with locked(data, torch.device("cuda")):
+        assert "100 bytes can't be page-locked, and are copied twice: out of memory" in caplog.text
+    assert len(driver.calls) == 2
+
+
+def test_a_tensor_in_host_memory_is_not_copied() -> None:
+    there = torch.arange(3)
+    assert to_host(there) is there
