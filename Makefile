@@ -152,6 +152,10 @@ vllm: setup ## vLLM with the connector beside vLLM alone and with LMCache; ARGS=
 recall: setup ## What retrieval finds, by words, by embeddings and by both: ARGS="FILE..."; build/bench/recall.json
 	@$(PY) -m fusionkv.bench.recall $(ARGS)
 
+.PHONY: published
+published: setup ## Takes what make bench, make vllm and fusionkv eval measured last into docs/benchmarks/, which README and docs quote
+	@$(PY) -m fusionkv.bench.published $(ARGS)
+
 .PHONY: plots
 plots: setup ## Draws the plots of docs/performance.md and docs/quality.md, from build/bench/ or their tables
 	@$(PY) scripts/plots.py

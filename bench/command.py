@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from fusionkv.protos.runtime.process import cores
 
 
 def parser_of(module: str, about: str | None) -> argparse.ArgumentParser:
@@ -43,6 +46,14 @@ def table(title: str | None, columns: Sequence[str], lines: Iterable[Sequence[An
 def show(shown: Table) -> None:
     """Prints a table, wide enough for all columns where the output is no terminal."""
     Console(width=None if sys.stdout.isatty() else 140).print(shown)
+
+
+def machine() -> str:
+    """The number of cores that this process may use, with AMX or without."""
+    flags = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    amx = flags is not None and "amx_tile" in flags[1].split()
+    number = cores()
+    return f"{number} core{'s' * (number > 1)} {'with' if amx else 'without'} AMX"
 
 
 def write(rows: object, path: Path | None) -> None:

@@ -341,7 +341,8 @@ def main() -> None:
         asyncio.run(bench.run())
     title = "seconds to the first token (median), times vLLM's prefix cache, agreement"
     command.show(command.table(title, ("system", *CASES), lines(bench.rows), texts=1 + len(CASES)))
-    command.write([asdict(row) for row in bench.rows], options.json)
+    about = {"machine": command.machine(), "model": options.model}
+    command.write([about | asdict(row) for row in bench.rows], options.json)
 
 
 if __name__ == "__main__":

@@ -215,9 +215,9 @@ def load(name: str, device: str, dtype: str = "auto") -> models.Model:
 
 
 def processor(device: str) -> str:
-    """The GPU that computes on a device, or the number of CPU threads."""
+    """The GPU that computes on a device, or the number of CPU cores."""
     found = models.device_of(device)
-    return torch.cuda.get_device_name(found) if found.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    return torch.cuda.get_device_name(found) if found.type == "cuda" else command.machine()
 
 
 def show(title: str, rows: list[dict[str, object]], path: Path | None, device: str = "cpu") -> None:
@@ -242,7 +242,8 @@ def main() -> None:
     columns = (*COLUMNS, "of ideal", "lookup", "load", "select", "prefill")
     title = f"TTFT, {args.model}, {processor(args.device)} ({seconds:.0f} s)"
     command.show(command.table(title, columns, _lines(rows)))
-    command.write(rows, args.json)
+    about = {"machine": processor(args.device), "model": args.model}
+    command.write([about | row for row in rows], args.json)
 
 
 async def _run(args: argparse.Namespace) -> list[dict[str, object]]:

@@ -1,14 +1,34 @@
 """Every headline figure in the README and docs/ is that of a table in docs/benchmarks/, and the same everywhere."""
 
 import csv
+import json
+import os
 import re
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fusionkv.bench.services.vllm import CASES, Row
+from fusionkv.fusion_worker.evaluate.data.samples import Task
+from fusionkv.fusion_worker.evaluate.report import rows as report
+from fusionkv.fusion_worker.evaluate.report.cells import Cell, Measured
+from fusionkv.fusion_worker.quality.defaults import PRIMED
+from fusionkv.protos.contract.recipes import find_recipe
+from tests.commands import run_python
+
 Rows = list[dict[str, str]]
+DEFAULT = f"{PRIMED.recipe}, {PRIMED.ratio:g}"
+MODELS = {"smollm2": "| 48 questions, SmolLM2", "gemma3-270m": "| 48 questions, Gemma", "qwen2.5-0.5b": "| 36 "}
+SYSTEMS = {
+    "vllm prefix cache": "vLLM's prefix cache",
+    "fusionkv in vllm": "FusionKV, vLLM decodes",
+    "fusionkv inside vllm": "FusionKV inside vLLM",
+    "lmcache in vllm": "LMCache in vLLM",
+    "fusionkv": "FusionKV alone",
+}
 PAGES = ("README.md", *(f"docs/{name}.md" for name in ("performance", "comparison", "vllm", "quality")))
 # What is so many times sooner or faster, in prose; times of kernels and of storage are in tables of their own pages.
 CLAIMS = re.compile(r"([\d.]+)(?: to ([\d.]+))? times\s+(?:sooner|over|as\s+fast|for\s+FusionKV)")
@@ -43,7 +63,7 @@ def ratio(slow: str, fast: str) -> str:
 def test_times_to_the_first_token(root: Path, rows: dict[str, Rows]) -> None:
     def expected(machine: str, recipe: str) -> list[tuple[str, ...]]:
         full, reuse, own = (
-            seconds(rows["first-token"], machine, r) for r in ("full attention", "full reuse", recipe)
+            seconds(rows["first-token"], machine, r) for r in ("full_attention", "full_reuse", recipe)
         )
         assert full.keys() == reuse.keys() == own.keys()
         return [(n, full[n], reuse[n], own[n], ratio(full[n], own[n])) for n in full]
@@ -56,32 +76,30 @@ def test_times_to_the_first_token(root: Path, rows: dict[str, Rows]) -> None:
         ]
         return [tuple(row[at] for at in keep) for row in rest]
 
-    plain, amx = expected("two cores without AMX", "default"), expected("two cores with AMX", "prophetkv")
+    plain, amx = expected("2 cores without AMX", PRIMED.recipe), expected("2 cores with AMX", "prophetkv")
     assert written(table(root / "README.md", "| tokens of passages | full"), "default") == plain
     page = table(root / "docs/performance.md", "| context | AMX |")
     assert written([row for row in page if row["AMX"] == "no"], "default") == plain
     assert written([row for row in page if row["AMX"] == "yes"], "prophetkv") == amx
     gpu = table(root / "docs/performance.md", "| context | full attention | full reuse")
-    assert written(gpu, "prophetkv") == expected("H100", "prophetkv")
+    assert written(gpu, "prophetkv") == expected("NVIDIA H100 80GB HBM3", "prophetkv")
 
 
 def test_answers(root: Path, rows: dict[str, Rows]) -> None:
     """Each model's table, and their sums in the README and in prose."""
     answers = rows["answers"]
-    for name, first in (
-        ("SmolLM2", "| 48 questions, SmolLM2"),
-        ("Gemma", "| 48 questions, Gemma"),
-        ("Qwen", "| 36 "),
-    ):
-        mine = [row for row in answers if row["model"].startswith(name)]
+    for row in answers:
+        row["recipe"] += f", {row['ratio']}"
+    for model, first in MODELS.items():
+        mine = [row for row in answers if row["model"] == model]
         for written, row in zip(table(root / "docs/quality.md", first), mine, strict=False):
             title, *values = written.values()
             kept = f"{row['kept']}; {row['gained']}" if row["gained"] else row["kept"]
-            kl = f"{row['kl_mean']}, {row['kl_median']}" if row["kl_median"] else row["kl_mean"]
-            assert title.replace("`", "") == row["recipe"]
-            assert values == [kept, row["f1"], kl, row["off"], row["same"]]
+            said = title.replace("`", "").removesuffix(": the default").replace("full attention", "full_attention, 1")
+            assert said == row["recipe"]
+            assert values == [kept, row["f1"], row["kl_mean"], row["off"], row["same"]]
     total: dict[str, Sequence[Any]] = {}
-    for recipe in ("full attention", "full_reuse, 0", "prophetkv, 0.2", "deeplayer+primed, 0.2: the default"):
+    for recipe in ("full_attention, 1", "full_reuse, 0", "prophetkv, 0.2", DEFAULT):
         mine = [row for row in answers if row["recipe"] == recipe]
         questions = sum(int(row["questions"]) for row in mine)
         f1 = sum(float(row["f1"]) * int(row["questions"]) for row in mine) / questions
@@ -95,20 +113,19 @@ def test_answers(root: Path, rows: dict[str, Rows]) -> None:
     assert f"`prophetkv` at 0.2 keeps {prophet[0]}, and full reuse {reuse[0]}" in prose
     assert f"F1 is {default[1]} with the default and {full[1]} with full attention" in prose
     assert f"and {default[2]} stay the same" in prose
-    smol = {row["recipe"]: row for row in answers if row["model"].startswith("SmolLM2")}
-    own, worst = smol["deeplayer+primed, 0.2: the default"]["kl_mean"], smol["full_reuse, 0"]["kl_mean"]
+    smol = {row["recipe"]: row for row in answers if row["model"] == "smollm2"}
+    own, worst = smol[DEFAULT]["kl_mean"], smol["full_reuse, 0"]["kl_mean"]
     back = f"the default, at 20%, {100 * (1 - float(own) / float(worst)):.0f}% in"
     assert back in " ".join((root / "docs/comparison.md").read_text().split())
 
 
 def test_vllm(root: Path, rows: dict[str, Rows]) -> None:
-    cases = ("cold", "same order", "other order", "other neighbours")
     base, *ours = rows["vllm"]
     found = {row[""]: row for row in table(root / "docs/vllm.md", "| | cold |")}
-    assert [found[base["system"]][case] for case in cases] == [base[case] for case in cases]
+    assert [found[SYSTEMS[base["system"]]][case] for case in CASES] == [base[case] for case in CASES]
     for row in ours:
-        assert [found[row["system"]][case] for case in cases] == [
-            f"{row[case]}, {ratio(base[case], row[case])}x" for case in cases
+        assert [found[SYSTEMS[row["system"]]][case] for case in CASES] == [
+            f"{row[case]}, {ratio(base[case], row[case])}x" for case in CASES
         ]
 
 
@@ -119,7 +136,7 @@ def test_what_is_claimed_follows_from_the_tables(root: Path, rows: dict[str, Row
     known |= {ratio(row["same order"], base["same order"]) for row in ours}
     first = rows["first-token"]
     for machine, recipe in {(row["machine"], row["recipe"]) for row in first}:
-        full, own = seconds(first, machine, "full attention"), seconds(first, machine, recipe)
+        full, own = seconds(first, machine, "full_attention"), seconds(first, machine, recipe)
         known |= {ratio(full[context], own[context]) for context in own}
     said = {
         (page, number)
@@ -130,3 +147,50 @@ def test_what_is_claimed_follows_from_the_tables(root: Path, rows: dict[str, Row
     }
     assert {page for page, _ in said} >= {"docs/comparison.md", "docs/vllm.md"}
     assert {claim for claim in said if claim[1] not in known} == set()
+
+
+def test_the_last_runs_replace_their_rows_and_no_others(root: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "docs/benchmarks"
+    folder.mkdir(parents=True)
+    before = {name: (root / f"docs/benchmarks/{name}.csv").read_text() for name in ("first-token", "vllm", "answers")}
+    for name, text in before.items():
+        (folder / f"{name}.csv").write_text(text)
+    machine = {"machine": "2 cores without AMX", "model": "smollm2"}
+    timed = [
+        {**machine, "name": name, "r": r, "context": 1395, "baseline_s": baseline, "value_s": value}
+        for name, r, baseline, value in (("full_reuse", 0.0, 5.0, 0.25), (PRIMED.recipe, 0.2, 4.0, 1.25))
+    ]
+    beside = [machine | asdict(Row("fusionkv", case, 0.5, [0.5], 0.75, 1)) for case in CASES]
+    values = {"contains": [1.0, 1.0, 0.0, 0.0], "f1": [1.0, 0.5, 0.0, 0.25], "answer_kl": [0.0] * 4}
+    full = Measured(values | {"answer_agreement": [1.0] * 4})
+    own = {"contains": [1.0, 0.0, 1.0, 0.0], "answer_kl": [0.0, 2.0, 0.1, 0.1]}
+    cells = {
+        Cell(find_recipe("full_attention"), 1.0): full,
+        Cell(find_recipe("prophetkv"), 0.2): Measured(values | own | {"answer_agreement": [1.0, 0.5, 1.0, 1.0]}),
+    }
+    task = Task("hotpotqa", (), ("f1", "contains"), right="contains")
+    for name, rows in (
+        ("bench/ttft.json", timed),
+        ("bench/vllm.json", beside),
+        ("answers/report.json", [asdict(row) for row in report.rows("smollm2", task, cells)]),
+    ):
+        (tmp_path / "build" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "build" / name).write_text(json.dumps(rows))
+        os.utime(tmp_path / "build" / name, (0, 0))
+    run_python("-m", "fusionkv.bench.published", "--root", tmp_path)
+    after = {name: (folder / f"{name}.csv").read_text().splitlines() for name in before}
+    assert after["first-token"][1:4] == [
+        "1970-01-01,2 cores without AMX,smollm2,full_attention,1,1395,4.00",
+        "1970-01-01,2 cores without AMX,smollm2,full_reuse,0,1395,0.250",
+        "1970-01-01,2 cores without AMX,smollm2,deeplayer+primed,0.2,1395,1.25",
+    ]
+    assert after["vllm"][1:] == ["1970-01-01,2 cores without AMX,smollm2,fusionkv,0.50,0.50,0.50,0.50"]
+    assert after["answers"][1:3] == [
+        "1970-01-01,smollm2,4,full_attention,1,2,,43.8,0,0,4",
+        "1970-01-01,smollm2,4,prophetkv,0.2,1,1,43.8,0.550,1,3",
+    ]
+    for name, key in (("first-token", "2 cores without AMX,smollm2"), ("answers", ",smollm2,")):
+        assert after[name][0] == before[name].splitlines()[0]
+        rest = [line for line in before[name].splitlines()[1:] if key not in line]
+        assert len(rest) > 5
+        assert after[name][-len(rest) :] == rest

@@ -55,6 +55,7 @@ def rows(model: str, task: Task, table: Mapping[Cell, Measured]) -> Iterator[Row
     gained                  share of questions that are answered right, and wrong with full attention
     answer_kl_median, answer_kl_p90, answer_kl_above_1
                             median and 90th percentile of answer_kl, and the share of answers above 1 nat
+    answer_same             share of full attention's answers all of whose tokens stay the most likely
     M_minus_full_attention  mean difference by sample
     M_minus_best            mean difference by sample from the best other recipe at the same ratio
     """
@@ -99,6 +100,8 @@ def _answers(task: Task, measured: Measured, full: Measured | None) -> Iterator[
         yield "answer_kl_median", statistics.quantile(kl, 0.5)
         yield "answer_kl_p90", statistics.quantile(kl, 0.9)
         yield "answer_kl_above_1", statistics.mean([float(far > _FAR) for far in kl])
+    if agreed := measured.values.get("answer_agreement"):
+        yield "answer_same", statistics.mean([float(share == 1) for share in agreed])
     if not task.right:
         return
     right = measured.values[task.right]
