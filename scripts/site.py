@@ -81,17 +81,17 @@ def _home(page: str) -> str:
     """The home page: what the README says to users, its picture beside the first paragraphs, and no sidebars.
 
     Raises:
-        ValueError: the README lacks a picture before its first table.
+        ValueError: the README lacks a picture before its first section.
     """
     page, _, _ = page.partition("\n## Documentation\n")
-    first, table, rest = page.partition("\n| ")
+    first, heading, rest = page.partition("\n## ")
     picture = _PICTURE.search(first)
     if picture is None:
-        raise ValueError("README.md has no picture before its first table")
+        raise ValueError("README.md has no picture before its first section")
     text = first.replace(picture[0], "")
     linked = '<a href="img/answer.png">' + picture[0].replace('"docs/', '"') + "</a>"
     hero = f'<div class="hero" markdown>\n<div markdown>\n\n{text}\n</div>\n\n{linked}\n</div>\n'
-    return f"---\nhide: [navigation, toc]\n---\n\n{hero}{table}{rest}"
+    return f"---\nhide: [navigation, toc]\n---\n\n{hero}{heading}{rest}"
 
 
 def _replace(files: Files, file: SiteFile) -> None:
