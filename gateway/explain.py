@@ -89,12 +89,12 @@ def _facts(answer: Answer, full: Answer | None) -> list[tuple[str, str, str]]:
     if full is not None and s.seconds.ttft and full.summary.seconds.ttft:
         first = f"full attention: {_duration(full.summary.seconds.ttft)}"
     context = s.context_tokens or 1
-    kept = f"{s.tokens_lossless} lossless, {s.tokens_reused} stale of {s.context_tokens}"
+    kept = f"{s.tokens_lossless:,} lossless, {s.tokens_reused:,} stale of {s.context_tokens:,}"
     hits = [f"{sum(h.chunks for h in s.hits if h.kind == kind)} {kind}" for kind in ("exact", "alternative")]
     return [
         ("first token", _duration(s.seconds.ttft), first),
         ("reused", f"{100 * (s.tokens_lossless + s.tokens_reused) / context:.0f}%", kept),
-        ("recomputed", f"{100 * s.tokens_recomputed / context:.0f}%", f"{s.tokens_recomputed} tokens, {s.recipe}"),
+        ("recomputed", f"{100 * s.tokens_recomputed / context:.0f}%", f"{s.tokens_recomputed:,} tokens, {s.recipe}"),
         ("chunks", f"{s.chunks_retrieved}", f"{', '.join(hits)}, {s.chunks_missed} missed"),
     ]
 
