@@ -3,9 +3,10 @@
 # docker build --target kvcache|kvcache-mooncake|worker|worker-ray|worker-gpu|worker-gpu-ray|gateway|vllm-connector .
 # The worker's torch comes from the package index that pip is told of: for a small CPU image name one that holds CPU
 # builds, with --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
-ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm
+# The digest decides what is pulled; `docker buildx imagetools inspect IMAGE:TAG` prints that of a newer build.
+ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm@sha256:593bd06efe90efa80dc4eee3948be7c0fde4134606dd40d8dd8dbcade98e669c
 # Without CUDA's runtime, which torch brings.
-ARG CUDA_IMAGE=nvidia/cuda:13.0.1-base-ubuntu24.04
+ARG CUDA_IMAGE=nvidia/cuda:13.0.1-base-ubuntu24.04@sha256:f8ef28f579ea42a44b415d2c5d46f788e6a9b395c6c83f2929416e1fc192c143
 # For the labels of the images: the release, the URL of the repository, its commit, and the time in RFC 3339.
 ARG VERSION=
 ARG SOURCE=

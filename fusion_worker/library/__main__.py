@@ -79,13 +79,15 @@ def _list(as_json: bool) -> int:
         print(json.dumps([*rows]))
         return 0
     table = Table(box=None)
-    for heading in ("name", "what it is", "download", "licence", "where"):
-        table.add_column(heading, overflow="fold")  # a path or a URL that is cut is of no use
+    for heading in ("name", "what it is", "download", "licence"):
+        # A URL that is cut is of no use; a name of 27 characters stays in one line.
+        table.add_column(heading, overflow="fold", min_width=27 if heading == "what it is" else None)
     for name, model in KNOWN.items():
-        size = f"{model.download / 1e6:.0f} MB"
-        place = str(places[name]) if fetched[name] else f"fusionkv model get {name}"
-        table.add_row(name, model.description, size, model.licence, place)
+        table.add_row(name, model.description, f"{model.download / 1e6:.0f} MB", model.licence)
     Console(highlight=False).print(table)
+    print()
+    for name, place in places.items():
+        print(f"{name} is in {place}" if fetched[name] else f"{name} is fetched by: fusionkv model get {name}")
     return 0
 
 

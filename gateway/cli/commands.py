@@ -151,7 +151,8 @@ class _Total:
         line = (
             f"{corpus}: {self.documents} documents ({self.replaced} replaced, {self.failed} failed"
             f"{f', {self.deleted} deleted' if self.deleted else ''}), "
-            f"{self.chunks} chunks, {self.tokens} tokens in {self.seconds:.1f} s ({rate:.0f} documents/s)"
+            f"{self.chunks} chunks, {self.tokens} tokens in {self.seconds:.1f} s "
+            f"({rate:.{int(rate < 10)}f} documents/s)"
         )
         encoded = self.encoded + self.encoded_before
         return f"{line}; {self.encoded} chunks encoded, {self.encoded_before} already stored" if encoded else line

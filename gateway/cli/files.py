@@ -39,7 +39,7 @@ class Part:
 
     Attributes:
         first_line: number of its first line in the file.
-        content: empty if it has no text, and another part of the file has some.
+        content: empty if the file is, or if the part has no text and another one of the file has some.
         documents: names of its documents that have text, without the prefix.
         without_text: names of those that have none.
     """
@@ -139,7 +139,8 @@ def parts(name: str, path: Path, media_type: str) -> Iterator[Part]:
     """
     if parse.media_type(name, media_type) != JSONL:
         with _opened(path) as file:
-            yield Part(1, file.read(), (name,))
+            content = file.read()
+        yield Part(1, content, (name,)) if content else Part(1, content, (), (name,))
         return
     ids: dict[str, int] = {}
     start, size, lines, sent = 1, 0, list[bytes](), False

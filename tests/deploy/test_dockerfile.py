@@ -66,7 +66,8 @@ def test_an_image_runs_as_nobody_and_hears_sigterm(text: str, target: str) -> No
         assert re.search(r'^ENTRYPOINT \["tini", "--", "python", "-P", "-m", "fusionkv\.\w+"\]$', lines, re.MULTILINE)
         assert re.search(r"apt-get install .*\btini\b", lines)
     assert f"ARG {base[2:-1]}=" in text
-    assert re.search(rf"^ARG {base[2:-1]}=\S+:\d\S+$", text, re.MULTILINE), "the base image is not pinned"
+    pinned = rf"^ARG {base[2:-1]}=\S+:\d\S+@sha256:[0-9a-f]{{64}}$"
+    assert re.search(pinned, text, re.MULTILINE), "the base image is not pinned"
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -381,8 +381,11 @@ def test_the_command(root: Path) -> None:
     assert [*rows] == [*KNOWN]
     assert rows["smollm2"]["directory"] == str(place)
     assert rows["gemma3-270m"]["directory"] is None
-    assert "gemma3-270m" in fusionkv("model", "list").stdout
-    assert "…" not in fusionkv("model", "list", env={"COLUMNS": "80"}).stdout
+    listed = fusionkv("model", "list", env={"COLUMNS": "80"}).stdout
+    assert "…" not in listed
+    assert "Qwen2.5-Coder-0.5B-Instruct" in listed
+    assert f"\nsmollm2 is in {place}\n" in listed
+    assert "\ngemma3-270m is fetched by: fusionkv model get gemma3-270m\n" in listed
     got = fusionkv("model", "get", "smollm2", "--json")
     assert json.loads(got.stdout) == {"name": "smollm2", "directory": str(place)}
     unknown = fusionkv("model", "get", "smollm3", status=1)

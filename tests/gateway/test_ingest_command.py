@@ -194,6 +194,15 @@ def test_lines_without_text_are_named_and_the_others_stored(
     assert (summary["documents"], summary["without_text"]) == (3, 5)
 
 
+def test_an_empty_file_is_named_and_not_stored(run: Run, stack: Stack, corpus: str, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "good.txt").write_text("good")
+    said, error = run("ingest", corpus, tmp_path)
+    assert "1 documents (0 replaced, 0 failed)" in said
+    assert error == f"fusionkv: {tmp_path / 'empty.txt'}: without text, so not stored: empty.txt\n"
+    assert names(stack, corpus) == ["good.txt"]
+
+
 @pytest.mark.parametrize(("id", "name"), [("1.0", "1.0"), ("7", "7"), ("-2.5", "-2.5"), ("0", "0"), ('"1"', "1")])
 def test_ids_are_numbers_or_strings(id: str, name: str, stack: Stack, corpus: str) -> None:
     stack.client.ingest(corpus, "a.jsonl", f'{{"id": {id}, "text": "x"}}')
