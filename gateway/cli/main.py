@@ -91,7 +91,7 @@ def _run(args: argparse.Namespace) -> int:
     import asyncio
 
     from fusionkv.protos.runtime import process
-    from fusionkv.protos.runtime.errors import ServiceError
+    from fusionkv.protos.runtime.errors import ServiceError, Unauthenticated
 
     process.end_when_told()
     if args.command == "serve":
@@ -124,6 +124,8 @@ def _run(args: argparse.Namespace) -> int:
         return _USAGE
     except (ServiceError, SettingsError, OSError) as error:
         hint = "; --gateway sets the address" if str(error).endswith(f"({UNREACHED_HINT})") else ""
+        if isinstance(error, Unauthenticated):
+            hint = "; --token-file, FUSIONKV_TOKEN_FILE or FUSIONKV_TOKEN sets it"
         shown.tell(f"{error}{hint}")
         return 1
 

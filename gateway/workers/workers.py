@@ -221,4 +221,6 @@ def _reported(failures: Sequence[ServiceError]) -> ServiceError:
     """The error for the caller: ResourceExhausted if any worker is busy, since a retry may help."""
     if not failures:
         return Unavailable("there is no fusion worker: the name in `workers` has no address")
+    if all("failed to connect" in str(failure) for failure in failures):
+        return Unavailable(f"{failures[0]} (is the worker running? is the gateway's setting `workers` right?)")
     return next((f for f in failures if isinstance(f, ResourceExhausted)), failures[0])

@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from fusionkv.gateway.auth import access
 from fusionkv.gateway.auth.access import Role
 from fusionkv.gateway.auth.verifiers import StaticTokens
+from fusionkv.gateway.cli import main as cli
 from fusionkv.gateway.client.client import AsyncClient, Client
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime import rpc
@@ -153,6 +154,13 @@ async def test_both_clients_carry_a_token(gateway: Any, tmp_path: Path) -> None:
     for bad in ("", "two words", "ümlaut", "line\nline"):
         with pytest.raises(ValueError, match="one word"):
             Client(gateway.address, token=bad)
+
+
+def test_the_command_says_where_a_token_goes(gateway: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    where = "; --token-file, FUSIONKV_TOKEN_FILE or FUSIONKV_TOKEN sets it\n"
+    for flags, said in (([], "Bearer <token>`"), (["--token", "x" * 43], "the token is not valid")):
+        assert cli.main(["list", "--gateway", gateway.address, *flags]) == 1
+        assert capsys.readouterr().err.endswith(said + where)
 
 
 def test_a_token_that_is_added_works_and_one_that_is_removed_does_not(serve: Serve, tmp_path: Path) -> None:
