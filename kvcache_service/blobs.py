@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -88,40 +88,27 @@ class Blobs:
 
         The content of a buffer that is not filled is undefined.
         """
-        deadline = Deadline.after(self._timeout)
-        pin = await self._pin(keys, 0, deadline)
-        try:
-            return await self._read(pin, into, deadline)
-        finally:
-            await self._unpin(pin, deadline)
+        deadline, done = Deadline.after(self._timeout), list[bool]()
+        for part in _batches([view.nbytes for view in into], len(keys)):
+            names = [*map(_digest, keys[part])]
+            done += await self._cache.retrieve(self._namespace, names, into[part], timeout=deadline.remaining())
+        return done
 
     async def read(self, pin: Pin, into: Sequence[memoryview]) -> list[bool]:
         """As `retrieve`, for blobs that are pinned."""
-        return await self._read(pin, into, Deadline.after(self._timeout))
-
-    async def _read(self, pin: Pin, into: Sequence[memoryview], deadline: Deadline) -> list[bool]:
-        done = [False] * len(into)
-        batch: list[tuple[int, Entry]] = []
-        size = 0
-        for i, (entry, view) in enumerate(zip(pin.entries, into, strict=True)):
-            if entry is None or entry.size != view.nbytes:
-                continue
-            if batch and (len(batch) == MAX_READ or size + entry.size > _READ_BYTES):
-                await self._fetch(batch, into, done, deadline)
-                batch, size = [], 0
-            batch.append((i, entry))
-            size += entry.size
-        if batch:
-            await self._fetch(batch, into, done, deadline)
+        deadline, done = Deadline.after(self._timeout), [False] * len(into)
+        for part in _batches([view.nbytes for view in into], len(pin.entries)):
+            fits = {
+                i: entry
+                for i, entry in zip(range(*part.indices(len(into))), pin.entries[part], strict=True)
+                if entry is not None and entry.size == into[i].nbytes
+            }
+            fetched = await self._cache.fetch_all(
+                [*fits.values()], [into[i] for i in fits], timeout=deadline.remaining()
+            )
+            for i, filled in zip(fits, fetched, strict=True):
+                done[i] = filled
         return done
-
-    async def _fetch(
-        self, batch: Sequence[tuple[int, Entry]], into: Sequence[memoryview], done: list[bool], deadline: Deadline
-    ) -> None:
-        views = [into[i] for i, _ in batch]
-        fetched = await self._cache.fetch_all([entry for _, entry in batch], views, timeout=deadline.remaining())
-        for (i, _), filled in zip(batch, fetched, strict=True):
-            done[i] = filled
 
     async def store(self, keys: Sequence[bytes], data: Sequence[memoryview]) -> list[bool]:
         """Stores blobs, which must not change until this returns; returns which are new.
@@ -192,6 +179,20 @@ class BlobThread:
         # Whoever waits for their results gets an error before the loop stops.
         if calls := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(calls, timeout=_END_SECONDS)
+
+
+def _batches(sizes: Sequence[int], keys: int) -> Iterator[slice]:
+    """What one call reads each: blobs for buffers of these sizes. Raises ValueError unless each has a key."""
+    if len(sizes) != keys:
+        raise ValueError(f"{keys} keys and {len(sizes)} buffers")
+    start, total = 0, 0
+    for i, size in enumerate(sizes):
+        if i > start and (i - start == MAX_READ or total + size > _READ_BYTES):
+            yield slice(start, i)
+            start, total = i, 0
+        total += size
+    if sizes:
+        yield slice(start, len(sizes))
 
 
 def _digest(key: bytes) -> bytes:

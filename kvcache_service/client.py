@@ -95,7 +95,9 @@ class CacheClient:
 
     async def _find(self, name: str, request: pb.LookupRequest | pb.FindRequest, deadline: Deadline) -> Lookup:
         sent = time.monotonic()
-        response = await self._transport.exchange(name, request, deadline)
+        return await self._leased(await self._transport.exchange(name, request, deadline), sent)
+
+    async def _leased(self, response: pb.LookupResponse | pb.FindResponse, sent: float) -> Lookup:
         # The service measures the lease from the arrival of the request, or later.
         self._local.add_lease(response.lease, sent + response.lease_ms / 1000)
         shared = await self._local.open(response.arena)
@@ -159,6 +161,41 @@ class CacheClient:
         if damaged := [entries[i] for i, digest in zip(left, digests, strict=True) if digest and not done[i]]:
             await self._delete_damaged(damaged, deadline)
         return done
+
+    async def retrieve(
+        self, namespace: bytes, digests: Sequence[bytes], into: Sequence[memoryview], *, timeout: float
+    ) -> list[bool]:
+        """As `find`, `fetch_all` and `release`, in one call if all are in memory; at most 256.
+
+        An entry of another size than its buffer is not fetched.
+        """
+        deadline, views = Deadline.after(timeout), [view.cast("B") for view in into]
+        request = pb.FindRequest(namespace=namespace, digests=digests)
+        if not self._local.near:  # which reads shared memory
+            request.sizes.extend(map(len, views))
+        sent = time.monotonic()
+        response, received = await self._transport.find(request, views, deadline)
+        found = await self._leased(response, sent)
+        try:
+            entries = [hit.entry for hit in found.hits]
+            done = [entry is not None and received.get(i) == entry.checksum for i, entry in enumerate(entries)]
+            if damaged := [entry for i in received if (entry := entries[i]) is not None and not done[i]]:
+                await self._delete_damaged(damaged, deadline)
+            left = {
+                i: entry
+                for i, entry in enumerate(entries)
+                if entry is not None and entry.size == len(views[i]) and i not in received
+            }
+            if left:
+                fetched = await self.fetch_all(
+                    [*left.values()], [views[i] for i in left], timeout=deadline.remaining()
+                )
+                for i, filled in zip(left, fetched, strict=True):
+                    done[i] = filled
+            return done
+        finally:
+            if found.lease:
+                await self.release(found.lease, timeout=deadline.remaining())
 
     async def _delete_damaged(self, entries: Sequence[Entry], deadline: Deadline) -> None:
         """Has entries deleted that arrived damaged; an error is ignored, as the damage is the one to report."""

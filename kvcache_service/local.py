@@ -173,6 +173,11 @@ class LocalTiers:
         return self._arena if self._arena_name == name else None
 
     @property
+    def near(self) -> bool:
+        """Whether the service is at a unix socket, and may share its memory."""
+        return self._path is not None
+
+    @property
     def mapped(self) -> bool:
         """Whether a memory tier is mapped."""
         return self._arena is not None

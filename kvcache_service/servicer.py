@@ -114,6 +114,9 @@ class KVCacheServicer:
         if not 1 <= len(digests) <= MAX_FOUND:
             raise InvalidArgument(f"{len(digests)} digests; 1 to {MAX_FOUND} are allowed")
         _check_digests(digests, "a digest")
+        if request.sizes and (len(request.sizes) != len(digests) or len(digests) > MAX_READ):
+            sizes = f"{len(request.sizes)} sizes of {len(digests)} digests"
+            raise InvalidArgument(f"{sizes}; one for each of at most {MAX_READ} is allowed")
         lease_ms = self._lease_ms(request.lease_ms)
         local, lease = self._store.find(namespace, digests, lease_ms / 1000)
         remote: Mapping[int, tuple[HitKind, EntryRecord]] = {}
@@ -170,6 +173,31 @@ class KVCacheServicer:
                 yield reading
 
     @contextlib.asynccontextmanager
+    async def reading_found(
+        self, found: pb.FindResponse, sizes: Sequence[int]
+    ) -> AsyncIterator[AsyncIterator[memoryview]]:
+        """Pins those entries of a response that are in memory and have these sizes; yields their bytes, in order.
+
+        Notes their indexes in the response, and takes back its lease if these are all that was found.
+        """
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(self._fetching())
+                readings = []
+                for i, (hit, size) in enumerate(zip(found.hits, sizes, strict=True)):
+                    if hit.entry.tier == pb.TIER_MEMORY and hit.entry.size_bytes == size:
+                        entry = stack.enter_context(self._store.reader.pinned(hit.entry.key, hit.entry.checksum))
+                        readings.append(self._store.reader.frames(entry))
+                        found.following.append(i)
+                if len(found.following) == sum(hit.HasField("entry") for hit in found.hits):
+                    self._store.leases.release(found.lease)
+                    found.lease = found.lease_ms = 0
+                yield _joined(readings)
+            except BaseException:
+                self._store.leases.release(found.lease)
+                raise
+
+    @contextlib.asynccontextmanager
     async def reading_all(
         self, request: pb.FetchAllRequest
     ) -> AsyncIterator[tuple[list[int], AsyncIterator[memoryview]]]:
@@ -177,25 +205,18 @@ class KVCacheServicer:
         if len(request.entries) > MAX_READ:
             raise InvalidArgument(f"{len(request.entries)} entries; at most {MAX_READ} are read in one call")
         sizes: list[int] = []
-        readings: list[tuple[memoryview, AsyncIterator[memoryview]]] = []
-
-        async def pieces() -> AsyncIterator[memoryview]:
-            for first, rest in readings:
-                yield first
-                async for frame in rest:
-                    yield frame
-
+        readings: list[AsyncIterator[memoryview]] = []
         with self._fetching():
             async with contextlib.AsyncExitStack() as stack:
                 for entry in request.entries:
                     try:
                         size, frames = await stack.enter_async_context(self._reading(entry))
                         # It is verified before its first frame.
-                        readings.append((await anext(frames), frames))
+                        readings += _only(await anext(frames)), frames
                     except (NotFound, DataLoss, Unavailable, ResourceExhausted):
                         size = 0
                     sizes.append(size)
-                yield sizes, pieces()
+                yield sizes, _joined(readings)
 
     @contextlib.asynccontextmanager
     async def _reading(self, request: pb.FetchRequest) -> AsyncIterator[tuple[int, AsyncIterator[memoryview]]]:
@@ -379,6 +400,16 @@ def _entry_message(record: EntryRecord, tier: pb.Tier, **more: Any) -> pb.Entry:
 def _is_near(context: grpc.aio.ServicerContext) -> bool:
     """Whether a caller is at a unix socket, so that it may read the disk tier's files itself."""
     return str(context.peer()).startswith("unix:")
+
+
+async def _only(frame: memoryview) -> AsyncIterator[memoryview]:
+    yield frame
+
+
+async def _joined(readings: Iterable[AsyncIterator[memoryview]]) -> AsyncIterator[memoryview]:
+    for frames in readings:
+        async for frame in frames:
+            yield frame
 
 
 async def _with_stall_limit(requests: PutMessages) -> PutMessages:

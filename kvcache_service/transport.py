@@ -11,16 +11,15 @@ import grpc
 from opentelemetry import propagate, trace
 
 from fusionkv.kvcache_service.data_plane.connection import Broken, Connection, Connections, Refused
+from fusionkv.kvcache_service.data_plane.spans import SERVICE, span, tracer
 from fusionkv.protos.deadline import Deadline
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.kvcache.v1.kvcache_pb2_grpc import KVCacheServiceStub
 from fusionkv.protos.runtime import cancellation, errors, frames, process, rpc
 from fusionkv.protos.runtime.tls import ClientTLS
 
-tracer = trace.get_tracer(__name__)
 T = TypeVar("T")
 
-_SERVICE = "/kvcache.v1.KVCacheService/"
 # Key in the initial metadata of a Put: space is reserved, and the client shall send the data.
 RESERVED = "fusionkv-reserved"
 
@@ -76,6 +75,24 @@ class Transport:
             raise errors.DataLoss(f"fetch from the cache service at {self.address}: {error}") from error
         finally:
             call.cancel()
+
+    async def find(
+        self, request: pb.FindRequest, into: Sequence[memoryview], deadline: Deadline
+    ) -> tuple[pb.FindResponse, dict[int, bytes]]:
+        """The response to a Find with the sizes of buffers, and the checksums of those that were filled, by index."""
+        asked = pb.DataRequest(find=request)
+
+        async def receive(connection: Connection) -> tuple[pb.FindResponse, dict[int, bytes]]:
+            found = (await connection.call(asked)).find
+            if any(i >= len(into) or found.hits[i].entry.size_bytes != len(into[i]) for i in found.following):
+                raise Broken("entries of other sizes")
+            digests = await connection.receive([into[i] for i in found.following])
+            return found, dict(zip(found.following, digests, strict=True))
+
+        try:
+            return await self._on_data_plane(asked, receive, deadline)
+        except Broken:
+            return await self.call("Find", request, deadline), {}
 
     async def receive_all(
         self, requests: Sequence[pb.FetchRequest], into: Sequence[memoryview], deadline: Deadline
@@ -135,9 +152,8 @@ class Transport:
         if self._data is None:
             # Here, since it binds to the running event loop.
             self._data = Connections(self.address, partial(self.call, "Connect", pb.ConnectRequest()), self._tls)
-        doing, method = f"{name} at the cache service at {self.address}", name.title().replace("_", "")
-        attributes = {"rpc.system": "fusionkv", "rpc.service": "kvcache.v1.KVCacheService", "rpc.method": method}
-        with tracer.start_as_current_span(_SERVICE + method, kind=trace.SpanKind.CLIENT, attributes=attributes):
+        doing = f"{name} at the cache service at {self.address}"
+        with span(name, trace.SpanKind.CLIENT):
             context: dict[str, str] = {}
             propagate.inject(context)
             request.traceparent = context.get("traceparent", "")
@@ -154,8 +170,8 @@ class Transport:
         grpc.aio reports INTERNAL for a write after the end of its call.
         """
         rpc_of = {"rpc.system": "grpc", "rpc.service": "kvcache.v1.KVCacheService", "rpc.method": "Put"}
-        span = tracer.start_as_current_span(_SERVICE + "Put", kind=trace.SpanKind.CLIENT, attributes=rpc_of)
-        with span, self._errors("put at"):
+        put = tracer.start_as_current_span(SERVICE + "Put", kind=trace.SpanKind.CLIENT, attributes=rpc_of)
+        with put, self._errors("put at"):
             metadata: dict[str, str] = {}
             propagate.inject(metadata)
             call = self._begin("Put", None, deadline, metadata=tuple(metadata.items()))
@@ -214,10 +230,10 @@ class Transport:
             self._channels, self._stub = [channel, put_channel], KVCacheServiceStub(channel)
             # KV bytes bypass protobuf (frames.py).
             self._stub.Fetch = channel.unary_stream(
-                _SERVICE + "Fetch", request_serializer=pb.FetchRequest.SerializeToString, response_deserializer=None
+                SERVICE + "Fetch", request_serializer=pb.FetchRequest.SerializeToString, response_deserializer=None
             )
             self._stub.Put = put_channel.stream_unary(
-                _SERVICE + "Put", request_serializer=_put_message, response_deserializer=pb.PutResponse.FromString
+                SERVICE + "Put", request_serializer=_put_message, response_deserializer=pb.PutResponse.FromString
             )
         return getattr(self._stub, method)(request, timeout=deadline.remaining(), **more)
 

@@ -117,7 +117,7 @@ class Connection:
 
     def close(self) -> None:
         """Closes the connection, which nothing uses."""
-        self._wire.socket.close()
+        self._wire.close()
 
     def _receive(self, into: memoryview) -> bytes:
         hasher = Checksum()

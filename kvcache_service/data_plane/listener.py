@@ -24,6 +24,7 @@ from fusionkv.kvcache_service.data_plane.messages import (
     shut_down,
     socket_path,
 )
+from fusionkv.kvcache_service.data_plane.spans import span
 from fusionkv.kvcache_service.data_plane.tickets import TICKET_SECONDS, Tickets
 from fusionkv.kvcache_service.store.writing import Writer
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
@@ -34,7 +35,6 @@ from fusionkv.protos.runtime.errors import ServiceError
 from fusionkv.protos.runtime.tls import MAX_AGE_SECONDS, ServerTLS
 
 log = logging.getLogger(__name__)
-tracer = trace.get_tracer(__name__)
 _faults = logs.RateLimitedLog(log)
 
 # Maximum wait for a caller to read or send the next piece of an entry.
@@ -72,6 +72,12 @@ class Calls(Protocol):
         self, request: pb.FetchAllRequest
     ) -> contextlib.AbstractAsyncContextManager[tuple[list[int], AsyncIterator[memoryview]]]:
         """The sizes of entries, and the bytes of all in frames."""
+        ...
+
+    def reading_found(
+        self, found: pb.FindResponse, sizes: Sequence[int]
+    ) -> contextlib.AbstractAsyncContextManager[AsyncIterator[memoryview]]:
+        """The bytes of what was found, in frames; notes in the response which these are."""
         ...
 
     async def store(self, header: pb.PutHeader, receive: "Receive") -> pb.PutResponse: ...
@@ -179,22 +185,20 @@ class DataPlane:
 
     async def _converse(self, caller: socket.socket, near: bool) -> None:
         """Answers a caller until it hangs up."""
-        with contextlib.suppress(OSError, DecodeError, ValueError, HungUp), self._secured(caller, near) as caller:
-            connection = _Connection(caller)
-            if not await self._admitted(connection.wire):
+        gone = contextlib.suppress(OSError, DecodeError, ValueError, HungUp)
+        with gone, contextlib.closing(Wire(self._secured(caller, near), _STALL_SECONDS)) as wire:
+            if not await self._admitted(wire):
                 return
-            newest = (
-                asyncio.get_running_loop().time() + MAX_AGE_SECONDS if isinstance(caller, ssl.SSLSocket) else None
-            )
+            connection, clock = _Connection(wire), asyncio.get_running_loop().time
+            newest = clock() + MAX_AGE_SECONDS if isinstance(wire.socket, ssl.SSLSocket) else None
             # Until the listeners are closed.
             while self._sockets:
-                self._idle.add(caller)
+                self._idle.add(wire.socket)
                 try:
-                    async with asyncio.timeout_at(newest):
-                        size = await connection.wire.size()
+                    size = await wire.size(None if newest is None else newest - clock())
                 finally:
-                    self._idle.discard(caller)
-                await self._answer(await self._request(connection.wire, size), connection, near)
+                    self._idle.discard(wire.socket)
+                await self._answer(await self._request(wire, size), connection, near)
 
     def _secured(self, caller: socket.socket, near: bool) -> socket.socket:
         """An accepted connection, with TLS if its port has it. Closes it on errors."""
@@ -209,18 +213,17 @@ class DataPlane:
 
     async def _request(self, wire: Wire, size: int) -> pb.DataRequest:
         """A request of so many bytes. Raises TimeoutError if it does not arrive in time."""
-        async with asyncio.timeout(_STALL_SECONDS):
-            if size <= _SMALL_BYTES:
-                return _parse(await wire.body(size))
-            async with self._large:
-                return _parse(await wire.body(size))
+        if size <= _SMALL_BYTES:
+            return _parse(await wire.body(size))
+        async with asyncio.timeout(_STALL_SECONDS), self._large:
+            return _parse(await wire.body(size))
 
     async def _admitted(self, wire: Wire) -> bool:
         """Whether a caller shows a ticket, which it gets back."""
         ticket = bytearray(TICKET_BYTES)
         async with asyncio.timeout(TICKET_SECONDS):
             if isinstance(wire.socket, ssl.SSLSocket):
-                await wire.attempt(wire.socket.do_handshake)
+                await wire.attempt(wire.socket.do_handshake, None)
             await wire.fill(memoryview(ticket))
         if not self._tickets.redeem(bytes(ticket)):
             return False
@@ -229,12 +232,8 @@ class DataPlane:
 
     async def _answer(self, request: pb.DataRequest, connection: "_Connection", near: bool) -> None:
         call = request.WhichOneof("call")
-        # Named as by gRPC: which plane a call takes is a detail.
-        method = str(call).title().replace("_", "")
-        attributes = {"rpc.system": "fusionkv", "rpc.service": "kvcache.v1.KVCacheService", "rpc.method": method}
         context = propagate.extract({"traceparent": request.traceparent})
-        name = f"/kvcache.v1.KVCacheService/{method}"
-        with tracer.start_as_current_span(name, context, kind=trace.SpanKind.SERVER, attributes=attributes):
+        with span(str(call), trace.SpanKind.SERVER, context):
             try:
                 await self._call(request, call, connection, near)
             except (OSError, HungUp):
@@ -255,7 +254,12 @@ class DataPlane:
                 await self._answer_leased(hits.lease, connection, lookup=hits)
             case "find":
                 stored = await self._calls.find(request.find, near=near, waiting=connection.wire.cancelling)
-                await self._answer_leased(stored.lease, connection, find=stored)
+                if request.find.sizes:
+                    with connection.wire.cancelling():
+                        async with self._calls.reading_found(stored, request.find.sizes) as frames:
+                            await connection.send_entries(frames, find=stored)
+                else:
+                    await self._answer_leased(stored.lease, connection, find=stored)
             case "release":
                 await connection.answer(release=self._calls.release(request.release))
             case "fetch":
@@ -287,8 +291,8 @@ class _Connection:
     sending: whether bytes were announced that are not sent yet.
     """
 
-    def __init__(self, caller: socket.socket) -> None:
-        self.wire = Wire(caller)
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
         self.sending = False
 
     async def receive_entry(self, writer: Writer) -> None:
@@ -319,13 +323,14 @@ class _Connection:
             if not self.sending:
                 await self.answer(**announced)
                 self.sending = True
-            await self.send(frame)
+            await self.wire.send(frame)
         if not self.sending:
             await self.answer(**announced)
         self.sending = False
 
     async def answer(self, **result: Any) -> None:
-        await self.send(encode(pb.DataResponse(**result)))
+        """Raises TimeoutError if the caller reads nothing for 30 s, as does `send_entries`."""
+        await self.wire.send(encode(pb.DataResponse(**result)))
 
     async def fail(self, error: pb.DataError) -> None:
         """Reports an error. Raises HungUp, upon which the connection is closed, if bytes were announced."""
@@ -333,16 +338,10 @@ class _Connection:
             raise HungUp
         await self.answer(error=error)
 
-    async def send(self, data: bytes | memoryview) -> None:
-        """Raises TimeoutError if the caller reads nothing for 30 s."""
-        async with asyncio.timeout(_STALL_SECONDS):
-            await self.wire.send(data)
-
     async def _fill(self, into: memoryview) -> None:
         into = into[self.wire.take(into) :]
         while into:
-            async with asyncio.timeout(_STALL_SECONDS):
-                into = into[await self.wire.receive(into) :]
+            into = into[await self.wire.receive(into) :]
 
 
 def _bind_port(host: str, port: int) -> socket.socket:

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
@@ -54,27 +54,49 @@ def shut_down(connected: socket.socket) -> None:
 
 
 class Wire:
-    """A connected socket of the running event loop. Methods raise OSError, and HungUp."""
+    """A connected socket of the running event loop, for one call at a time. Methods raise OSError, and HungUp.
 
-    def __init__(self, connected: socket.socket) -> None:
+    The event loop watches the socket from the first wait on until `close`: to begin and to end this takes as long as
+    the rest of a wait.
+    """
+
+    def __init__(self, connected: socket.socket, seconds: float | None = None) -> None:
+        """seconds: maximum wait for a piece that is received or sent, after which methods raise TimeoutError."""
         self.socket = connected
+        self._seconds = seconds
         self._loop = asyncio.get_running_loop()
         self._scratch = memoryview(bytearray(_AHEAD_BYTES))
         self._ahead = self._scratch[:0]  # received, and not taken yet
+        self._watched = False
+        self._receiving: Callable[[], None] | None = None  # what waits until the socket can be read
+        self._cancelled: asyncio.Task[Any] | None = None  # if the other end hangs up
+
+    def close(self) -> None:
+        """Closes the socket, which nothing uses."""
+        self._unwatch()
+        self.socket.close()
 
     async def send(self, data: bytes | memoryview) -> None:
         rest = memoryview(data)
-        while rest:
-            rest = rest[await self.attempt(partial(self.socket.send, rest), writes=True) :]
+
+        def send() -> None:
+            nonlocal rest
+            while rest:
+                rest = rest[self.socket.send(rest) :]
+
+        await self.attempt(send, self._seconds, writes=True)
 
     async def message(self) -> bytes:
         """The next message, without its size."""
         return await self.body(await self.size())
 
-    async def size(self) -> int:
-        """The next message's number of bytes."""
+    async def size(self, seconds: float | None = None) -> int:
+        """The next message's number of bytes. seconds: maximum wait for it."""
         while len(self._ahead) < SIZE.size:
-            await self._receive_ahead()
+            kept = len(self._ahead)
+            self._scratch[:kept] = bytes(self._ahead)
+            self._ahead = self._scratch[:kept]
+            self._ahead = self._scratch[: kept + await self._some(self._scratch[kept:], seconds)]
         (size,) = SIZE.unpack_from(self._ahead)
         if size > MAX_MESSAGE_BYTES:
             raise HungUp(f"a message of {size} bytes")
@@ -92,9 +114,14 @@ class Wire:
 
     async def fill(self, into: memoryview) -> None:
         """Receives as many bytes as `into` has."""
-        into = into[self.take(into) :]
-        while into:
-            into = into[await self.receive(into) :]
+        rest = into[self.take(into) :]
+
+        def receive() -> None:
+            nonlocal rest
+            while rest:
+                rest = rest[self._received(rest) :]
+
+        await self.attempt(receive, self._seconds)
 
     def take(self, into: memoryview) -> int:
         """Moves bytes that were received already; returns their number."""
@@ -106,14 +133,24 @@ class Wire:
 
     async def receive(self, into: memoryview) -> int:
         """Receives some bytes, at least one; returns their number."""
-        count = await self.attempt(partial(self.socket.recv_into, into))
+        return await self._some(into, self._seconds)
+
+    async def _some(self, into: memoryview, seconds: float | None) -> int:
+        return await self.attempt(lambda: self._received(into), seconds)
+
+    def _received(self, into: memoryview) -> int:
+        count = self.socket.recv_into(into)
         if not count:
             raise HungUp("the connection was closed")
         return count
 
-    async def attempt(self, operation: Callable[[], T], *, writes: bool = False) -> T:
+    async def attempt(self, operation: Callable[[], T], seconds: float | None, *, writes: bool = False) -> T:
         """The result of an operation on the socket, which is tried whenever the socket is ready for it.
 
+        Between these tries, which go on from where the last one stopped, the caller is not resumed: a MiB arrives in
+        dozens of pieces.
+
+        seconds: maximum wait, after which it raises TimeoutError.
         writes: whether it waits until it can write, unless TLS says what it waits for.
         """
         while True:
@@ -125,48 +162,77 @@ class Wire:
                 writes = True
             except BlockingIOError:
                 pass
-            await self._ready(writes)
-
-    async def _ready(self, writes: bool) -> None:
-        """Waits until the socket can be read, or written."""
-        ready, file = self._loop.create_future(), self.socket.fileno()
-        add, remove = (
-            (self._loop.add_writer, self._loop.remove_writer)
-            if writes
-            else (self._loop.add_reader, self._loop.remove_reader)
-        )
-        add(file, lambda: None if ready.done() else ready.set_result(None))
-        try:
-            await ready
-        finally:
-            remove(file)
+            done: asyncio.Future[tuple[T] | None] = self._loop.create_future()
+            timer = None if seconds is None else self._loop.call_later(seconds, _expire, done)
+            again = partial(_try_again, operation, writes, done)
+            try:
+                if writes:
+                    self._loop.add_writer(self.socket, again)
+                else:
+                    self._receiving = again
+                    self._watch()
+                if (result := await done) is not None:
+                    return result[0]
+            finally:
+                self._receiving = None
+                if writes:
+                    self._loop.remove_writer(self.socket)
+                if timer is not None:
+                    timer.cancel()
 
     @contextlib.contextmanager
     def cancelling(self) -> Iterator[None]:
         """Cancels the current task if the other end hangs up, before it sends anything else."""
-        task, file = asyncio.current_task(), self.socket.fileno()
-        assert task is not None
-
-        def readable() -> None:
-            self._loop.remove_reader(file)
-            try:
-                # What arrives on the network, which with TLS is not what was sent.
-                gone = not socket.socket.recv(self.socket, 1, socket.MSG_PEEK)
-            except BlockingIOError:
-                gone = False
-            except OSError:
-                gone = True
-            if gone:
-                task.cancel()
-
-        self._loop.add_reader(file, readable)
+        self._cancelled = asyncio.current_task()
+        self._watch()
         try:
             yield
         finally:
-            self._loop.remove_reader(file)
+            self._cancelled = None
 
-    async def _receive_ahead(self) -> None:
-        """Receives what there is, to at most the size of the scratch buffer."""
-        kept = len(self._ahead)
-        self._scratch[:kept] = bytes(self._ahead)
-        self._ahead = self._scratch[: kept + await self.receive(self._scratch[kept:])]
+    def _watch(self) -> None:
+        if not self._watched:
+            self._loop.add_reader(self.socket, self._readable)
+            self._watched = True
+
+    def _unwatch(self) -> None:
+        if self._watched:
+            self._loop.remove_reader(self.socket)
+            self._watched = False
+
+    def _readable(self) -> None:
+        if self._receiving is not None:
+            self._receiving()
+            return
+        self._unwatch()  # until it is waited for, what there is would call this again and again
+        if self._cancelled is not None and self._hung_up():
+            self._cancelled.cancel()
+
+    def _hung_up(self) -> bool:
+        try:
+            # What arrives on the network, which with TLS is not what was sent.
+            return not socket.socket.recv(self.socket, 1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+
+def _expire(done: "asyncio.Future[Any]") -> None:
+    if not done.done():
+        done.set_exception(TimeoutError())
+
+
+def _try_again(operation: Callable[[], T], writes: bool, done: "asyncio.Future[tuple[T] | None]") -> None:
+    """Tries an operation for whoever waits for its result; None if TLS now waits for the other direction."""
+    if done.done():  # also if the caller was cancelled, whose memory must not change any more
+        return
+    try:
+        done.set_result((operation(),))
+    except BlockingIOError:
+        pass
+    except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
+        if isinstance(error, ssl.SSLWantWriteError) is not writes:
+            done.set_result(None)
+    except Exception as error:
+        done.set_exception(error)
