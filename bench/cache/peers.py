@@ -31,6 +31,7 @@ from rich.progress import Progress
 
 from fusionkv.bench import command
 from fusionkv.bench.services.process import cpu_seconds
+from fusionkv.kvcache_service.blobs import Blobs
 from fusionkv.kvcache_service.client import CacheClient, Entry
 from fusionkv.kvcache_service.remote import mooncake_engine
 from fusionkv.protos.runtime.process import listens
@@ -108,6 +109,25 @@ class FusionKV:
         for client in self._clients:
             await client.delete(namespace=self._namespace)
             await client.close()
+
+
+class FusionKVBlobs:
+    """A cache service by keys, as an engine uses it, and its peers: a get is one call."""
+
+    def __init__(self, service: "Process") -> None:
+        self.pids = [service.pid]
+        self._client = CacheClient(service.addresses[0])
+        self._blobs = Blobs(self._client, layout="peers", timeout=60)
+
+    async def put(self, number: int, data: memoryview) -> None:
+        await self._blobs.store([b"%d" % number], [data])
+
+    async def get(self, number: int, into: memoryview) -> None:
+        assert await self._blobs.retrieve([b"%d" % number], [into]) == [True], f"blob {number} is lost"
+
+    async def close(self) -> None:
+        await self._blobs.clear()
+        await self._client.close()
 
 
 class Redis:
@@ -302,6 +322,8 @@ def systems(folder: Path) -> Iterator[dict[str, Callable[[], System] | str]]:
             started = [service(next(numbers), *own) for _ in range(services)]
             found[name] = lambda: FusionKV(started, pids, near=False)
             found[name + _NEAR] = lambda: FusionKV(started, pids, near=True)
+            if services == 1:
+                found[name + ", blobs"] = lambda: FusionKVBlobs(started[0])
 
         ours("fusionkv", services=1)
         try:

@@ -10,6 +10,8 @@ import pytest
 
 from fusionkv.kvcache_service import blobs as module
 from fusionkv.kvcache_service.blobs import Blobs, BlobThread
+from fusionkv.kvcache_service.data_plane import connection
+from fusionkv.kvcache_service.transport import Transport
 from fusionkv.protos.runtime import errors
 from tests.kvcache_service.tools import MIB, Service, nearby, payload
 
@@ -42,6 +44,43 @@ async def test_what_is_stored_is_found_and_read(service: Service, blobs: Blobs) 
     assert len(service.store.leases) == 0
     assert await blobs.delete([*given][:30]) == 30
     assert await blobs.touch([*given]) == [False] * 30 + [True] * 70
+
+
+async def test_what_is_in_memory_comes_in_the_call_that_finds_it(start: Any, monkeypatch: Any) -> None:
+    service = await start(memory=2 * MIB, disk=16 * MIB)
+    blobs, given, calls, on_data_plane = (
+        Blobs(service.client, layout="a"),
+        named(5, MIB // 2),
+        [],
+        Transport._on_data_plane,
+    )
+
+    def count(self: Transport, request: Any, *args: Any) -> Any:
+        calls.append(request.WhichOneof("call"))
+        return on_data_plane(self, request, *args)
+
+    await stored(blobs, given)
+    monkeypatch.setattr(Transport, "_on_data_plane", count)
+    monkeypatch.setattr(connection, "_WAIT_SECONDS", 30)
+    names, into = [*given], buffers(given)
+    hot = [
+        n for n, entry in enumerate((await blobs.pin(names, lease_ms=1)).entries) if entry and entry.tier == "memory"
+    ]
+    assert 0 < len(hot) < 5
+    service.clock.now += 1
+    calls.clear()
+    assert await blobs.retrieve([*(names[n] for n in hot), b"?"], [*(into[n] for n in hot), into[0]]) == [
+        *([True] * len(hot)),
+        False,
+    ]
+    assert calls == ["find"]
+    assert len(service.store.leases) == 0
+    assert await blobs.retrieve(names, into) == [True] * 5
+    assert calls == ["find", "find", "fetch_all", "release"], "others come from the disk"
+    assert into == [*given.values()]
+    assert len(service.store.leases) == 0
+    with pytest.raises(ValueError, match="5 keys and 4 buffers"):
+        await blobs.retrieve(names, into[1:])
 
 
 async def test_many_small_ones_come_in_one_call(start: Any) -> None:

@@ -109,6 +109,8 @@ async def test_both_planes_answer_alike(start: Any) -> None:
     cases: list[dict[str, Any]] = [
         {"lookup": pb.LookupRequest(namespace=short, path=[system])},
         {"lookup": pb.LookupRequest(namespace=NAMESPACE, path=[system] * 5)},
+        {"find": pb.FindRequest(namespace=NAMESPACE, digests=[digest("S")] * 2, sizes=[3])},
+        {"find": pb.FindRequest(namespace=NAMESPACE, digests=[digest("S")] * 257, sizes=[3] * 257)},
         {"fetch": pb.FetchRequest(key=short)},
         {"fetch": pb.FetchRequest(key=NAMESPACE)},
         {"fetch": pb.FetchRequest(key=NAMESPACE, checksum=b"c")},
@@ -205,8 +207,7 @@ async def test_large_requests_come_few_at_a_time(service: Service, monkeypatch: 
     part = SIZE.pack(MAX_MESSAGE_BYTES) + bytes(70_000)
     async with contextlib.AsyncExitStack() as stack:
         slow = [await stack.enter_async_context(opened(service)) for _ in range(17)]
-        for connected in slow:
-            await asyncio.to_thread(connected.sendall, part)
+        await asyncio.gather(*(asyncio.to_thread(connected.sendall, part) for connected in slow))
         await until(service.plane._large.locked)
         assert (await service.put("S", b"abc"))[1], "others are served"
         assert all(await asyncio.gather(*map(ended, slow)))
@@ -222,6 +223,20 @@ async def test_who_reads_nothing_holds_an_entry_for_a_while_only(start: Any, mon
         await until(lambda: service.store.residents.get(key).pins == 1)
         await until(lambda: service.store.residents.get(key).pins == 0)
     assert await service.get("S") == data
+
+
+async def test_who_reads_nothing_of_what_was_found_leaves_no_lease(start: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(listener, "_STALL_SECONDS", 0.3)
+    service, data = await start(memory=32 * MIB, disk=64 * MIB), payload("x", 24 * MIB)
+    key, _ = await service.put("S", data)
+    # Of the second one, which has another size, the caller would get a lease.
+    await service.put("T", b"abc")
+    find = pb.FindRequest(namespace=NAMESPACE, digests=[digest("S"), digest("T")], sizes=[len(data), 1])
+    async with opened(service) as connected:
+        await asyncio.to_thread(connected.sendall, encode(pb.DataRequest(find=find)))
+        await until(lambda: service.store.residents.get(key).pins == 1)
+        await until(lambda: service.store.residents.get(key).pins == 0)
+        assert len(service.store.leases) == 0
 
 
 @pytest.mark.parametrize("sent", [0, 1, 3 * MIB])
@@ -351,7 +366,8 @@ async def test_a_service_that_drains_ends_what_it_does(start: Any) -> None:
         assert await ended(connected)
 
 
-async def test_time_that_is_over_ends_a_call(service: Service, monkeypatch: Any) -> None:
+async def test_time_that_is_over_ends_a_call(counted: Any, monkeypatch: Any) -> None:
+    service, _ = counted
     await service.put("S", b"abc")
 
     async def late(request: Any, *, near: bool, waiting: Any) -> Any:
@@ -364,7 +380,8 @@ async def test_time_that_is_over_ends_a_call(service: Service, monkeypatch: Any)
     await until(lambda: not service.plane._connections)
 
 
-async def test_a_closed_client_says_so(service: Service, monkeypatch: Any) -> None:
+async def test_a_closed_client_says_so(counted: Any, monkeypatch: Any) -> None:
+    service, _ = counted
     asked = asyncio.Event()
 
     async def late(request: Any, *, near: bool, waiting: Any) -> Any:
@@ -380,7 +397,9 @@ async def test_a_closed_client_says_so(service: Service, monkeypatch: Any) -> No
         await task
 
 
-async def test_an_unexpected_error_is_internal(service: Service, monkeypatch: Any) -> None:
+async def test_an_unexpected_error_is_internal(counted: Any, monkeypatch: Any) -> None:
+    service, _ = counted
+
     async def broken(request: Any, *, near: bool, waiting: Any) -> Any:
         raise KeyError("secret")
 
