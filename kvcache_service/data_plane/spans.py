@@ -11,7 +11,10 @@ tracer = trace.get_tracer(__name__)
 
 
 def span(call: str, kind: trace.SpanKind, context: Context | None = None) -> contextlib.AbstractContextManager[Any]:
-    """The span of a call, as DataRequest names it; nothing without a tracer provider, which would take 30 µs."""
+    """The span of a call, as DataRequest names it; nothing without a tracer provider.
+
+    It would be a third of the processor time of a Release.
+    """
     if isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
         return contextlib.nullcontext()
     method = call.title().replace("_", "")
