@@ -68,9 +68,6 @@ async def _serve(config: WorkerConfig) -> None:
             model, tp = await ranks.lead(config)
             # On the CPU, which is idle while a GPU computes.
             auxiliary = models.load(Path(config.auxiliary), device="cpu") if config.auxiliary else None
-        texts = config.system, config.prompt_template
-        chat = replace(model.chat, system=texts[0], prompt=texts[1])
-        model = replace(model, template=model.template.configured(*texts), chat=chat)
         judged = Verdict.read(config.model, model.fingerprint, auxiliary.fingerprint if auxiliary else b"")
         for line in judged.lines():
             log.info("fusionkv check: %s", line)

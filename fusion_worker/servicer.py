@@ -59,6 +59,9 @@ class FusionServicer:
         verdict: Verdict | None = None,
         tp: TPGroup | None = None,
     ) -> None:
+        texts = config.system, config.prompt_template
+        chat = replace(model.chat, system=texts[0], prompt=texts[1])
+        model = replace(model, template=model.template.configured(*texts), chat=chat)
         self._config = config
         self._model = model
         self._verdict = verdict or Verdict(model.fingerprint.hex(), {})

@@ -5,7 +5,7 @@ does not declare support for its hybrid memory manager.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # pyright: igno
 
 from fusionkv.fusion_worker.library.cache import fingerprint
 from fusionkv.fusion_worker.library.resolve import resolve
+from fusionkv.protos.runtime import settings
 from fusionkv.protos.runtime.errors import FailedPrecondition
 from fusionkv.protos.runtime.tls import ClientTLS
 from fusionkv.vllm_connector.background import Background
@@ -42,6 +43,7 @@ class ConnectorOptions:
         load_seconds: maximum seconds for loading a prompt.
         pool_bytes: size of the KV pool for fused prefill; 0 disables fused prefill.
         fuse_seconds: maximum seconds for the fused prefill of a prompt.
+        listen: host:port or unix:/path where gateways reach the engine of fused prefill; empty for none.
         separator: text behind the system prompt and each passage, in prompts without spans; empty for none.
         tls_ca, tls_cert, tls_key: PEM files, as in the services' settings.
         tls_worker: name in the certificates of workers; empty for their addresses.
@@ -52,6 +54,7 @@ class ConnectorOptions:
     load_seconds: float = 10.0
     pool_bytes: int = 0
     fuse_seconds: float = 60.0
+    listen: str = ""
     separator: str = ""
     tls_ca: str = ""
     tls_cert: str = ""
@@ -63,7 +66,10 @@ class ConnectorOptions:
         names = {field.name for field in fields(cls)}
         if unknown := sorted(set(given) - names):
             raise ValueError(f"kv_connector_extra_config.{unknown[0]} is not one of {', '.join(sorted(names))}")
-        return cls(**given)
+        options = cls(**given)
+        if options.listen and not options.pool_bytes:
+            raise ValueError("kv_connector_extra_config.listen needs pool_bytes")
+        return options
 
     def tls(self) -> ClientTLS | None:
         ca, cert, key = (Path(file) if file else None for file in (self.tls_ca, self.tls_cert, self.tls_key))
@@ -73,6 +79,7 @@ class ConnectorOptions:
 @dataclass
 class _Metadata(KVConnectorMetadata):
     transfers: list[KVLoad | KVSave]
+    told: dict[str, dict[str, Any]]
 
 
 @dataclass
@@ -162,7 +169,7 @@ class FusionKVConnector(KVConnectorBase_V1):
             self._scheduler.allocated(request, tuple(blocks.get_block_ids()[0]), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return _Metadata(self._scheduler.transfers())
+        return _Metadata(self._scheduler.transfers(), self._scheduler.told())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         completed = request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
@@ -194,30 +201,38 @@ class FusionKVConnector(KVConnectorBase_V1):
         """The engine on vLLM's weights. layers: vLLM's attention layers. Raises ValueError if they don't fit it."""
         # The image of the connector has no engine.
         try:
+            from fusionkv.fusion_worker.config import WorkerConfig
             from fusionkv.vllm_connector.fusing import FusedPrefill
             from fusionkv.vllm_connector.network import model_among, model_over
             from fusionkv.vllm_connector.steps import VLLMSteps
         except ImportError as error:
             why = f"pool_bytes needs the worker's packages beside vLLM: pip install 'fusionkv[worker]' ({error})"
             raise ValueError(why) from error
-        config, background = self._vllm_config, self._background
+        config, options = self._vllm_config, self._options
         directory = resolve(config.model_config.model)
         dtype, longest = config.model_config.dtype, config.model_config.max_model_len
+        # Timeouts, the storage format and the like come from the worker's environment variables.
+        own = {name: getattr(options, name) or None for name in ("tls_ca", "tls_cert", "tls_key")}
+        own |= {"model": directory, "pool_bytes": options.pool_bytes}
+        own |= {"max_step_tokens": config.scheduler_config.max_num_batched_tokens}
+        worker = replace(settings.load(WorkerConfig, "worker", flags=own), cache=options.cache)
+        theirs, date = model_among(layers), worker.template_date
         try:
-            model = model_over(model_among(layers), directory, fingerprint(directory), dtype, longest)
+            model = model_over(theirs, directory, fingerprint(directory), dtype, longest, date)
         except FailedPrecondition as error:
             raise ValueError(str(error)) from error
 
         async def made() -> "FusedPrefill":
-            rows, steps = config.scheduler_config.max_num_batched_tokens, VLLMSteps(model.device)
-            return FusedPrefill(model, directory, self._options.pool_bytes, rows, steps, background.cache)
+            return FusedPrefill(worker, model, VLLMSteps(model.device), options.listen)
 
-        self._fusing = background.run(made()).result()
+        self._fusing = self._background.run(made()).result()
         return self._fusing
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._busy = forward_context.attn_metadata is not None
-        self._worker.start(self._get_connector_metadata().transfers)
+        metadata = self._get_connector_metadata()
+        self._worker.start(metadata.transfers)
+        self._worker.tell(metadata.told)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Does nothing: loads run beside steps, and a request's first step comes after its load."""

@@ -1,77 +1,78 @@
-"""Fused prefill in vLLM's process: the fusion worker's engine on vLLM's weights."""
+"""Fused prefill in vLLM's process: the fusion worker on vLLM's weights, which gateways may reach as a worker."""
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from google.protobuf.json_format import MessageToDict
+from google.protobuf.json_format import MessageToDict, ParseDict
 
 from fusionkv.fusion_worker import meters
-from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.jobs import Nothing
-from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.compute.plan import PrefillPlan
 from fusionkv.fusion_worker.compute.planner import Planner
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.load.lookup import NotFiniteKV
 from fusionkv.fusion_worker.meters import PrefillFigures, Stopwatch, Summary
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.quality.verdict import Verdict
 from fusionkv.fusion_worker.select.base import budget
-from fusionkv.fusion_worker.transfer.handover import copy_prompt
+from fusionkv.fusion_worker.servicer import SERVICE, FusionServicer, handler
+from fusionkv.fusion_worker.transfer.handover import HANDLE_BYTES, prompt_layers
 from fusionkv.kernels.segments import QuerySpan
-from fusionkv.kvcache_service.client import CacheClient
-from fusionkv.protos.contract.names import DEFAULT
-from fusionkv.protos.contract.recipes import RECIPES, Recipe
-from fusionkv.protos.contract.requests import RequestedRecipe
-from fusionkv.protos.runtime import settings
-from fusionkv.protos.runtime.cancellation import to_the_end
+from fusionkv.protos.answer.v1 import answer_pb2
+from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
+from fusionkv.protos.runtime import process, rpc
+from fusionkv.protos.runtime.errors import FailedPrecondition, ResourceExhausted
 from fusionkv.vllm_connector.spans import SpannedPrompt
 from fusionkv.vllm_connector.steps import VLLMSteps
 
 log = logging.getLogger("vllm.fusionkv")
-Write = Callable[[torch.Tensor], Awaitable[None]]
+# Keys and values of each layer, [tokens, kv_heads, head_dim].
+Layers = Iterable[Sequence[torch.Tensor]]
+Write = Callable[[Layers], Awaitable[None]]
 
 
-class FusedPrefill:
-    """Makes the KV of prompts before their questions. Create it in the event loop that uses it."""
+class FusedPrefill(FusionServicer):
+    """Makes the KV of prompts before their questions. Create it in the event loop that uses it.
 
-    def __init__(
-        self, model: Model, directory: Path, pool_bytes: int, rows: int, steps: VLLMSteps, cache: CacheClient | None
-    ) -> None:
-        """Takes the memory of the pool. Raises SettingsError for a wrong environment variable of the worker.
+    As a worker, it describes the model, renders templates, deletes primers, and promises the KV of prompts.
+    """
+
+    def __init__(self, config: WorkerConfig, model: Model, steps: VLLMSteps, listen: str = "") -> None:
+        """Takes the memory of the pool.
 
         Args:
-            directory: of the model's files, which may hold verdicts of `fusionkv check`.
-            rows: maximum rows of a step.
             steps: the turns of the engine's steps, which start now.
+            listen: address of the service; empty for none.
+
+        Raises:
+            FailedPrecondition: the file of `fusionkv check` beside the model can't be used.
+            OSError: the address is in use.
         """
-        # Timeouts, the storage format and the like come from the worker's environment variables.
-        own = {"model": directory, "pool_bytes": pool_bytes, "max_step_tokens": rows}
-        config = settings.load(WorkerConfig, "worker", flags=own)
-        self.pool = KVPool.of(model.kv, pool_bytes, config.page_tokens, model.device)
-        self._model, self._steps = model, steps
-        self._engine = Engine(model, self.pool, config, steps)
-        self._loader = Loader(config, model, self.pool, self._engine, cache)
-        self._planner = Planner(model, self._engine)
-        self._verdict = Verdict.read(directory, model.fingerprint)
-        self._described = model.described(auxiliary=False)
-        self._described.default_recipe = self._verdict.default.choice.recipe
-        self._busy = ExitStack()
+        super().__init__(config, model, None, Verdict.read(config.model, model.fingerprint), steps)
+        self._steps, self._planner = steps, Planner(model, self.engine)
+        self._busy, self._stop = ExitStack(), asyncio.Event()
+        # Figures of prompts that were promised, by ticket.
+        self._promised: dict[str, asyncio.Future[answer_pb2.Summary]] = {}
         steps.start()
         log.info("vLLM fuses passages, with a KV pool of %d tokens", self.pool.capacity)
+        self._serving: asyncio.Task[None] | None = None
+        if listen:
+            process.check_ports([listen], "listen")
+            services, tls = {SERVICE.full_name: handler(self)}, config.server_tls
+            serving = rpc.serve("fusionkv-vllm", [listen], services, drain_seconds=0, tls=tls, stop=self._stop)
+            self._serving = asyncio.create_task(serving)
 
     def run_steps(self, busy: bool, loading: Callable[[], bool]) -> None:
         """As `VLLMSteps.run`. While vLLM is busy, steps are shorter (the worker's `max_mixed_tokens`)."""
         mixed = self._busy.pop_all()
         if busy:
-            self._busy.enter_context(self._engine.streaming())
+            self._busy.enter_context(self.engine.streaming())
         mixed.close()
         self._steps.run(busy, loading)
 
@@ -79,60 +80,82 @@ class FusedPrefill:
         """Makes the KV of a prompt before its question; returns the figures, as answer.v1.Summary in JSON.
 
         Args:
-            write: takes the KV, [layers, 2, tokens, kv_heads, head_dim].
+            write: takes the KV of the prompt.
 
         Raises:
             CacheFault, ServiceError: as the worker's loader and engine, and for a recipe that the model can't follow.
         """
-        recipe, ratio, replaced = self._recipe(asked)
-        prompt, stopwatch = asked.prompt(), Stopwatch()
+        request, replaced = await self._checked(asked.request(), portable=True)
+        prompt, recipe, ratio, stopwatch = request.prompt, request.recipe, request.ratio, Stopwatch()
 
         def fresh(stale: int) -> int:
             # The question's rows are computed for scores alone: vLLM computes them again.
             return budget(ratio, prompt.context_tokens, stale) + len(prompt.question)
 
         assert recipe.encode is not None
-        async with self._loader.prompt(prompt, fresh, stopwatch, recipe.encode) as loaded:
+        async with self.loader.prompt(prompt, fresh, stopwatch, recipe.encode) as loaded:
             with stopwatch.clock("select"):
                 whole = await self._planner.fuse(loaded.layout, prompt, recipe, ratio)
             rows = slice(len(whole.chosen))
             plan = replace(whole, ids=whole.ids[rows], positions=whole.positions[rows])
             with stopwatch.clock("prefill"):
                 if len(plan.chosen):
-                    await self._engine.run(plan.prefill(Nothing()))
-                kv = await to_the_end(asyncio.to_thread(self._copied, plan, asked.tokens))
-                if not bool(kv.isfinite().all()):
-                    await self._loader.loads.discard(plan.layout.parts)
-                    raise NotFiniteKV("the fused KV is not finite (NaN or infinity)")
-                await write(kv)
+                    await self.engine.run(plan.prefill(Nothing()))
+                try:
+                    await write(self._layers(plan, asked.tokens))
+                except NotFiniteKV:
+                    await self.loader.loads.discard(plan.layout.parts)
+                    raise
             figures = PrefillFigures(prompt, recipe, ratio, loaded.figures, plan.lossless_tokens, len(plan.chosen))
         meters.first_token(figures, stopwatch.seconds)
         summary = Summary(figures, "", 0, stopwatch.seconds).message(replaced)
         return MessageToDict(summary, preserving_proto_field_name=True)
 
+    async def tell(self, told: Mapping[str, dict[str, Any]]) -> None:
+        """Takes the figures of requests that have ended, by their tickets. Unknown tickets are ignored."""
+        for ticket, figures in told.items():
+            if (promised := self._promised.get(ticket)) is not None and not promised.done():
+                promised.set_result(ParseDict(figures, answer_pb2.Summary()))
+
+    async def Prefill(self, request: pb.PrefillRequest, context: Any) -> AsyncIterator[pb.PrefillResponse]:
+        """Promises the KV of a prompt, and yields its figures once vLLM has ended the request with the ticket."""
+        checked, _ = await self._checked(request.prompt, portable=True)
+        if checked.explained:
+            raise FailedPrecondition("only a fusion worker can explain a prompt, and vLLM has none")
+        if len(self._promised) >= self._config.max_requests + self._config.max_queue:
+            raise ResourceExhausted(f"{len(self._promised)} prompts are promised already: try again later")
+        ticket = os.urandom(HANDLE_BYTES)
+        self._promised[ticket.hex()] = figures = asyncio.get_running_loop().create_future()
+        try:
+            exact, limit = checked.recipe.encode is None, checked.params.max_tokens
+            yield pb.PrefillResponse(promise=pb.Promise(ticket=ticket, lossless=exact, max_tokens=limit))
+            yield pb.PrefillResponse(summary=await figures, pool_tokens=self.pool.capacity)
+        finally:
+            del self._promised[ticket.hex()]
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        """Refused: vLLM has the answers."""
+        raise FailedPrecondition("this worker is inside vLLM, which decodes: set decode = vllm in the gateway")
+        yield  # makes this a generator
+
+    async def Encode(self, request: pb.EncodeRequest, context: Any) -> pb.EncodeResponse:
+        """Refused: while vLLM has no request, nothing is computed."""
+        raise FailedPrecondition("vLLM encodes passages with the first prompt that has them, not ahead of time")
+
     async def close(self) -> None:
-        """Ends the engine and stores or drops what waits."""
+        """Ends service and engine, and stores or drops what waits."""
+        self._stop.set()
+        if self._serving is not None:
+            await asyncio.wait([self._serving])
         self._steps.close()
-        await self._loader.close()
-        self._engine.close()
+        await super().close()
 
-    def _recipe(self, asked: SpannedPrompt) -> tuple[Recipe, float, str]:
-        """The recipe, its ratio, and why it is another one than requested; empty if it is not."""
-        requested = RequestedRecipe.of(asked.recipe, self._described)
-        requested.check(asked.ratio, len(asked.spans), self._described)
-        requested.check_portable()
-        given = asked.ratio
-        if given is None and asked.recipe.partition("+")[0] == DEFAULT:
-            given = self._verdict.default.choice.ratio
-        ratio = requested.recipe.ratio_for(given)
-        if replaced := self._verdict.unsafe(requested.recipe, ratio):
-            return RECIPES["prefix_cache"], 0.0, replaced
-        return requested.recipe, ratio, ""
-
-    def _copied(self, plan: PrefillPlan, tokens: int) -> torch.Tensor:
-        """The KV of the prompt's first tokens, keys at their positions."""
-        kv = self.pool.kv
-        out = torch.empty(kv.shape[0], 2, tokens, *kv.shape[3:], dtype=kv.dtype, device=kv.device)
-        last = torch.tensor([tokens - 1], device=kv.device)
-        copy_prompt(QuerySpan(0, 1, last, plan.visible()), kv, self._model, out)
-        return out
+    def _layers(self, plan: PrefillPlan, tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields the KV of the prompt's first tokens, keys at their positions. Raises NotFiniteKV at the end."""
+        last = torch.tensor([tokens - 1], device=self.pool.kv.device)
+        finite = []
+        for layer in prompt_layers(QuerySpan(0, 1, last, plan.visible()), self.pool.kv, self._model):
+            finite.append(torch.stack([each.isfinite().all() for each in layer]))
+            yield layer
+        if not bool(torch.stack(finite).all()):
+            raise NotFiniteKV("the fused KV is not finite (NaN or infinity)")

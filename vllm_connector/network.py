@@ -67,7 +67,7 @@ def model_among(layers: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
 
 
 def model_over(
-    theirs: torch.nn.Module, directory: Path, fingerprint: bytes, dtype: torch.dtype, max_tokens: int
+    theirs: torch.nn.Module, directory: Path, fingerprint: bytes, dtype: torch.dtype, max_tokens: int, today: str
 ) -> models.Model:
     """The worker's model over the layers of vLLM's.
 
@@ -75,6 +75,7 @@ def model_over(
         theirs: vLLM's model, on one rank.
         directory: of the model's files; fingerprint: theirs.
         max_tokens: maximum tokens of a prompt and its answer.
+        today: YYYY-MM-DD, the date that the chat template is told.
 
     Raises:
         FailedPrecondition: the files are of a model that the worker does not support.
@@ -82,7 +83,7 @@ def model_over(
     """
     network = _network(theirs, models.configuration(directory), dtype)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, trust_remote_code=False)
-    return models.wrap(name_of(directory), network, tokenizer, fingerprint, max_tokens)
+    return models.wrap(name_of(directory), network, tokenizer, fingerprint, max_tokens, today=today)
 
 
 def _network(theirs: Any, config: Any, dtype: torch.dtype) -> Any:

@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -47,16 +47,17 @@ class Pages:
     def token_bytes(self) -> int:
         return len(self) * 2 * self.heads * self.head_dim * self.dtype.itemsize
 
-    def write(self, kv: torch.Tensor, pages: Sequence[int], start: int) -> None:
+    def write(self, kv: Iterable[Iterable[torch.Tensor]], pages: Sequence[int], start: int) -> None:
         """Writes tokens of a request from position `start` on.
 
         Args:
-            kv: `[layers, 2, tokens, kv_heads, head_dim]`, on any device.
+            kv: keys and values of each layer, `[tokens, kv_heads, head_dim]`, on any device.
             pages: the request's pages.
         """
-        slots = self._slots(pages, start, start + kv.shape[2])
-        for (layer, cache), (keys, values) in zip(self._layers, kv, strict=True):
-            tensors = [x.to(self.device, self.dtype).contiguous() for x in (keys, values)]
+        slots: torch.Tensor | None = None
+        for (layer, cache), both in zip(self._layers, kv, strict=True):
+            tensors = [x.to(self.device, self.dtype).contiguous() for x in both]
+            slots = self._slots(pages, start, start + len(tensors[0])) if slots is None else slots
             # The backend's own write, because layouts differ: on CPU by instruction set, elsewhere by strides.
             with torch.cuda.device_of(cache):  # Triton launches kernels on the thread's own device
                 layer.impl.do_kv_cache_update(layer, *tensors, cache, slots)

@@ -14,7 +14,7 @@ from fusionkv.kvcache_service import keys
 from fusionkv.protos.runtime.errors import ServiceError
 from fusionkv.vllm_connector.background import Background
 from fusionkv.vllm_connector.prompts import FusedPrompt, KVLayout, KVLoad, KVSave, Prefix, degraded
-from fusionkv.vllm_connector.spans import PARAMETER, SpannedPrompt
+from fusionkv.vllm_connector.spans import PARAMETER, SpannedPrompt, ticket_of
 
 log = logging.getLogger("vllm.fusionkv")
 _LOOKUP_SECONDS = 2.0
@@ -28,7 +28,8 @@ class _RequestState:
     """A waiting or running request.
 
     Attributes: available: number of tokens, from the first, whose KV is available or can be made. tried: whether its
-    load was started or is no longer needed. figures: of a request with spans, once they are known.
+    load was started or is no longer needed. figures: of a request with spans, once they are known. ticket: of such a
+    request.
     """
 
     source: FusedPrompt | Prefix | SpannedPrompt | None
@@ -37,6 +38,7 @@ class _RequestState:
     leases: list[int] = field(default_factory=list)
     tried: bool = False
     figures: dict[str, Any] = field(default_factory=dict)
+    ticket: str = ""
 
 
 class ConnectorScheduler:
@@ -73,6 +75,7 @@ class ConnectorScheduler:
         self._fingerprint = background.run(asyncio.to_thread(lambda: fingerprint(resolve(model))))
         self._requests: dict[str, _RequestState] = {}
         self._transfers: list[KVLoad | KVSave] = []
+        self._told: dict[str, dict[str, Any]] = {}
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Number of tokens after the first `computed` whose KV can be loaded, and whether to load beside steps.
@@ -89,6 +92,8 @@ class ConnectorScheduler:
         tokens = state.available.result()
         if tokens > computed:
             return tokens - computed, True
+        if isinstance(state.source, SpannedPrompt):
+            state.figures = state.source.figures(computed)
         if tokens and isinstance(state.source, FusedPrompt):
             state.tried = True
             self._background.run(self._background.release(state.source, ""))  # vLLM's prefix cache holds all of it
@@ -119,6 +124,11 @@ class ConnectorScheduler:
         transfers, self._transfers = self._transfers, []
         return transfers
 
+    def told(self) -> dict[str, dict[str, Any]]:
+        """The figures of requests that have ended since the last call, by their tickets."""
+        told, self._told = self._told, {}
+        return told
+
     def finished(self, request: Any, pages: tuple[int, ...], completed: bool) -> bool:
         """Handles the end of a request; returns whether its pages are needed until its prefix has been read.
 
@@ -127,6 +137,8 @@ class ConnectorScheduler:
         state = self._requests.pop(request.request_id, None)
         if state is None:
             return False
+        if state.ticket:
+            self._told[state.ticket] = state.figures
         if isinstance(state.source, Prefix) and state.available is not None:
             self._background.run(self._release_leases(state))
         if isinstance(state.source, FusedPrompt) and not state.tried:
@@ -155,6 +167,7 @@ class ConnectorScheduler:
             if source is None and self._background.cache is not None and plain:
                 source = Prefix.of(request.prompt_token_ids, request.cache_salt or "", self._chunk_tokens)
         state = self._requests[request.request_id] = _RequestState(source, figures=figures)
+        state.ticket = ticket_of(request.kv_transfer_params)
         if isinstance(source, SpannedPrompt):
             state.available = Future()
             state.available.set_result(source.tokens if source.reuses else 0)

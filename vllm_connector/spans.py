@@ -3,19 +3,17 @@
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fusionkv.protos.contract.limits import check_label
 from fusionkv.protos.contract.names import DEFAULT
 from fusionkv.protos.contract.recipes import find_recipe
+from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime.errors import InvalidArgument
-
-if TYPE_CHECKING:
-    from fusionkv.fusion_worker.prompt import Prompt
 
 PARAMETER = "fusionkv"
 """Key of `kv_transfer_params` that holds a `SpannedPrompt` or a `FusedPrompt`."""
-_KINDS = {"spans": (list,), "recipe": (str,), "ratio": (int, float), "tenant": (str,), "corpus": (str,)}
+_KINDS = {"spans": (list,), "ratio": (int, float)} | dict.fromkeys(("recipe", "tenant", "corpus", "ticket"), (str,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +27,7 @@ class SpannedPrompt:
         ratio: None for the recipe's own.
         tenant: whose KV is used and stored; by default, that of requests with the same cache_salt.
         corpus: whose primer passages are encoded after.
+        ticket: names the gateway's call that gets the figures; empty for none.
     """
 
     ids: tuple[int, ...]
@@ -37,6 +36,7 @@ class SpannedPrompt:
     ratio: float | None = None
     tenant: str = ""
     corpus: str = ""
+    ticket: str = ""
 
     @classmethod
     def of(cls, params: Mapping[str, Any] | None, ids: Sequence[int], salt: str = "") -> "SpannedPrompt | None":
@@ -83,12 +83,40 @@ class SpannedPrompt:
         """Whether the recipe reuses anything; otherwise vLLM computes the prompt."""
         return self.recipe.partition("+")[0] == DEFAULT or find_recipe(self.recipe).encode is not None
 
-    def prompt(self) -> "Prompt":
-        from fusionkv.fusion_worker.prompt import Chunk, Prompt  # of the engine, which not every vLLM has
+    def request(self) -> pb.GenerateRequest:
+        """The request as a worker gets it."""
+        return pb.GenerateRequest(
+            system=pb.Tokens(ids=self.ids[: self.spans[0][0]]),
+            chunks=[pb.Chunk(ids=self.ids[first:end]) for first, end in self.spans],
+            question=pb.Tokens(ids=self.ids[self.tokens :]),
+            recipe=self.recipe,
+            ratio=self.ratio,
+            tenant=self.tenant,
+            corpus=self.corpus,
+        )
 
-        system = Chunk(self.ids[: self.spans[0][0]])
-        chunks = tuple(Chunk(self.ids[first:end]) for first, end in self.spans)
-        return Prompt(system, chunks, self.ids[self.tokens :], self.tenant, self.corpus)
+    def figures(self, computed: int) -> dict[str, Any]:
+        """The figures of a prompt that is not fused, as answer.v1.Summary in JSON.
+
+        computed: tokens of it in vLLM's prefix cache, which has fused KV if the recipe reuses anything.
+        """
+        start = self.spans[0][0]
+        context, cached = self.tokens - start, max(0, min(computed, self.tokens) - start)
+        return {
+            "recipe": self.recipe,
+            "ratio": (self.ratio or 0.0) if self.reuses else 1.0,
+            "prompt_tokens": len(self.ids),
+            "context_tokens": context,
+            "tokens_reused" if self.reuses else "tokens_lossless": cached,
+            "tokens_recomputed": context - cached,
+        }
+
+
+def ticket_of(params: Mapping[str, Any] | None) -> str:
+    """The ticket of a request, also of one whose parameters are wrong otherwise; empty if it has none."""
+    values = (params or {}).get(PARAMETER)
+    ticket = values.get("ticket") if isinstance(values, Mapping) else None
+    return ticket if isinstance(ticket, str) else ""
 
 
 def _spans(given: Sequence[Any], tokens: int) -> tuple[tuple[int, int], ...]:

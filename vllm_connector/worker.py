@@ -5,7 +5,7 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -81,6 +81,11 @@ class ConnectorWorker:
             if request in self._fused:
                 self._background.run(self._cancel(request))
 
+    def tell(self, told: Mapping[str, dict[str, Any]]) -> None:
+        """Passes the figures of requests that have ended to who holds their tickets."""
+        if self._fusing is not None and told:
+            self._background.run(self._fusing.tell(told))
+
     def figures(self) -> dict[str, dict[str, Any]]:
         """Figures of the prompts that were fused, or why they were not, since the last call."""
         with self._lock:
@@ -121,8 +126,9 @@ class ConnectorWorker:
         assert self._fusing is not None
         self._fused[load.request] = asyncio.current_task()
 
-        async def write(kv: torch.Tensor) -> None:
-            await self._write(kv[:, :, load.start : load.stop], load.pages, load.start)
+        async def write(kv: Iterable[Sequence[torch.Tensor]]) -> None:
+            rows = slice(load.start, load.stop)
+            await self._write(([each[rows] for each in layer] for layer in kv), load.pages, load.start)
 
         try:
             async with asyncio.timeout(self._fuse_seconds):
@@ -191,7 +197,7 @@ class ConnectorWorker:
                     # A lease that is not released expires.
                     self._background.run(cache.release(lookup.lease))
 
-    async def _write(self, kv: torch.Tensor, pages: Sequence[int], start: int) -> None:
+    async def _write(self, kv: Iterable[Iterable[torch.Tensor]], pages: Sequence[int], start: int) -> None:
         def write() -> None:
             self._pages.write(kv, pages, start)
             if self._pages.device.type == "cuda":

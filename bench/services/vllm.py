@@ -223,13 +223,16 @@ class Servers:
         more = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
         return {"kv_connector": "LMCacheMPConnector", "kv_connector_extra_config": more}
 
-    def fusionkv(self, cache: str, pool_bytes: int = 0) -> dict[str, Any]:
-        """The configuration of FusionKV's connector. pool_bytes: of its pool for fused prefill; 0 for none."""
+    def fusionkv(self, cache: str, pool_bytes: int = 0, **more: Any) -> dict[str, Any]:
+        """The configuration of FusionKV's connector.
+
+        pool_bytes: of its pool for fused prefill; 0 for none. more: further options.
+        """
         return {
             "kv_connector": "FusionKVConnector",
             "kv_connector_module_path": "fusionkv.vllm_connector.connector",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"cache": cache, "pool_bytes": pool_bytes},
+            "kv_connector_extra_config": {"cache": cache, "pool_bytes": pool_bytes, **more},
         }
 
 

@@ -181,12 +181,18 @@ class Handover:
         return held
 
 
-def copy_prompt(span: QuerySpan, kv: torch.Tensor, model: Model, into: torch.Tensor) -> None:
-    """Writes the KV that a row sees to `into`, [layers, 2, tokens, kv_heads, head_dim], keys at their positions."""
-    for pool, out, rotation in zip(kv, into, model.rotations, strict=True):
+def prompt_layers(span: QuerySpan, kv: torch.Tensor, model: Model) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields keys, at their positions, and values that a row sees, [tokens, kv_heads, head_dim], of each layer."""
+    for pool, rotation in zip(kv, model.rotations, strict=True):
         order = span.in_order(rotation, kv.device)
-        out[0].copy_(order.keys(pool[0]), non_blocking=True)
-        out[1].copy_(pool[1][order.slots], non_blocking=True)
+        yield order.keys(pool[0]), pool[1][order.slots]
+
+
+def copy_prompt(span: QuerySpan, kv: torch.Tensor, model: Model, into: torch.Tensor) -> None:
+    """Writes the KV that a row sees to `into`, [layers, 2, tokens, kv_heads, head_dim]."""
+    for out, layer in zip(into, prompt_layers(span, kv, model), strict=True):
+        for tensor, found in zip(out, layer, strict=True):
+            tensor.copy_(found, non_blocking=True)
     if kv.is_cuda and not into.is_cuda:
         torch.cuda.current_stream(kv.device).synchronize()
 

@@ -1,8 +1,9 @@
-"""vLLM as the decoder: a worker prefills the prompt; vLLM fetches its KV and decodes."""
+"""vLLM as the decoder: a worker prefills the prompt, and vLLM fetches its KV; or vLLM has the worker's engine."""
 
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import ssl
@@ -57,21 +58,19 @@ async def _next(stream: _Stream, deadline: Deadline) -> tuple[str, pb.PrefillRes
 
 @dataclass(slots=True)
 class _Prefilled:
-    """KV prefilled by a worker, the worker's address, and the stream of its call, which ends with a summary."""
+    """How vLLM gets a prompt's KV, and the stream of the worker's call, which ends with a summary.
 
-    worker: str
-    kv: pb.PrefilledKV
+    Attributes:
+        parameters: those that vLLM's connector reads.
+        promised: whether vLLM computes the KV, each time that its prefix cache has lost it.
+    """
+
+    parameters: dict[str, Any]
     stream: _Stream
-
-    def parameters(self) -> dict[str, Any]:
-        """The parameters that vLLM's connector reads (vllm_connector/prompts.py)."""
-        kv = self.kv
-        names = ("handle", "prompt_digest", "model_fingerprint", "checksum")
-        numbers = {name: getattr(kv, name) for name in ("tokens", "layers", "kv_heads", "head_dim", "dtype", "path")}
-        return {"worker": self.worker, **{name: getattr(kv, name).hex() for name in names}, **numbers}
+    promised: bool = False
 
     async def summary(self) -> answer_pb2.Summary:
-        """The summary of the prefill, sent once vLLM has released the KV."""
+        """The summary of the prefill, sent once vLLM has released the KV, or ended the request."""
         try:
             async with asyncio.timeout(_SUMMARY_SECONDS):
                 async for _, response in self.stream:
@@ -82,6 +81,21 @@ class _Prefilled:
             return _degraded("vLLM did not fetch the prompt's KV")
         except ServiceError as error:
             return _degraded(str(error))
+
+
+def _handed(worker: str, kv: pb.PrefilledKV) -> dict[str, Any]:
+    """The parameters of KV that a worker holds (vllm_connector/prompts.py)."""
+    names = ("handle", "prompt_digest", "model_fingerprint", "checksum")
+    numbers = {name: getattr(kv, name) for name in ("tokens", "layers", "kv_heads", "head_dim", "dtype", "path")}
+    return {"worker": worker, **{name: getattr(kv, name).hex() for name in names}, **numbers}
+
+
+def _promised(request: pb.GenerateRequest, ticket: bytes) -> dict[str, Any]:
+    """The parameters of KV that vLLM computes (vllm_connector/spans.py)."""
+    ends = itertools.accumulate((len(chunk.ids) for chunk in request.chunks), initial=len(request.system.ids))
+    ratio = {"ratio": request.ratio} if request.HasField("ratio") else {}
+    labels = {name: getattr(request, name) for name in ("recipe", "tenant", "corpus")}
+    return {"spans": list(itertools.pairwise(ends)), **labels, **ratio, "ticket": ticket.hex()}
 
 
 class _Answer:
@@ -206,11 +220,14 @@ class VLLMEngine:
                     _faults.warning("vLLM prefills a prompt itself", error)
             decoding = time.monotonic()
             if not answer.finish and answer.tokens < answer.limit:
-                tokens = await stack.enter_async_context(contextlib.aclosing(self._tokens(answer, deadline)))
-                async for token, finish in tokens:
-                    yield answer.token(token, finish)
-                    if answer.finish:
-                        break
+                # Closed before the summary, which may wait for the end of vLLM's request.
+                async with contextlib.aclosing(self._tokens(answer, deadline)) as tokens:
+                    async for token, finish in tokens:
+                        if answer.tokens == 0:
+                            decoding = time.monotonic()
+                        yield answer.token(token, finish)
+                        if answer.finish:
+                            break
             summary = await self._summary(answer)
             summary.seconds.decode = time.monotonic() - decoding
             yield pb.GenerateResponse(summary=summary)
@@ -237,12 +254,21 @@ class VLLMEngine:
         await self._workers.close()
 
     async def _prefill(self, answer: _Answer, stream: _Stream) -> AsyncGenerator[pb.GenerateResponse]:
-        """Streams a worker's first token, behind an explanation if requested. Raises as `_next`."""
+        """Streams a worker's first token, if it prefilled the prompt, behind an explanation if requested.
+
+        Raises as `_next`.
+        """
         deadline = Deadline.after(self._prefill_seconds)
         worker, response = await _next(stream, deadline)
         if response.HasField("explanation"):
             yield pb.GenerateResponse(explanation=response.explanation)
             worker, response = await _next(stream, deadline)
+        if response.HasField("promise"):
+            promise = response.promise
+            answer.limit = promise.max_tokens
+            answer.salt = answer.exact_salt if promise.lossless else answer.fused_salt
+            answer.prefilled = _Prefilled(_promised(answer.request, promise.ticket), stream, promised=True)
+            return
         first = response.first
         answer.limit = first.max_tokens
         if not answer.request.sampling.max_tokens and answer.limit < answer.room:
@@ -252,14 +278,14 @@ class VLLMEngine:
         answer.salt = answer.exact_salt if first.lossless else answer.fused_salt
         if not answer.finish:
             worker, response = await _next(stream, deadline)
-        answer.prefilled = _Prefilled(worker, response.kv, stream)
+        answer.prefilled = _Prefilled(_handed(worker, response.kv), stream)
 
     async def _summary(self, answer: _Answer) -> answer_pb2.Summary:
         """The worker's summary of the prefill, or of an earlier one; a degraded one if vLLM prefilled the prompt."""
         request, summary = answer.request, _degraded(answer.reason)
         if answer.prefilled is not None:
             summary = await answer.prefilled.summary()
-            if answer.tokens > 1 and not summary.degraded:
+            if answer.tokens > 1 and not (summary.degraded or answer.prefilled.promised):
                 self._remember(answer.fused_salt, answer.salt, summary)
         elif answer.remembered is not None:
             if answer.evicted:
@@ -299,7 +325,7 @@ class VLLMEngine:
         if sampling.HasField("seed"):
             body["seed"] = sampling.seed
         if answer.prefilled is not None:
-            body["kv_transfer_params"] = {"fusionkv": answer.prefilled.parameters()}
+            body["kv_transfer_params"] = {"fusionkv": answer.prefilled.parameters}
         return body
 
     async def _tokens(self, answer: _Answer, deadline: Deadline) -> AsyncGenerator[tuple[int, str]]:

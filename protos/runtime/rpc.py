@@ -417,6 +417,7 @@ async def serve(
     failure: "asyncio.Future[None] | None" = None,
     ready: Callable[[], Awaitable[bool]] | None = None,
     health_listen: str = "",
+    stop: asyncio.Event | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then drains: health becomes NOT_SERVING, calls in flight get `drain_seconds`.
 
@@ -434,6 +435,7 @@ async def serve(
         ready: whether `services` can be used now, asked every 2 s: while they can't, their health is NOT_SERVING.
             The health of the server, which has no name, says only that it takes calls.
         health_listen: a further address, which answers health checks alone and never speaks TLS; empty for none.
+        stop: serves until it is set, and leaves signals and the loop's errors to the process.
     """
     # Clients need not load these.
     from grpc_reflection.v1alpha import reflection, reflection_pb2
@@ -454,11 +456,12 @@ async def serve(
     bound = [_bind(server, address, credentials) for address in addresses]
     beside = [*beside, _PlainHealth(name, checks, health_listen)] if health_listen else beside
     others = [(other.name, await other.start()) for other in beside]
-    stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    loop.set_exception_handler(logs.unhandled)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    if stop is None:
+        stop = asyncio.Event()
+        loop.set_exception_handler(logs.unhandled)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
     await server.start()
     for service in ("", *names):
         await checks.set(service, _NOT_SERVING if ready and service in services else _SERVING)

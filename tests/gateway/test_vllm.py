@@ -9,6 +9,7 @@ import json
 import mmap
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
@@ -21,11 +22,16 @@ import torch
 from aiohttp import web
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.client import WorkerClient
+from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.gateway.client.results import Explanation, Passage, Token
 from fusionkv.protos.runtime.checksum import checksum
 from fusionkv.protos.runtime.errors import FailedPrecondition, ResourceExhausted, Unavailable
+from fusionkv.vllm_connector.fusing import FusedPrefill
+from fusionkv.vllm_connector.spans import SpannedPrompt
+from fusionkv.vllm_connector.steps import VLLMSteps
 from tests.gateway.conftest import Start
 from tests.http_server import serving
 from tests.ports import free_port
@@ -103,8 +109,8 @@ class Decoder:
 
     async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         cache, computed = DynamicCache(), 0
-        if (params := body.get("kv_transfer_params")) is not None:
-            computed = await self._load(params["fusionkv"], cache)
+        if body.get("kv_transfer_params") is not None:
+            computed = await self._load(body, cache)
         response = web.StreamResponse()
         await response.prepare(request)
         ids, count = body["prompt"][computed:], body["max_tokens"]
@@ -124,7 +130,8 @@ class Decoder:
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    async def _load(self, params: dict[str, Any], cache: DynamicCache) -> int:
+    async def _load(self, body: dict[str, Any], cache: DynamicCache) -> int:
+        params = body["kv_transfer_params"]["fusionkv"]
         worker, handle = WorkerClient(params["worker"]), bytes.fromhex(params["handle"])
         try:
             if self.refuses:
@@ -145,6 +152,68 @@ class Decoder:
         return params["tokens"]
 
 
+@dataclass
+class FusingDecoder(Decoder):
+    """A decoder with the engine of fused prefill, as vLLM with `listen` in its connector.
+
+    fusing: the engine. told: whether its connector tells of requests that have ended.
+    """
+
+    fusing: FusedPrefill | None = None
+    told: bool = True
+
+    @property
+    def address(self) -> str:
+        return f"unix:{self.model}/fusing.sock"
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[str]:
+        config = WorkerConfig(model=self.model, pool_bytes=1 << 24, listen=())
+        steps = VLLMSteps(torch.device("cpu"))
+        fusing = self.fusing = FusedPrefill(config, models.load(self.model, dtype="float32"), steps, self.address)
+        ended = threading.Event()
+
+        def run_steps() -> None:
+            while not ended.is_set():
+                fusing.run_steps(False, lambda: True)
+
+        thread = threading.Thread(target=run_steps)
+        thread.start()
+        try:
+            async with super().serving() as url:
+                yield url
+        finally:
+            await fusing.close()
+            fusing.pool.check_integrity(idle=True)
+            ended.set()
+            thread.join()
+
+    async def _stream(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        self.figures: dict[str, Any] = {}
+        try:
+            return await super()._stream(request, body)
+        finally:
+            if self.told and self.fusing is not None:
+                ticket = body["kv_transfer_params"]["fusionkv"]["ticket"]
+                await self.fusing.tell({ticket: self.figures, "unknown": {}})
+
+    async def _load(self, body: dict[str, Any], cache: DynamicCache) -> int:
+        asked = SpannedPrompt.of(body["kv_transfer_params"], body["prompt"], body["cache_salt"])
+        assert self.fusing is not None
+        assert asked is not None
+        if not asked.reuses:
+            self.figures = asked.figures(0)
+            return 0
+
+        async def write(layers: Any) -> None:
+            for layer, both in enumerate(layers):
+                cache.update(*(each[None].transpose(1, 2) for each in both), layer)
+
+        self.figures = await self.fusing.fill(asked, write)
+        self.loaded += 1
+        return asked.tokens
+
+
 @pytest.fixture(scope="module")
 def worker(launch_module: Launch, tiny_model: Path) -> Any:
     return start_worker(launch_module, tiny_model, "--cache", "none", "--max-new-tokens", "12")
@@ -153,6 +222,13 @@ def worker(launch_module: Launch, tiny_model: Path) -> Any:
 @pytest.fixture
 async def decoder(tiny_model: Path) -> AsyncIterator[Decoder]:
     made = Decoder(tiny_model)
+    async with made.serving() as made.url:
+        yield made
+
+
+@pytest.fixture
+async def fusing(tiny_model: Path) -> AsyncIterator[FusingDecoder]:
+    made = FusingDecoder(tiny_model)
     async with made.serving() as made.url:
         yield made
 
@@ -213,6 +289,44 @@ async def test_answers_are_those_of_the_worker(worker: Any, decoder: Decoder, op
             assert 0 < got.seconds.ttft < got.seconds.total
             assert got.seconds.decode > 0
     assert decoder.loaded == len(decoder.bodies) == 4
+
+
+async def test_answers_without_a_worker(worker: Any, fusing: FusingDecoder, open_gateway: Open) -> None:
+    """vLLM fuses the passages; tokens and figures are a worker's."""
+    alone, ours = open_gateway(worker), open_gateway(fusing, fusing.url)
+    for passages in (PASSAGES, OTHER):
+        for recipe in ("full_attention", "prophetkv", "default"):
+            told = await ask(alone, passages, recipe=recipe, ratio=None)
+            answer = await ask(ours, passages, recipe=recipe, ratio=None)
+            assert answer.text == told.text
+            want, got = told.summary, answer.summary
+            assert not got.degraded, got.degraded_reason
+            same = ("recipe", "ratio", "prompt_tokens", "context_tokens", "tokens_lossless", "tokens_reused")
+            same += ("tokens_recomputed", "tokens_generated", "chunks_missed", "hits", "model", "finish_reason")
+            assert {name: getattr(got, name) for name in same} == {name: getattr(want, name) for name in same}
+            assert 0 < got.seconds.ttft < got.seconds.total
+    assert fusing.loaded == 4
+    assert fusing.fusing is not None
+    assert not fusing.fusing._promised
+
+
+@pytest.mark.slow
+async def test_what_vllm_does_not_do_without_a_worker(fusing: FusingDecoder, open_gateway: Open) -> None:
+    client = open_gateway(fusing, fusing.url)
+    with pytest.raises(FailedPrecondition, match="only a fusion worker can explain a prompt"):
+        await ask(client, PASSAGES, explain=True)
+    await client.ingest("c", "d.txt", b"Milk is white.")
+    with pytest.raises(FailedPrecondition, match="not ahead of time"):
+        _ = [progress async for progress in client.precompute("c")]
+    await client.delete("c")
+    direct = open_gateway(fusing)
+    with pytest.raises(FailedPrecondition, match="set decode = vllm"):
+        await ask(direct, PASSAGES)
+    fusing.told = False
+    answer = await ask(client, PASSAGES)
+    assert answer.summary.degraded_reason == "vLLM did not fetch the prompt's KV"
+    assert fusing.fusing is not None
+    await until(lambda: not fusing.fusing._promised)
 
 
 async def test_fused_kv_is_nobody_elses(worker: Any, decoder: Decoder, open_gateway: Open) -> None:

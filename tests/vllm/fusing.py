@@ -192,7 +192,9 @@ class Checks:
         assert "needs a cache_salt" in figures["degraded_reason"]
         assert tokens == right
         tokens, figures = self.fused(chunks, recipe="full_attention")
-        assert (tokens, figures) == (right, {})
+        assert tokens == right
+        assert (figures["recipe"], figures["ratio"], figures["context_tokens"]) == ("full_attention", 1, 300)
+        assert figures["tokens_recomputed"] + figures["tokens_lossless"] == 300
 
     def check_preempted(self) -> None:
         """Of four answers that do not fit vLLM's pages together, some are begun again, and marked."""

@@ -7,13 +7,17 @@ import os
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fusionkv.bench.services.vllm import VLLM, servers
+from fusionkv.bench.cache.peers import Process
+from fusionkv.bench.services.vllm import VLLM, Servers, servers
 from fusionkv.fusion_worker.client import WorkerClient
+from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.vllm_connector.spans import SpannedPrompt
 from tests.fusion_worker import oracle
 from tests.system.prompts import request
@@ -81,33 +85,85 @@ def listening(started: Any) -> tuple[str, str]:
     return "--listen", f"unix:{started.folder}/kvcache_service.sock"
 
 
+@dataclass
+class Inside:
+    """A vLLM server that fuses passages, in a process of its own, beside a cache service."""
+
+    started: Servers
+    cache: Process
+    url: str
+    listen: str
+
+
+@pytest.fixture(scope="module")
+def inside(reference_model: Path) -> Iterator[Inside]:
+    with servers(reference_model) as started:
+        folder = ("--data-dir", str(started.folder / "kvcache"))
+        cache = started.start(sys.executable, "-P", "-m", "fusionkv.kvcache_service", *listening(started), *folder)
+        listen = f"unix:{started.folder}/vllm.sock"
+        connector = started.fusionkv(cache.addresses[0], 1 << 26, listen=listen)
+        yield Inside(started, cache, started.vllm(connector, "--dtype", "float32"), listen)
+
+
 @pytest.mark.slow
 @pytest.mark.system
 @needs_vllm
-def test_over_http(reference_model: Path) -> None:
-    """With vLLM's engine in a process of its own, as `vllm serve` has it."""
-    with servers(reference_model) as started:
-        cache = started.ours("kvcache_service", "--data-dir", str(started.folder / "kvcache"))
-        url = started.vllm(started.fusionkv(cache, 1 << 26), "--dtype", "float32")
+def test_over_http(inside: Inside) -> None:
+    def ask(chunks: list[list[int]], **fused: Any) -> Any:
+        ends = list(itertools.accumulate(map(len, chunks), initial=len(SYSTEM)))
+        prompt = [*SYSTEM, *itertools.chain(*chunks), *QUESTION]
+        more = {"kv_transfer_params": {"fusionkv": {"spans": list(itertools.pairwise(ends)), **fused}}}
+        salt = {"cache_salt": "fused", **more} if fused else {}
+        body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "return_token_ids": True, **salt}
+        head = {"Content-Type": "application/json"}
+        asked = urllib.request.Request(f"{inside.url}/v1/completions", json.dumps(body).encode(), head)
+        with urllib.request.urlopen(asked, timeout=120) as response:
+            found = json.load(response)
+        return found["choices"][0]["token_ids"], found["kv_transfer_params"]
 
-        def ask(chunks: list[list[int]], **fused: Any) -> Any:
-            ends = list(itertools.accumulate(map(len, chunks), initial=len(SYSTEM)))
-            prompt = [*SYSTEM, *itertools.chain(*chunks), *QUESTION]
-            more = {"kv_transfer_params": {"fusionkv": {"spans": list(itertools.pairwise(ends)), **fused}}}
-            salt = {"cache_salt": "fused", **more} if fused else {}
-            body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "return_token_ids": True, **salt}
-            head = {"Content-Type": "application/json"}
-            asked = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), head)
-            with urllib.request.urlopen(asked, timeout=120) as response:
-                found = json.load(response)
-            return found["choices"][0]["token_ids"], found["kv_transfer_params"]
+    for chunks in ([chunk(1), chunk(2), chunk(3)], [chunk(2), chunk(3), chunk(1)]):
+        tokens, told = ask(chunks, recipe="prophetkv", ratio=1)
+        assert (tokens, None) == ask(chunks)
+        assert told["fusionkv"]["recipe"] == "prophetkv"
+        assert "degraded" not in told["fusionkv"]
+    assert "chunks_missed" not in told["fusionkv"]
 
-        for chunks in ([chunk(1), chunk(2), chunk(3)], [chunk(2), chunk(3), chunk(1)]):
-            tokens, told = ask(chunks, recipe="prophetkv", ratio=1)
-            assert (tokens, None) == ask(chunks)
-            assert told["fusionkv"]["recipe"] == "prophetkv"
-            assert "degraded" not in told["fusionkv"]
-        assert "chunks_missed" not in told["fusionkv"]
+
+@pytest.mark.slow
+@pytest.mark.system
+@needs_vllm
+async def test_through_a_gateway_without_a_worker(inside: Inside) -> None:
+    """Retrieval and plan by the gateway, streams and the whole summary by vLLM with its connector."""
+    flags = ("--decode", "vllm", "--vllm-url", inside.url)
+    client = AsyncClient(inside.started.gateway(inside.listen, *flags), timeout=120)
+    texts = [f"The town of Number {n} has {n} bridges over the river and {n + 1} mills." for n in range(6)]
+
+    async def ask(shown: list[str], **more: Any) -> Any:
+        return await client.ask("", "How many?", passages=shown, order="rank", max_tokens=8, **more)
+
+    try:
+        right = await ask(texts, recipe="full_attention")
+        assert (right.summary.tokens_recomputed, right.summary.degraded_reason) == (right.summary.context_tokens, "")
+        for shown, missed in ((texts, 6), (texts[::-1], 0), (texts[::-1], 0)):
+            summary = (await ask(shown, recipe="prophetkv")).summary
+            assert (summary.degraded_reason, summary.chunks_missed, summary.tokens_generated) == ("", missed, 8)
+            assert sum(hit.chunks for hit in summary.hits) == 6 - missed or not summary.tokens_recomputed
+        # Nothing of the first is left in vLLM's prefix cache for another salt.
+        assert (await ask(texts, recipe="prophetkv", ratio=1.0)).text == right.text
+        stopped = await ask(texts, recipe="prophetkv", ratio=1.0, stop=[right.text[2:4]])
+        assert (stopped.summary.finish_reason, stopped.summary.degraded_reason) == ("stop_string", "")
+        several = await asyncio.gather(*(ask(texts[n:] + texts[:n], recipe="epic") for n in range(1, 6)))
+        assert [each.summary.degraded_reason for each in several] == [""] * 5
+        await client.ingest("towns", "towns.md", "\n\n".join(texts).encode())
+        found = await client.ask("towns", "How many bridges has Number 3?", max_tokens=4)
+        assert (found.summary.degraded_reason, found.summary.chunks_retrieved) == ("", len(found.sources))
+        inside.cache.stop()
+        lost = await ask([*texts, "A new one."], recipe="prophetkv")
+        assert "cache service" in lost.summary.degraded_reason
+        assert lost.summary.tokens_recomputed == lost.summary.context_tokens
+        assert lost.text == (await ask([*texts, "A new one."], recipe="full_attention")).text
+    finally:
+        await client.close()
 
 
 @pytest.mark.slow
@@ -123,22 +179,27 @@ def test_spans() -> None:
     params = {"fusionkv": {"spans": [[2, 5], [5, 6]], "recipe": "prophetkv", "ratio": 1, "tenant": "a"}}
     asked = SpannedPrompt.of(params, range(100, 110))
     assert asked is not None
-    prompt = asked.prompt()
-    assert (asked.tokens, prompt.system.ids, [c.ids for c in prompt.chunks], prompt.question, prompt.tenant) == (
-        6, (100, 101), [(102, 103, 104), (105,)], (106, 107, 108, 109), "a",
-    )  # fmt: skip
+    request = asked.request()
+    parts = [list(part.ids) for part in (request.system, *request.chunks, request.question)]
+    assert parts == [[100, 101], [102, 103, 104], [105], [106, 107, 108, 109]]
+    assert (asked.tokens, request.recipe, request.ratio, request.tenant) == (6, "prophetkv", 1, "a")
     assert asked.reuses
+    told = {"recipe": "prophetkv", "ratio": 1, "prompt_tokens": 10, "context_tokens": 4}
+    assert asked.figures(1) == {**told, "tokens_reused": 0, "tokens_recomputed": 4}
+    assert asked.figures(9) == {**told, "tokens_reused": 4, "tokens_recomputed": 0}
     assert SpannedPrompt.of(None, [1]) is SpannedPrompt.of({"fusionkv": {"handle": ""}}, [1]) is None
     plain = SpannedPrompt.of({"fusionkv": {"spans": [[0, 1]], "recipe": "full_attention"}}, [1, 2])
     assert plain is not None
     assert not plain.reuses
+    assert not plain.request().HasField("ratio")
+    assert (plain.figures(1)["tokens_lossless"], plain.figures(0)["ratio"]) == (1, 1.0)
 
 
 def test_separators() -> None:
     ids = [1, 2, 8, 9, 3, 4, 5, 8, 9, 8, 6, 8, 9, 7]
     found = SpannedPrompt.separated(ids, [8, 9], "acme")
     assert found is not None
-    assert (found.spans, found.tenant, found.prompt().question) == (((4, 9), (9, 13)), "acme", (7,))
+    assert (found.spans, found.tenant, found.request().question.ids) == (((4, 9), (9, 13)), "acme", [7])
     assert SpannedPrompt.separated(ids[:7], [8, 9], "") is None  # a system prompt alone
     with_end = SpannedPrompt.separated(ids[:-1], [8, 9], "")
     assert with_end is not None
@@ -156,6 +217,7 @@ def test_separators() -> None:
         ({"spans": [[0, True]]}, "pairs of positions"),
         ({"spans": "x"}, "spans has the wrong type"),
         ({"spans": [[0, 3]], "handle": "x"}, "handle is not one of spans, recipe"),
+        ({"spans": [[0, 3]], "ticket": 1}, "ticket has the wrong type"),
         ({"spans": [[0, 3]], "ratio": True}, "ratio has the wrong type"),
         ({"spans": [[0, 3]], "ratio": 1.5, "recipe": "epic"}, "ratio is 1.5"),
         ({"spans": [[0, 3]], "recipe": "epik"}, "unknown recipe"),

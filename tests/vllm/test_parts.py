@@ -153,6 +153,29 @@ def test_passages_that_are_not_fused(scheduler: ConnectorScheduler, more: dict[s
     assert why in scheduler.figures(request)["degraded_reason"]  # type: ignore[index]
 
 
+def test_figures_of_requests_that_have_ended(scheduler: ConnectorScheduler) -> None:
+    """A gateway's call gets them by its ticket, whatever became of the request."""
+    scheduler._fuses = True
+    reused: dict[str, Any] = {"spans": [[2, 9], [9, 15]], "recipe": "prophetkv"}
+    for asks, computed, figures in (
+        (reused, 15, {"tokens_reused": 13, "tokens_recomputed": 0}),  # vLLM's prefix cache has all
+        ({**reused, "recipe": "full_attention"}, 4, {"tokens_lossless": 2, "tokens_recomputed": 11}),
+        ({**reused, "spans": []}, 0, {"degraded": True}),
+        (reused, 4, {"tokens_encoded": 13}),
+    ):
+        request = asked(cache_salt="fused", kv_transfer_params={"fusionkv": {**asks, "ticket": "t"}})
+        if scheduler.matched(request, computed)[1]:
+            scheduler.fused({"0": figures})
+        assert scheduler.told() == {}
+        scheduler.finished(request, (), completed=True)
+        told = scheduler.told()
+        assert told["t"].items() >= figures.items()
+    request = asked(cache_salt="fused", kv_transfer_params={"fusionkv": reused})
+    scheduler.matched(request, 0)
+    scheduler.finished(request, (), completed=True)
+    assert scheduler.told() == {}
+
+
 def test_steps_run_in_the_thread_of_vllm() -> None:
     """One while vLLM is busy; errors, and its end, reach the engine."""
     steps = VLLMSteps(torch.device("cpu"))
