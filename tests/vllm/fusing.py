@@ -8,6 +8,7 @@ PID: of the cache service. EXPECTED: a fusion worker's answers, by recipe, as JS
 import gc
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -165,6 +166,32 @@ class Checks:
         while self.engine.has_unfinished_requests():
             step()
 
+    def check_others_wait_no_longer(self) -> None:
+        """Beside a fused prefill, the longest step is about as long as beside vLLM's own prefill of the prompt."""
+        ids, spans = joined(chunk(200 + n) for n in range(8))
+        self.ask((ids, {"spans": spans, "recipe": "prophetkv", "tenant": "all"}))
+        other = self.engine.add_request("running", {"prompt_token_ids": chunk(98)}, self.params(400))
+        seconds: dict[str, list[float]] = {}
+        moved = [i for span in reversed(spans) for i in ids[slice(*span)]]
+        fused = self.params(spans=spans, recipe="prophetkv", tenant="all")
+        # 240 of 1,200 tokens are recomputed. Twice: a first time also pays for what is made once.
+        for number in range(2):
+            for name, params in ((f"fused {number}", fused), (f"plain {number}", self.params())):
+                prompt = {"prompt_token_ids": [*SYSTEM, *moved, *QUESTION], "cache_salt": name}
+                self.engine.add_request(name, prompt, params)
+                seconds[name], got = [], set[str]()
+                while name not in got:
+                    began = time.process_time()
+                    got |= {out.request_id for out in self.engine.step()}
+                    seconds[name].append(time.process_time() - began)
+        self.engine.abort_request([other], internal=False)
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+        for name, each in seconds.items():
+            longest, total = 1000 * max(each), 1000 * sum(each)
+            print(f"{name}: {len(each)} steps, the longest {longest:.0f} ms, together {total:.0f} ms", flush=True)
+        assert max(seconds["fused 1"]) <= 2 * max(seconds["plain 1"])
+
     def check_parameters(self) -> None:
         chunks = [chunk(21), chunk(22)]
         ids, spans = joined(chunks)
@@ -268,6 +295,36 @@ class Checks:
             self.plain([chunk(70)])
         self.idle()
         assert blocks.get_num_free_blocks() == before
+
+    def check_with_a_corrupt_cache(self) -> None:
+        """Damaged KV is found: it is not there, or vLLM computes the prompt."""
+        told, chunks = sys.argv[3], [chunk(141), chunk(142), chunk(143)]
+        self.fused(chunks)
+        right, _ = self.fused(chunks[::-1])
+        for n in range(6):  # the memory tier has room for few
+            self.fused([chunk(150 + 3 * n + i) for i in range(3)])
+        self.connector._fusing.pool.clear()
+        command = Path(f"/proc/{told}/cmdline").read_text().split("\0")
+        for file in (Path(command[command.index("--data-dir") + 1]) / "segments").glob("*.kv"):
+            damaged = bytes(byte ^ 0x10 for byte in file.read_bytes())
+            with file.open("r+b") as segment:  # the file that the service has open
+                segment.write(damaged)
+        tokens, figures = self.fused(chunks[::-1])
+        assert figures.get("degraded") or figures.get("chunks_missed"), figures
+        assert tokens == (self.plain(chunks[::-1]) if figures.get("degraded") else right), figures
+
+    def check_with_a_slow_cache(self) -> None:
+        chunks = [chunk(171), chunk(172)]
+        os.kill(int(sys.argv[3]), signal.SIGSTOP)
+        try:
+            tokens, figures = self.fused(chunks)
+            assert figures["degraded"], figures
+            assert tokens == self.plain(chunks)
+        finally:
+            os.kill(int(sys.argv[3]), signal.SIGCONT)
+        until = time.monotonic() + 30
+        while self.fused(chunks)[1].get("degraded"):
+            assert time.monotonic() < until
 
     def check_with_the_cache_gone(self) -> None:
         """The last check."""

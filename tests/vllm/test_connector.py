@@ -238,6 +238,22 @@ def test_instances_share_prefixes(reference_model: Path) -> None:
         assert shared == 512  # two chunks of 256
 
 
+async def test_two_ranks(reference_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each loads its own heads, mapped or streamed; all are needed for vLLM's own answer."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    with servers(reference_model) as started:
+        worker, cache = started.worker()
+        flags = (*DTYPE, "--tensor-parallel-size", "2")
+        stack = Stack(started, worker, cache, started.vllm(started.fusionkv(cache), *flags))
+        for number, more in enumerate(({}, {"path": ""})):
+            async with prefilled(stack, chunk(1 + number), chunk(2)) as handed:
+                plain = stack.ask(handed.prompt, 7, cache_salt="plain")
+                before = stack.loaded()
+                assert await answer(stack, handed, f"loaded-{number}", **more) == plain
+                assert not (await handed.summary()).degraded
+                assert stack.loaded() - before == len(handed.prompt) - 1
+
+
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [

@@ -65,7 +65,7 @@ def check(model: Path, *arguments: str) -> None:
 @needs_vllm
 def test_the_checks_in_vllm_pass(reference_model: Path) -> None:
     with servers(reference_model) as started:
-        folder = ("--data-dir", str(started.folder / "kvcache"))
+        folder = ("--data-dir", str(started.folder / "kvcache"), "--memory-bytes", "1MiB")
         service = started.start(sys.executable, "-P", "-m", "fusionkv.kvcache_service", *listening(started), *folder)
         (cache,) = service.addresses
         worker = started.ours("fusion_worker", "--model", str(reference_model), "--cache", cache)
@@ -169,8 +169,14 @@ async def test_through_a_gateway_without_a_worker(inside: Inside) -> None:
 @pytest.mark.slow
 @pytest.mark.system
 @needs_vllm
-def test_what_vllm_is_not_started_with(reference_model: Path) -> None:
-    why, flags = "vLLM can't fuse passages with hf_overrides", ("--hf-overrides", '{"rope_theta": 5000.0}')
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (("--hf-overrides", '{"rope_theta": 5000.0}'), "vLLM can't fuse passages with hf_overrides"),
+        (("--tensor-parallel-size", "2"), "vLLM can't fuse passages with tensor parallelism"),
+    ],
+)
+def test_what_vllm_is_not_started_with(reference_model: Path, flags: tuple[str, str], why: str) -> None:
     with servers(reference_model) as started, pytest.raises(RuntimeError, match=why):
         started.vllm(started.fusionkv("", 1 << 26), "--dtype", "float32", *flags)
 
