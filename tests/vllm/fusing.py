@@ -5,13 +5,17 @@ usage: fusing.py MODEL CACHE PID EXPECTED [CHECK...]
 PID: of the cache service. EXPECTED: a fusion worker's answers, by recipe, as JSON. CHECK: all by default.
 """
 
+import asyncio
 import gc
 import json
 import os
+import queue
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +29,10 @@ from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group  # pyright: ignore[reportMissingImports]
 
 from fusionkv.fusion_worker import models
+from fusionkv.fusion_worker.client import WorkerClient
+from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.vllm_connector.network import model_among
+from fusionkv.vllm_connector.spans import SpannedPrompt
 
 SYSTEM, QUESTION = [1, 5, 6, 7], [9, 8, 7, 6, 5]
 TOKENS = 8
@@ -48,13 +55,15 @@ def joined(chunks: Iterable[Sequence[int]], system: Sequence[int] = SYSTEM) -> t
 class Checks:
     def __init__(self, model: Path, cache: str, expected: dict[str, list[int]]) -> None:
         self.directory, self.expected = model, expected
-        transfer = {
+        transfer: dict[str, Any] = {
             "kv_connector": "FusionKVConnector",
             "kv_connector_module_path": "fusionkv.vllm_connector.connector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"cache": cache, "pool_bytes": 1 << 26, "separator": "</s>"},
         }
+        self.listen = f"unix:/tmp/fusing-{os.getpid()}.sock"
+        options = {"cache": cache, "pool_bytes": 1 << 26, "separator": "</s>", "listen": self.listen}
+        transfer["kv_connector_extra_config"] = options
         flags: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "max_model_len": 2048, "max_num_seqs": 8}
         # Prompts are longer than a step of vLLM, and few long answers fit its 24 pages of 128 tokens.
         flags |= {"max_num_batched_tokens": 256, "enable_chunked_prefill": True, "num_gpu_blocks_override": 24}
@@ -295,6 +304,32 @@ class Checks:
             self.plain([chunk(70)])
         self.idle()
         assert blocks.get_num_free_blocks() == before
+
+    def check_tickets(self) -> None:
+        """Who was promised a prompt's KV gets its figures once the request has ended, whatever became of it."""
+        ids, spans = joined([chunk(181), chunk(182)])
+        told: queue.Queue[Any] = queue.Queue()
+
+        async def follow(recipe: str) -> None:
+            worker = WorkerClient(self.listen)
+            asked = SpannedPrompt(tuple(ids), tuple(map(tuple, spans)), recipe).request()
+            async with aclosing(worker.prefill(pb.PrefillRequest(prompt=asked))) as events:
+                async for event in events:
+                    told.put(event)
+            await worker.close()
+
+        for recipe, salt in (("prophetkv", "a"), ("prophetkv", "a"), ("full_attention", "b"), ("prophetkv", "")):
+            following = threading.Thread(target=lambda recipe=recipe: asyncio.run(follow(recipe)))
+            following.start()
+            ticket = told.get(timeout=60).promise.ticket.hex()
+            self.ask((ids, {"spans": spans, "recipe": recipe, "ticket": ticket}), salt=salt or None)
+            self.engine.step()  # as a server's loop, which goes on after the last request
+            summary = told.get(timeout=60).summary
+            following.join()
+            assert summary.degraded is not bool(salt), summary
+            if salt:
+                counted = summary.tokens_lossless + summary.tokens_reused + summary.tokens_recomputed
+                assert (summary.recipe, counted) == (recipe, 300), summary
 
     def check_with_a_corrupt_cache(self) -> None:
         """Damaged KV is found: it is not there, or vLLM computes the prompt."""
