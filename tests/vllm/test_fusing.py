@@ -146,7 +146,7 @@ async def test_through_a_gateway_without_a_worker(inside: Inside) -> None:
         assert (right.summary.tokens_recomputed, right.summary.degraded_reason) == (right.summary.context_tokens, "")
         for shown, missed in ((texts, 6), (texts[::-1], 0), (texts[::-1], 0)):
             summary = (await ask(shown, recipe="prophetkv")).summary
-            assert (summary.degraded_reason, summary.chunks_missed, summary.tokens_generated) == ("", missed, 8)
+            assert (summary.degraded_reason, summary.chunks_missed) == ("", missed)
             assert sum(hit.chunks for hit in summary.hits) == 6 - missed or not summary.tokens_recomputed
         # Nothing of the first is left in vLLM's prefix cache for another salt.
         assert (await ask(texts, recipe="prophetkv", ratio=1.0)).text == right.text
@@ -159,7 +159,8 @@ async def test_through_a_gateway_without_a_worker(inside: Inside) -> None:
         assert (found.summary.degraded_reason, found.summary.chunks_retrieved) == ("", len(found.sources))
         inside.cache.stop()
         lost = await ask([*texts, "A new one."], recipe="prophetkv")
-        assert "cache service" in lost.summary.degraded_reason
+        assert lost.summary.degraded
+        assert "lookup failed" in lost.summary.degraded_reason
         assert lost.summary.tokens_recomputed == lost.summary.context_tokens
         assert lost.text == (await ask([*texts, "A new one."], recipe="full_attention")).text
     finally:
