@@ -84,7 +84,9 @@ class Transport:
 
         async def receive(connection: Connection) -> tuple[pb.FindResponse, dict[int, bytes]]:
             found = (await connection.call(asked)).find
-            if any(i >= len(into) or found.hits[i].entry.size_bytes != len(into[i]) for i in found.following):
+            if len(found.hits) != len(into) or any(
+                i >= len(into) or found.hits[i].entry.size_bytes != len(into[i]) for i in found.following
+            ):
                 raise Broken("entries of other sizes")
             digests = await connection.receive([into[i] for i in found.following])
             return found, dict(zip(found.following, digests, strict=True))
