@@ -9,7 +9,6 @@ figure to change.
 import argparse
 import csv
 import json
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -119,4 +118,4 @@ def _count(shares: Iterable[tuple[float, int]]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
