@@ -242,8 +242,8 @@ def main() -> None:
     columns = (*COLUMNS, "of ideal", "lookup", "load", "select", "prefill")
     title = f"TTFT, {args.model}, {processor(args.device)} ({seconds:.0f} s)"
     command.show(command.table(title, columns, _lines(rows)))
-    about = {"machine": processor(args.device), "model": args.model}
-    command.write([about | row for row in rows], args.json)
+    where: dict[str, object] = {"machine": processor(args.device), "model": args.model}
+    command.write([where | row for row in rows], args.json)
 
 
 async def _run(args: argparse.Namespace) -> list[dict[str, object]]:
