@@ -294,7 +294,8 @@ async def test_answers_are_those_of_the_worker(worker: Any, decoder: Decoder, op
 async def test_answers_without_a_worker(worker: Any, fusing: FusingDecoder, open_gateway: Open) -> None:
     """vLLM fuses the passages; tokens and figures are a worker's."""
     alone, ours = open_gateway(worker), open_gateway(fusing, fusing.url)
-    for passages in (PASSAGES, OTHER):
+    new = [Passage(text=f"Letter {n} is on the door of house {n + 1}.") for n in range(3)]  # to both
+    for passages in (new, new[::-1]):
         for recipe in ("full_attention", "prophetkv", "default"):
             told = await ask(alone, passages, recipe=recipe, ratio=None)
             answer = await ask(ours, passages, recipe=recipe, ratio=None)
