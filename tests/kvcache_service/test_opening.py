@@ -12,7 +12,7 @@ from typing import Any
 import lmdb
 import pytest
 
-from fusionkv.bench.cache import integrity, scale
+from fusionkv.bench.cache import scale
 from fusionkv.kvcache_service.client import HitKind
 from fusionkv.kvcache_service.index.record import encode
 from fusionkv.kvcache_service.store import store
@@ -23,7 +23,7 @@ from fusionkv.protos.runtime.errors import DataLoss, NotFound, Unavailable
 from tests.kvcache_service import tools
 from tests.kvcache_service.test_index_rewrite import PAGE, churn, opened
 from tests.kvcache_service.tools import digest
-from tests.system.cache_process import flags
+from tests.system.cache_process import check_stopped, flags
 from tests.waiting import until
 
 DATA = {name: tools.payload(name, 6000) for name in "ABCDEF"}
@@ -209,7 +209,7 @@ async def test_killed_and_stopped_while_it_loads(launch: Any, cache_client: Any,
         else:
             assert service.stop() == 0
     assert early, "all of it was loaded before the first lookup"
-    assert await integrity.check(tmp_path / "data", disk) == chunks
+    assert await check_stopped(tmp_path / "data", disk) == chunks
 
 
 Whole = tuple[Path, dict[bytes, dict[bytes, bytes]]]

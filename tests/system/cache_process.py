@@ -5,8 +5,9 @@ import random
 from pathlib import Path
 from typing import Any
 
-from fusionkv.bench.cache import integrity
+from fusionkv.kvcache_service.__main__ import make_store
 from fusionkv.kvcache_service.client import CacheClient, Hit
+from fusionkv.kvcache_service.config import Config
 from tests.conftest import Service
 
 MODULE = "fusionkv.kvcache_service"
@@ -66,4 +67,10 @@ def check_refused(service: Service, reason: str) -> None:
 
 async def check_stopped(data: Path, disk: int = 256 * MIB) -> int:
     """Opens what a stopped process left, asserts that all of it agrees; gives the number of entries."""
-    return await integrity.check(data, disk)
+    store = make_store(Config(data_dir=data, disk_bytes=disk, memory_bytes=MIB))
+    await store.open()
+    try:
+        store.check_integrity(idle=True)
+        return len(store.residents)
+    finally:
+        await store.close()
