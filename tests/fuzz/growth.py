@@ -10,10 +10,9 @@ bound on memory) may take as long as the limit says, and what comes behind it is
 import contextlib
 import ctypes
 import re
-import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,7 +21,7 @@ MOST = 2.5
 FLOOR_SECONDS = 0.1
 FLOOR_BYTES = 24 << 20
 RUNS = 3
-AGAIN = 5
+AGAIN = 9
 _HIGH, _NOW = (re.compile(rf"^{name}:\s+(\d+) kB", re.M) for name in ("VmHWM", "VmRSS"))
 
 
@@ -99,17 +98,11 @@ def check(
         given = make(n << step)
         before = costs[-1] if costs else None
         cost = _least(measure, given)
-        ratios: list[float] = []
         for _ in range(AGAIN):
             if cost.cut or before is None or smaller is None or _fits(cost, before):
                 break
-            # A second has fewer cycles while others use the machine, half of them for seconds at a time: both anew,
-            # one right after the other. What counts is the least of each, or the median of their ratios.
-            pair = measure(smaller), measure(given)
-            before, cost = _less(before, pair[0]), _less(cost, pair[1])
-            ratios.append(pair[1].seconds / pair[0].seconds)
-        if ratios and before is not None:
-            cost = replace(cost, seconds=min(cost.seconds, before.seconds * statistics.median(ratios)))
+            # A second has fewer cycles while others use the machine: both anew, one right after the other.
+            before, cost = _less(before, measure(smaller)), _less(cost, measure(given))
         where = f"at {n << step:,}: {cost}, before that {before}"
         assert cost.seconds <= deadline, f"longer than {deadline:g} s {where}"
         if not cost.cut and before is not None and not _fits(cost, before):
