@@ -29,7 +29,7 @@ def test_a_service_that_hangs_behind_tls_is_found_within_a_minute(
     cert, key = authority("ca").issue(name)
     flags = ("--tls-cert", str(cert), "--tls-key", str(key), "--health-listen", "127.0.0.1:0")
     starts: dict[str, Any] = {
-        "kvcache": lambda: start_cache(launch, tmp_path, *flags, services=2),
+        "kvcache": lambda: start_cache(launch, tmp_path, *flags, services=3),  # with its data plane
         "worker": lambda: start_worker(launch, reference_model, *flags, services=2),
         "gateway": lambda: start_gateway(launch, tmp_path, None, *flags, services=2),
     }
