@@ -118,8 +118,8 @@ bench-gpu: setup ## What this machine's GPU gives, in nine minutes: kernels, fir
 	@PYTHON=$(CURDIR)/.venv/bin/python bench/gpu/lease.sh
 
 .PHONY: figures
-figures: setup ## Lines of the product and its tests, words of the docs, files that answer a question
-	@$(PY) bench/figures.py $(ARGS)
+figures: setup ## Lines of the product, bench and tests, words of the docs, and classes and functions that are large
+	@$(PY) bench/figures.py
 
 .PHONY: soak
 soak: setup ## Mixed traffic over tiers that are too small, for MINUTES=30: answers right, nothing left behind
