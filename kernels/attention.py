@@ -14,7 +14,7 @@ import torch
 from fusionkv.kernels import reference
 from fusionkv.kernels.cpu import sparse_attention_cpu
 from fusionkv.kernels.gpu import causal_attention, has_triton
-from fusionkv.kernels.segments import QuerySpan, Rotation, Spans
+from fusionkv.kernels.segments import AttentionSpec, QuerySpan, Spans
 
 
 def sparse_attention(
@@ -22,20 +22,14 @@ def sparse_attention(
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
     spans: Spans,
-    rotation: Rotation,
-    scale: float,
-    window: int | None = None,
+    spec: AttentionSpec,
     scores: Mapping[QuerySpan, torch.Tensor] = MappingProxyType({}),
-    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of a ragged batch of rows over one layer of the pool.
 
     q: [rows, q_heads, head_dim], carrying RoPE for the rows' positions.
     k_pool, v_pool: [slots, kv_heads, head_dim]; they hold the rows' own keys already.
-    window: a row at position p sees only positions above p - window; None for no window.
     scores: for some of the spans, float32 [last position + 1], to which their `attention_scores` are added.
-    sinks: [q_heads], a logit of each head that takes part in the softmax beside those of the keys, and has no value
-        (gpt-oss); None for none.
     Returns [rows, q_heads, head_dim], in q's dtype. Rows of no span are undefined.
     """
     if q.device.type != "cpu":
@@ -44,43 +38,29 @@ def sparse_attention(
             from fusionkv.kernels.gpu import sparse_attention_triton
 
             attend = sparse_attention_triton.sparse_attention
-        return causal_attention.sparse_attention(
-            q, k_pool, v_pool, spans, rotation, scale, window, scores, sinks, attend
-        )
-    return sparse_attention_cpu.sparse_attention(q, k_pool, v_pool, spans, rotation, scale, window, scores, sinks)
+        return causal_attention.sparse_attention(q, k_pool, v_pool, spans, spec, scores, attend)
+    return sparse_attention_cpu.sparse_attention(q, k_pool, v_pool, spans, spec, scores)
 
 
-def attention_scores(
-    q: torch.Tensor,
-    k_pool: torch.Tensor,
-    span: QuerySpan,
-    rotation: Rotation,
-    scale: float,
-    window: int | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+def attention_scores(q: torch.Tensor, k_pool: torch.Tensor, span: QuerySpan, spec: AttentionSpec) -> torch.Tensor:
     """Attention of a span's rows into each position, summed over rows and heads (FusionRAG 3.2, ProphetKV 4.2).
 
     Args:
         q: [rows of the batch, q_heads, head_dim].
         k_pool: [slots, kv_heads, head_dim].
         span: the rows, and the keys that they see.
-        rotation: the layer's RoPE.
-        scale: factor of the logits.
-        window: sliding window; None without one.
-        sinks: as in `sparse_attention`.
+        spec: of the layer.
 
     Returns:
         float32 [last position + 1], which sums to rows x q_heads, less what sinks take.
     """
     if q.device.type != "cpu":
         if not has_triton():
-            return reference.attention_scores(q, k_pool, span, rotation, scale, window, sinks)
+            return reference.attention_scores(q, k_pool, span, spec)
         from fusionkv.kernels.gpu import sparse_attention_triton
 
-        return sparse_attention_triton.attention_scores(q, k_pool, span, rotation, scale, window, sinks)
-    rows = q[span.start : span.stop]
-    return sparse_attention_cpu.attention_scores(rows, k_pool, span, rotation, scale, window, sinks)
+        return sparse_attention_triton.attention_scores(q, k_pool, span, spec)
+    return sparse_attention_cpu.attention_scores(q[span.start : span.stop], k_pool, span, spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +81,7 @@ def tempered_attention(
     v_pool: torch.Tensor,
     span: QuerySpan,
     temper: Temper,
-    rotation: Rotation,
-    scale: float,
-    window: int | None = None,
-    sinks: torch.Tensor | None = None,
+    spec: AttentionSpec,
 ) -> torch.Tensor:
     """Attention of a span's rows with another temperature and weight for a range of keys (APE).
 
@@ -114,16 +91,16 @@ def tempered_attention(
     For c the keys in the range and o all others, sinks included, with attentions A_c (at the temperature) and A_o and
     sums of exponentials Z_c and Z_o, the result is (Z_c^scale A_c + Z_o A_o) / (Z_c^scale + Z_o).
     """
-    order, rows = span.in_order(rotation, q.device), span.positions_on(q.device)[:, None]
+    order, rows = span.in_order(spec.rotation, q.device), span.positions_on(q.device)[:, None]
     heads, kv_heads = q.shape[1], k_pool.shape[1]
     keys = order.keys(k_pool).float().transpose(0, 1)
     values = v_pool.index_select(0, order.slots).float().transpose(0, 1)
     folded = q.float().transpose(0, 1).reshape(kv_heads, -1, q.shape[2])
-    scores = (folded @ keys.transpose(1, 2) * scale).unflatten(1, (heads // kv_heads, span.rows))
+    scores = (folded @ keys.transpose(1, 2) * spec.scale).unflatten(1, (heads // kv_heads, span.rows))
     position = torch.arange(len(order.slots), device=q.device)
     unseen = position > rows
-    if window is not None:
-        unseen |= position <= rows - window
+    if spec.window is not None:
+        unseen |= position <= rows - spec.window
     scores = scores.masked_fill(unseen, float("-inf"))
     inside = (position >= temper.low) & (position < temper.high)
     scores = torch.where(inside, scores / temper.temperature, scores)
@@ -131,6 +108,6 @@ def tempered_attention(
     mass = scores.masked_fill(~inside, float("-inf")).logsumexp(-1, keepdim=True)
     mass = torch.where(mass.isinf(), 0.0, mass)
     scores = torch.where(inside, scores + (temper.scale - 1) * mass, scores)
-    weights = reference.softmax(scores.flatten(0, 1), sinks)
+    weights = reference.softmax(scores.flatten(0, 1), spec.sinks)
     out = weights.reshape(kv_heads, -1, len(position)) @ values
     return out.view(heads, span.rows, -1).transpose(0, 1).to(q.dtype)

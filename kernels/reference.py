@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 import torch
 
-from fusionkv.kernels.segments import QuerySpan, Rotation
+from fusionkv.kernels.segments import AttentionSpec, QuerySpan
 
 
 def sparse_attention(
@@ -13,33 +13,22 @@ def sparse_attention(
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
     spans: Sequence[QuerySpan],
-    rotation: Rotation,
-    scale: float,
-    window: int | None = None,
+    spec: AttentionSpec,
     scores: Mapping[QuerySpan, torch.Tensor] = MappingProxyType({}),
-    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same as `attention.sparse_attention`, in O(rows x keys) memory, on any device and dtype."""
     out = torch.empty_like(q)
     for span, into in scores.items():
-        into += attention_scores(q, k_pool, span, rotation, scale, window, sinks)
+        into += attention_scores(q, k_pool, span, spec)
     for span in spans:
-        weights, v = _weights(q[span.start : span.stop], k_pool, v_pool, span, rotation, scale, window, sinks)
+        weights, v = _weights(q[span.start : span.stop], k_pool, v_pool, span, spec)
         out[span.start : span.stop] = torch.einsum("hrn,nhd->rhd", weights, v.to(weights.dtype)).to(q.dtype)
     return out
 
 
-def attention_scores(
-    q: torch.Tensor,
-    k_pool: torch.Tensor,
-    span: QuerySpan,
-    rotation: Rotation,
-    scale: float,
-    window: int | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+def attention_scores(q: torch.Tensor, k_pool: torch.Tensor, span: QuerySpan, spec: AttentionSpec) -> torch.Tensor:
     """The same as `attention.attention_scores`."""
-    weights, _ = _weights(q[span.start : span.stop], k_pool, k_pool, span, rotation, scale, window, sinks)
+    weights, _ = _weights(q[span.start : span.stop], k_pool, k_pool, span, spec)
     positions, visible = _keys(span, q.device)
     scores = torch.zeros(int(span.positions[-1]) + 1, dtype=torch.float32, device=q.device)
     seen = visible & (positions < len(scores))
@@ -55,28 +44,21 @@ def softmax(logits: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
 
 
 def _weights(
-    q: torch.Tensor,
-    k_pool: torch.Tensor,
-    v_pool: torch.Tensor,
-    span: QuerySpan,
-    rotation: Rotation,
-    scale: float,
-    window: int | None,
-    sinks: torch.Tensor | None,
+    q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, span: QuerySpan, spec: AttentionSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax weights [q_heads, rows, keys] in at least float32, and the values [keys, q_heads, head_dim]."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     groups = q.shape[1] // k_pool.shape[1]
-    keys = torch.cat([rotation.turn(k_pool[s.start : s.stop].to(wide), s.shift) for s in span.segments])
+    keys = torch.cat([spec.rotation.turn(k_pool[s.start : s.stop].to(wide), s.shift) for s in span.segments])
     values = torch.cat([v_pool[s.start : s.stop] for s in span.segments])
     positions, visible = _keys(span, q.device)
     rows = span.positions_on(q.device)[:, None]
     mask = visible & (positions <= rows)
-    if window is not None:
-        mask &= positions > rows - window
+    if spec.window is not None:
+        mask &= positions > rows - spec.window
     keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
-    logits = torch.einsum("rhd,nhd->hrn", q.to(wide), keys) * scale
-    return softmax(logits.masked_fill(~mask, float("-inf")), sinks), values
+    logits = torch.einsum("rhd,nhd->hrn", q.to(wide), keys) * spec.scale
+    return softmax(logits.masked_fill(~mask, float("-inf")), spec.sinks), values
 
 
 def _keys(span: QuerySpan, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

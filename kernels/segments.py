@@ -69,6 +69,22 @@ class Rotation:
         return turned
 
 
+class AttentionSpec(NamedTuple):
+    """How a layer attends, besides its inputs.
+
+    rotation: RoPE of the layer's keys.
+    scale: factor of the logits.
+    window: a row at position p sees only positions above p - window; None for no window.
+    sinks: [q_heads], a logit of each head that takes part in the softmax beside those of the keys, and has no value
+        (gpt-oss); None for none.
+    """
+
+    rotation: Rotation
+    scale: float
+    window: int | None = None
+    sinks: torch.Tensor | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class KVSegment:
     """Pool slots `[start, start + length)` whose keys share one rotation. Not written to while it is shared.

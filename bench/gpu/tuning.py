@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from fusionkv.kernels.gpu.tile_shapes import Tile, store, tile_for, tile_key
-from fusionkv.kernels.segments import KVSegment, QuerySpan, Rotation, Spans
+from fusionkv.kernels.segments import AttentionSpec, KVSegment, QuerySpan, Rotation, Spans
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def tune(head_dim: int, dtype: torch.dtype, device: torch.device) -> Tile:
     hidden = torch.zeros(context, dtype=torch.bool).index_fill_(0, chosen, True)
     segments = [KVSegment(i, chunk, i, shift=i, hidden=hidden[i : i + chunk]) for i in range(0, context, chunk)]
     segments.append(KVSegment(context, len(chosen), int(chosen[0]), positions=chosen))
-    rotation = Rotation(1e6 ** (-torch.arange(head_dim // 2) / (head_dim // 2)), interleaved=False)
+    rope = Rotation(1e6 ** (-torch.arange(head_dim // 2) / (head_dim // 2)), interleaved=False)
     pool = torch.randn(2, context + len(chosen), kv_heads, head_dim, device=device, dtype=dtype)
     q = torch.randn(len(chosen), heads, head_dim, device=device, dtype=dtype)
     times: dict[Tile, float] = {}
@@ -44,9 +44,8 @@ def tune(head_dim: int, dtype: torch.dtype, device: torch.device) -> Tile:
         spans = Spans([QuerySpan(0, len(chosen), chosen, tuple(segments))])
 
         def call(tile: Tile = tile, spans: Spans = spans) -> torch.Tensor:
-            return sparse_attention_triton.sparse_attention(
-                q, pool[0], pool[1], spans, rotation, head_dim**-0.5, tile=tile
-            )
+            spec = AttentionSpec(rope, head_dim**-0.5)
+            return sparse_attention_triton.sparse_attention(q, pool[0], pool[1], spans, spec, tile=tile)
 
         try:
             times[tile] = _milliseconds(call)

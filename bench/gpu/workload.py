@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from fusionkv.kernels.attention import attention_scores, sparse_attention
-from fusionkv.kernels.segments import KVSegment, QuerySpan, Rotation, Spans
+from fusionkv.kernels.segments import AttentionSpec, KVSegment, QuerySpan, Rotation, Spans
 
 SYSTEM, QUESTION = 32, 32  # tokens
 DECODE_CHUNKS = 64
@@ -44,18 +44,14 @@ class Problem:
     k: torch.Tensor
     v: torch.Tensor
     spans: Spans
-    rotation: Rotation
+    spec: AttentionSpec
 
     @classmethod
     def random(cls, shape: Shape, slots: int, spans: Spans, device: torch.device, dtype: torch.dtype) -> "Problem":
         """Random normal queries, keys and values for these spans."""
         q = torch.randn(spans[-1].stop, shape.heads, shape.dim, dtype=dtype, device=device)
         k, v = (torch.randn(slots, shape.kv_heads, shape.dim, dtype=dtype, device=device) for _ in range(2))
-        return cls(q, k, v, spans, rotary(shape.dim))
-
-    @property
-    def scale(self) -> float:
-        return float(self.q.shape[2] ** -0.5)
+        return cls(q, k, v, spans, AttentionSpec(rotary(shape.dim), shape.dim**-0.5))
 
     @property
     def pairs(self) -> int:
@@ -68,10 +64,10 @@ class Problem:
         return sum(int(span.positions[-1]) + 1 for span in self.spans)
 
     def attend(self) -> torch.Tensor:
-        return sparse_attention(self.q, self.k, self.v, self.spans, self.rotation, self.scale)
+        return sparse_attention(self.q, self.k, self.v, self.spans, self.spec)
 
     def scores(self, span: QuerySpan) -> torch.Tensor:
-        return attention_scores(self.q, self.k, span, self.rotation, self.scale)
+        return attention_scores(self.q, self.k, span, self.spec)
 
 
 def rotary(dim: int) -> Rotation:

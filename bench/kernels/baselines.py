@@ -15,7 +15,7 @@ class Dense:
 
     def __init__(self, problem: Problem) -> None:
         (span,) = problem.spans
-        order = span.in_order(problem.rotation, problem.q.device)
+        order = span.in_order(problem.spec.rotation, problem.q.device)
         self.positions = span.positions
         self.q = problem.q.transpose(0, 1)[None].contiguous()
         self.k = order.keys(problem.k).transpose(0, 1)[None].contiguous()

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from fusionkv.kernels.attention import Temper, attention_scores, sparse_attention, tempered_attention
-from fusionkv.kernels.segments import QuerySpan, Rotation, Spans
+from fusionkv.kernels.segments import AttentionSpec, QuerySpan, Rotation, Spans
 from fusionkv.kernels.upload import upload
 
 
@@ -76,37 +76,26 @@ class Batch:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scaling: float,
-        window: int | None,
-        sinks: torch.Tensor | None,
+        spec: AttentionSpec,
     ) -> torch.Tensor:
         """Writes a layer's keys and values to the pool, and attends to it. As `Attending.attend`."""
-        rotation = self.rotations[layer]
         k_pool, v_pool = self.pool[layer]
         stored = slice(len(self.ids) - len(self.slots), None)
         k_pool.index_copy_(0, self.slots, key[stored])
         v_pool.index_copy_(0, self.slots, value[stored])
         groups = query.shape[1] // k_pool.shape[1]
         for votes in self.votes:
-            by_head = [
-                attention_scores(
-                    query[:, head * groups : (head + 1) * groups],
-                    k_pool[:, head : head + 1],
-                    votes.span,
-                    rotation,
-                    scaling,
-                    window,
-                    None if sinks is None else sinks[head * groups : (head + 1) * groups],
-                )
-                for head in range(k_pool.shape[1])
-            ]
+            by_head = []
+            for head in range(k_pool.shape[1]):
+                group = slice(head * groups, (head + 1) * groups)
+                own = spec._replace(sinks=None if spec.sinks is None else spec.sinks[group])
+                by_head.append(attention_scores(query[:, group], k_pool[:, head : head + 1], votes.span, own))
             votes.layers.append(torch.stack(by_head))
         scores = {probe.span: probe.scores for probe in self.probes if layer in probe.layers}
-        out = sparse_attention(query, k_pool, v_pool, self.spans, rotation, scaling, window, scores, sinks)
+        out = sparse_attention(query, k_pool, v_pool, self.spans, spec, scores)
         for span, temper in self.tempered:
             part = slice(span.start, span.stop)
-            rest = temper, rotation, scaling, window, sinks
-            out[part] = tempered_attention(query[part], k_pool, v_pool, span, *rest)
+            out[part] = tempered_attention(query[part], k_pool, v_pool, span, temper, spec)
         return out
 
     def _all_spans(self) -> list[QuerySpan]:

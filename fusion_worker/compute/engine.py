@@ -179,5 +179,5 @@ class Engine:
 def _score_shallow(output: ShallowScores, model: Model, batch: Batch) -> torch.Tensor:
     """Scores of a batch's single span, float32 [selectors, last position + 1]."""
     (span,), states = batch.spans, shallow(model, batch)
-    fresh = FreshStates(states, batch.pool[1], span, model.rotations[1], output.starts, model.ranks)
+    fresh = FreshStates(states, batch.pool[1], span, output.starts, model.ranks)
     return torch.stack([scores(selector, fresh) for selector in output.selectors])

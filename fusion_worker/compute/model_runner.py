@@ -1,6 +1,7 @@
 """Runs Hugging Face models over the KV pool: forward passes of ragged batches."""
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -9,7 +10,7 @@ from transformers import AttentionInterface
 
 from fusionkv.fusion_worker.compute.batch import Batch
 from fusionkv.fusion_worker.models import Model, Ranks
-from fusionkv.kernels.segments import KVSegment, QuerySpan, Spans
+from fusionkv.kernels.segments import AttentionSpec, KVSegment, QuerySpan, Rotation, Spans
 from fusionkv.kernels.upload import upload
 from fusionkv.protos.runtime.errors import FailedPrecondition
 
@@ -19,37 +20,26 @@ _FAR = 100  # positions, by which the check of the rotation moves tokens
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """The inputs of one layer's attention: q [rows, q_heads, head_dim]; k, v [rows, kv_heads, head_dim].
-
-    sinks: as in `kernels.attention.sparse_attention`.
-    """
+    """The inputs of one layer's attention: q [rows, q_heads, head_dim]; k, v [rows, kv_heads, head_dim]."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    scale: float
-    window: int | None
-    sinks: torch.Tensor | None
+    spec: AttentionSpec
 
 
 @dataclass(slots=True)
 class _Recorder:
     """Records the inputs of a layer's attention, in place of computing it."""
 
+    rotations: Sequence[Rotation]
     states: States | None = None
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        window: int | None,
-        sinks: torch.Tensor | None,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
         """As `Attending.attend`; returns zeros."""
-        self.states = States(query, key, value, scaling, window, sinks)
+        self.states = States(query, key, value, spec)
         return torch.zeros_like(query)
 
 
@@ -135,7 +125,7 @@ def _last_layer(decoder: Any, before: torch.Tensor, batch: Batch, there: Batch) 
 
 def _attention_inputs(decoder: Any, layer: Any, before: torch.Tensor, batch: Batch) -> States:
     """The inputs of a layer's attention for rows [1, rows, hidden]."""
-    recorder = _Recorder()
+    recorder = _Recorder(batch.rotations)
     # Some models have one RoPE per type of layer, chosen by the type.
     kind = () if hasattr(decoder.rotary_emb, "inv_freq") else (layer.self_attn.layer_type,)
     layer.self_attn(
@@ -193,20 +183,15 @@ def logits(model: Model, hidden: torch.Tensor) -> torch.Tensor:
 class Attending(Protocol):
     """What a model's rows attend to."""
 
+    @property
+    def rotations(self) -> Sequence[Rotation]: ...
+
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scaling: float,
-        window: int | None,
-        sinks: torch.Tensor | None,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
         """A layer's attention, [rows, q_heads, head_dim].
 
-        query: [rows, q_heads, head_dim]. key, value: [rows, kv_heads, head_dim]. window: of a sliding-window layer.
-        sinks: [q_heads], of a layer that has them.
+        query: [rows, q_heads, head_dim]. key, value: [rows, kv_heads, head_dim].
         """
 
 
@@ -224,4 +209,5 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """Attention for transformers: query [1, q_heads, rows, head_dim], key and value [1, kv_heads, rows, head_dim]."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return fusionkv_batch.attend(module.layer_idx, q, k, v, scaling, sliding_window, s_aux)[None], None
+    spec = AttentionSpec(fusionkv_batch.rotations[module.layer_idx], scaling, sliding_window, s_aux)
+    return fusionkv_batch.attend(module.layer_idx, q, k, v, spec)[None], None

@@ -11,7 +11,7 @@ import torch
 
 from fusionkv.fusion_worker.select.base import scores
 from fusionkv.kernels.attention import attention_scores, sparse_attention
-from fusionkv.kernels.segments import KVSegment, QuerySpan, Rotation, Spans
+from fusionkv.kernels.segments import KVSegment, QuerySpan, Spans
 from fusionkv.protos.contract.selectors import (
     AttendedDeviation,
     InterChunkAttention,
@@ -35,7 +35,6 @@ class FreshStates:
         states: The inputs of layer 1's attention: q [rows, q_heads, head_dim], k and v [rows, kv_heads, head_dim].
         kv: [2, slots, kv_heads, head_dim], layer 1 of the pool, stale.
         span: The rows and all keys that they see in layer 0.
-        rotation: The RoPE of layer 1.
         starts: int64, ascending: first position of the context, of every chunk after the first, and of the question.
         ranks: The tensor-parallel ranks.
     """
@@ -43,7 +42,6 @@ class FreshStates:
     states: "States"
     kv: torch.Tensor
     span: QuerySpan
-    rotation: Rotation
     starts: torch.Tensor
     ranks: "Ranks"
 
@@ -56,12 +54,12 @@ class FreshStates:
         """float32 [stale tokens, kv_heads, head_dim]: fresh minus cached values."""
         device, stale = self.kv.device, self.stale
         rows = self.span.positions_on(device)[:stale]
-        cached = self.kv[1].index_select(0, self.span.in_order(self.rotation, device).slots[rows])
+        cached = self.kv[1].index_select(0, self.span.in_order(self.states.spec.rotation, device).slots[rows])
         return self.states.v[:stale].float() - cached.float()
 
     def keys(self) -> torch.Tensor:
         """[positions, kv_heads, head_dim]: rotated keys in prompt order; fresh where a row has one, else cached."""
-        keys = self.span.in_order(self.rotation, self.kv.device).keys(self.kv[0])
+        keys = self.span.in_order(self.states.spec.rotation, self.kv.device).keys(self.kv[0])
         return keys.index_copy_(0, self.span.positions_on(keys.device), self.states.k.to(keys.dtype))
 
     def over(self, keys: torch.Tensor, first_row: int = 0) -> QuerySpan:
@@ -71,11 +69,9 @@ class FreshStates:
 
     def attention(self, first_row: int = 0) -> torch.Tensor:
         """float32 [positions]: attention of rows from `first_row` into each position, summed over rows and heads."""
-        states, keys = self.states, self.keys()
+        keys = self.keys()
         over = self.over(keys, first_row)
-        q = states.q[first_row:]
-        rest = self.rotation, states.scale, states.window, states.sinks
-        return self.ranks.total(attention_scores(q, keys, over, *rest))
+        return self.ranks.total(attention_scores(self.states.q[first_row:], keys, over, self.states.spec))
 
     def placed(self, each: torch.Tensor) -> torch.Tensor:
         """Puts a number for each stale token at its position, and all-reduces over ranks.
@@ -130,8 +126,7 @@ def _to_other_chunks(inputs: FreshStates) -> torch.Tensor:
     for first in range(1, len(starts), channels):
         member = chunk[:, None] == torch.arange(first, first + channels, device=keys.device)
         values = member.to(keys.dtype)[:, None].expand(-1, keys.shape[1], -1).contiguous()
-        rest = inputs.rotation, states.scale, states.window
-        out = sparse_attention(states.q, keys, values, over, *rest, sinks=states.sinks)
+        out = sparse_attention(states.q, keys, values, over, states.spec)
         mass = out.float().sum(1)
         inside = (row_chunks >= first) & (row_chunks < first + channels)
         mass[inside, row_chunks[inside] - first] = 0.0

@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from fusionkv.kernels.cpu.compute_dtype import compute_dtype
-from fusionkv.kernels.segments import KVSegment, QuerySpan, Rotation, Spans
+from fusionkv.kernels.segments import AttentionSpec, KVSegment, QuerySpan, Rotation, Spans
 
 # With more rows of a request, gathering its keys in prompt order is faster.
 MOST_ROWS = 8
@@ -38,21 +38,18 @@ def sparse_attention(
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
     spans: Spans,
-    rotation: Rotation,
-    scale: float,
-    window: int | None,
+    spec: AttentionSpec,
     scores: Mapping[QuerySpan, torch.Tensor],
-    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same as `attention.sparse_attention`."""
     out = torch.empty_like(q)
     few = spans.once(_few, frozenset(scores))
     if few:
-        decode_attention(q, k_pool, v_pool, few, rotation, scale, window, sinks, out)
+        decode_attention(q, k_pool, v_pool, few, spec, out)
     for span in spans:
         if span not in few:
-            rows, rest = slice(span.start, span.stop), (span, rotation, scale, window, scores.get(span), sinks)
-            out[rows] = prefill_attention(q[rows], k_pool, v_pool, *rest)
+            rows = slice(span.start, span.stop)
+            out[rows] = prefill_attention(q[rows], k_pool, v_pool, span, spec, scores.get(span))
     return out
 
 
@@ -83,31 +80,28 @@ def prefill_attention(
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
     span: QuerySpan,
-    rotation: Rotation,
-    scale: float,
-    window: int | None,
+    spec: AttentionSpec,
     scores: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`sparse_attention` of one span: q and the result are [rows, q_heads, head_dim].
 
     scores: float32 [last position + 1]; the attention of all rows to each position is added to it.
     """
-    order = span.in_order(rotation, q.device)
+    order = span.in_order(spec.rotation, q.device)
     v = v_pool.index_select(0, order.slots)
     if scores is not None:
-        return _explicit(q, order.keys(k_pool, torch.float32), v, span, scale, window, sinks, scores).to(q.dtype)
+        return _explicit(q, order.keys(k_pool, torch.float32), v, span, spec, scores).to(q.dtype)
     k = order.keys(k_pool, compute_dtype(k_pool.dtype))
     # [1, heads, tokens, head_dim]
     rows, keys, values = (part.to(k.dtype).transpose(0, 1)[None] for part in (q, k, v))
-    if span.rows == len(k) and window is None:
-        out = _fused(rows, keys, values, None, scale, sinks)
+    if span.rows == len(k) and spec.window is None:
+        out = _fused(rows, keys, values, None, spec)
     else:
         out = torch.empty_like(rows)
-        for block in span.once(_blocks, window, k.dtype, _block_rows(k.dtype, q.shape[1])):
+        for block in span.once(_blocks, spec.window, k.dtype, _block_rows(k.dtype, q.shape[1])):
             visible = slice(block.low, block.high)
             seen = keys[:, :, visible], values[:, :, visible], block.mask()[None, None]
-            out[:, :, block.rows] = _fused(rows[:, :, block.rows], *seen, scale, sinks)
+            out[:, :, block.rows] = _fused(rows[:, :, block.rows], *seen, spec)
     return out[0].transpose(0, 1).to(q.dtype)
 
 
@@ -116,15 +110,14 @@ def _fused(
     keys: torch.Tensor,
     values: torch.Tensor,
     mask: torch.Tensor | None,
-    scale: float,
-    sinks: torch.Tensor | None,
+    spec: AttentionSpec,
 ) -> torch.Tensor:
     """torch's operator over [1, heads, tokens, head_dim]; causal without a mask."""
     causal = mask is None
-    if sinks is None:
-        return scaled_dot_product_attention(rows, keys, values, mask, 0.0, causal, scale=scale, enable_gqa=True)
-    out, lse = _flash(rows, keys, values, 0.0, causal, attn_mask=mask, scale=scale)
-    mean: torch.Tensor = out * _kept(lse, sinks[:, None])[..., None]
+    if spec.sinks is None:
+        return scaled_dot_product_attention(rows, keys, values, mask, 0.0, causal, scale=spec.scale, enable_gqa=True)
+    out, lse = _flash(rows, keys, values, 0.0, causal, attn_mask=mask, scale=spec.scale)
+    mean: torch.Tensor = out * _kept(lse, spec.sinks[:, None])[..., None]
     return mean
 
 
@@ -133,19 +126,11 @@ def _kept(lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     return (lse - sinks.float()).sigmoid()
 
 
-def attention_scores(
-    q: torch.Tensor,
-    k_pool: torch.Tensor,
-    span: QuerySpan,
-    rotation: Rotation,
-    scale: float,
-    window: int | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+def attention_scores(q: torch.Tensor, k_pool: torch.Tensor, span: QuerySpan, spec: AttentionSpec) -> torch.Tensor:
     """`attention.attention_scores` of one span; q holds only the span's rows."""
-    k = span.in_order(rotation, q.device).keys(k_pool, torch.float32)
+    k = span.in_order(spec.rotation, q.device).keys(k_pool, torch.float32)
     scores = torch.zeros(len(k))
-    _explicit(q, k, None, span, scale, window, sinks, scores)
+    _explicit(q, k, None, span, spec, scores)
     return scores
 
 
@@ -154,9 +139,7 @@ def _explicit(
     k: torch.Tensor,
     v: torch.Tensor | None,
     span: QuerySpan,
-    scale: float,
-    window: int | None,
-    sinks: torch.Tensor | None,
+    spec: AttentionSpec,
     scores: torch.Tensor,
 ) -> torch.Tensor:
     """Attention through its weights, whose sums over all rows and heads are added to `scores`, float32 [positions].
@@ -170,13 +153,13 @@ def _explicit(
     rows = q.float().unflatten(1, (-1, groups)).permute(1, 2, 0, 3)  # [kv_heads, groups, rows, head_dim]
     out = torch.zeros(rows.shape)
     size = max(1, min(_BLOCK_ROWS, _WEIGHTS // len(k) // groups))
-    for block in span.once(_blocks, window, torch.float32, size):
+    for block in span.once(_blocks, spec.window, torch.float32, size):
         visible = slice(block.low, block.high)
-        logits = torch.bmm(rows[:, :, block.rows].flatten(1, 2), keys[..., visible]).mul_(scale)
+        logits = torch.bmm(rows[:, :, block.rows].flatten(1, 2), keys[..., visible]).mul_(spec.scale)
         logits.unflatten(1, (groups, -1)).add_(block.mask())
         weights = logits.softmax(-1)
-        if sinks is not None:
-            by_row = sinks.view(-1, groups, 1).expand(-1, -1, logits.shape[1] // groups).flatten(1)
+        if spec.sinks is not None:
+            by_row = spec.sinks.view(-1, groups, 1).expand(-1, -1, logits.shape[1] // groups).flatten(1)
             weights *= _kept(logits.logsumexp(-1), by_row)[..., None]
         scores[visible] += weights.sum((0, 1))
         if values is not None:
@@ -260,32 +243,29 @@ def decode_attention(
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
     few: Spans,
-    rotation: Rotation,
-    scale: float,
-    window: int | None,
-    sinks: torch.Tensor | None,
+    spec: AttentionSpec,
     out: torch.Tensor,
 ) -> None:
     """`sparse_attention` for spans of a few rows; writes their rows of `out`."""
     kv_heads = k_pool.shape[1]
     groups = q.shape[1] // kv_heads
-    plan = few.once(_plan, rotation, groups, window, q.dtype)
-    turned = rotation.apply(q.index_select(0, plan.row), plan.cos, plan.sin).unflatten(1, (kv_heads, groups))
+    plan = few.once(_plan, spec.rotation, groups, spec.window, q.dtype)
+    turned = spec.rotation.apply(q.index_select(0, plan.row), plan.cos, plan.sin).unflatten(1, (kv_heads, groups))
     # [parts, kv_heads, groups, ...]; the first part is padding, of weight 0.
     means, sums = [turned.new_zeros(1, *turned.shape[1:])], [turned.new_zeros(1, kv_heads, groups).float()]
     for call in plan.calls:
         # [tiles, kv_heads, rows * groups, dim]: the heads of a group, and of all requests, share one pass over keys.
         rows = turned.index_select(0, call.turned).unflatten(0, (-1, call.rows)).transpose(1, 2).flatten(2, 3)
         keys, values = call.read(k_pool), call.read(v_pool)
-        mean, lse = _flash(rows, keys, values, 0.0, False, attn_mask=call.bias, scale=scale)
+        mean, lse = _flash(rows, keys, values, 0.0, False, attn_mask=call.bias, scale=spec.scale)
         means.append(mean.unflatten(2, (-1, groups)).transpose(1, 2).flatten(0, 1))
         sums.append(lse.unflatten(2, (-1, groups)).transpose(1, 2).flatten(0, 1))
     # For a row that sees no key, the operator returns a log-sum-exp of 0 instead of -inf.
     lse = torch.cat(sums).masked_fill_(plan.blind[:, None, None], float("-inf"))
     parts = lse[plan.merged]
     weights = parts.softmax(1)
-    if sinks is not None:
-        weights *= _kept(parts.logsumexp(1), sinks.view(kv_heads, groups))[:, None]
+    if spec.sinks is not None:
+        weights *= _kept(parts.logsumexp(1), spec.sinks.view(kv_heads, groups))[:, None]
     merged = (torch.cat(means)[plan.merged] * weights[..., None]).sum(1)
     out[plan.rows] = merged.flatten(1, 2).to(q.dtype)
 

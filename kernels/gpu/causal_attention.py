@@ -10,7 +10,7 @@ import torch
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from fusionkv.kernels.segments import QuerySpan, Rotation, Spans
+from fusionkv.kernels.segments import AttentionSpec, QuerySpan, Spans
 
 # Fewer rows, as of a question, leave most of a GPU idle unless their keys are split into parts.
 LEAST_ROWS = 128
@@ -22,27 +22,24 @@ def sparse_attention(
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
     spans: Spans,
-    rotation: Rotation,
-    scale: float,
-    window: int | None,
+    spec: AttentionSpec,
     scores: Mapping[QuerySpan, torch.Tensor],
-    sinks: torch.Tensor | None,
     attend: Attend,
 ) -> torch.Tensor:
     """The same as `attention.sparse_attention`. attend: computes all other spans."""
     plain, rest = Spans(), spans
-    if sinks is None and usable(q, k_pool):  # torch's operators have no sinks
-        plain, rest = spans.once(_split, window, frozenset(scores))
-    out = attend(q, k_pool, v_pool, rest, rotation, scale, window, scores, sinks)
+    if spec.sinks is None and usable(q, k_pool):  # torch's operators have no sinks
+        plain, rest = spans.once(_split, spec.window, frozenset(scores))
+    out = attend(q, k_pool, v_pool, rest, spec, scores)
     if plain:
         # It loads torch's compiler, for seconds, which processes without a GPU do not need.
         from torch.nn.attention.bias import causal_lower_right
     for span in plain:
-        order = span.in_order(rotation, q.device)
+        order = span.in_order(spec.rotation, q.device)
         ordered = q[span.start : span.stop], order.keys(k_pool), v_pool.index_select(0, order.slots)
         query, key, value = (x.transpose(0, 1)[None] for x in ordered)
         mask = causal_lower_right(span.rows, len(order.slots))
-        found = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
+        found = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=spec.scale, enable_gqa=True)
         out[span.start : span.stop] = found[0].transpose(0, 1)
     return out
 

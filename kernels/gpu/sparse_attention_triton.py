@@ -30,7 +30,7 @@ from fusionkv.kernels.gpu.tiles_triton import (
     visible,
     walk,
 )
-from fusionkv.kernels.segments import KVSegment, QuerySpan, Rotation, Spans
+from fusionkv.kernels.segments import AttentionSpec, KVSegment, QuerySpan, Rotation, Spans
 from fusionkv.kernels.upload import upload
 
 # With more rows, the keys of a request are brought to prompt order; fewer read them about as fast where they are.
@@ -259,10 +259,7 @@ class _Layer(NamedTuple):
     keys: torch.Tensor
     values: torch.Tensor
     out: torch.Tensor
-    rotation: Rotation
-    scale: float
-    window: int | None
-    sinks: torch.Tensor | None
+    spec: AttentionSpec
     tile: Tile
     ordered: bool = False
 
@@ -301,7 +298,7 @@ class _Ordered(NamedTuple):
         """The layer with its keys in order."""
         shape = (len(self.slots), *pool.keys.shape[1:])
         keys, values = (torch.empty(shape, dtype=x.dtype, device=x.device) for x in (pool.keys, pool.values))
-        consts = constants(pool.q, pool.keys, _GATHERED, pool.rotation)
+        consts = constants(pool.q, pool.keys, _GATHERED, pool.spec.rotation)
         _gather[triton.cdiv(shape[0], _GATHERED), shape[1]](
             *(pool.keys, pool.values, keys, values, self.slots, self.turn, self.turns, shape[0]), **consts
         )
@@ -313,11 +310,8 @@ def sparse_attention(
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
     spans: Spans,
-    rotation: Rotation,
-    scale: float,
-    window: int | None = None,
+    spec: AttentionSpec,
     scores: Mapping[QuerySpan, torch.Tensor] = MappingProxyType({}),
-    sinks: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
     """The same as `attention.sparse_attention`. tile: None for that of this GPU.
@@ -329,34 +323,26 @@ def sparse_attention(
     assert q.stride(2) == k_pool.stride(2) == 1
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tile = tile or tile_for(q.device, q.shape[2], q.dtype)
-    pool = _Layer(q, k_pool, v_pool, out, rotation, scale, window, sinks, tile)
+    pool = _Layer(q, k_pool, v_pool, out, spec, tile)
     if isinstance(spans, TabledSpans):
-        _attend_all(spans.tables[rotation], pool)
+        _attend_all(spans.tables[spec.rotation], pool)
         return out
     few, many = spans.once(_split, pool.grid(), frozenset(scores))
     for alike in few:
-        _attend_all(alike.once(SegmentTable.on, rotation, pool.grid(), q.device), pool)
+        _attend_all(alike.once(SegmentTable.on, spec.rotation, pool.grid(), q.device), pool)
     if many:
-        ordered = many.once(_Ordered.of, rotation, pool.grid(), q.device)
+        ordered = many.once(_Ordered.of, spec.rotation, pool.grid(), q.device)
         _attend_all(ordered.table, ordered.layer(pool))
     for span, into in scores.items():
         _score(span, pool, into)
     return out
 
 
-def attention_scores(
-    q: torch.Tensor,
-    k_pool: torch.Tensor,
-    span: QuerySpan,
-    rotation: Rotation,
-    scale: float,
-    window: int | None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+def attention_scores(q: torch.Tensor, k_pool: torch.Tensor, span: QuerySpan, spec: AttentionSpec) -> torch.Tensor:
     """The same as `attention.attention_scores`."""
     scores = torch.zeros(int(span.positions[-1]) + 1, device=q.device)
     tile = tile_for(q.device, q.shape[2], q.dtype)
-    _score(span, _Layer(q, k_pool, k_pool, torch.empty_like(q), rotation, scale, window, sinks, tile), scores)
+    _score(span, _Layer(q, k_pool, k_pool, torch.empty_like(q), spec, tile), scores)
     return scores
 
 
@@ -375,14 +361,14 @@ def _score(span: QuerySpan, pool: _Layer, into: torch.Tensor) -> None:
     grid = pool.grid()
     # With two parts or more, the kernel that merges them leaves each row's denominator.
     parts = max(2, grid.parts(-(-span.rows // grid.tile(span.rows)), len(into)))
-    ordered = span.once(_alone, pool.rotation, grid._replace(fixed_parts=parts), pool.q.device)
+    ordered = span.once(_alone, pool.spec.rotation, grid._replace(fixed_parts=parts), pool.q.device)
     layer = ordered.layer(pool)
     lse = _attend_all(ordered.table, layer)
     columns = torch.empty(layer.keys.shape[1], len(into), device=into.device)
     _columns[triton.cdiv(len(into), _SCORED_KEYS), layer.keys.shape[1]](
-        *(pool.q, layer.keys, lse, columns, ordered.table.row_positions, pool.scale * LOG2E),
+        *(pool.q, layer.keys, lse, columns, ordered.table.row_positions, pool.spec.scale * LOG2E),
         *(span.start, span.rows, len(into), *pool.q.stride()[:2]),
-        **constants(pool.q, layer.keys, _SCORED_KEYS, None, max(1, _SCORED_ROWS // grid.groups), pool.window),
+        **constants(pool.q, layer.keys, _SCORED_KEYS, None, max(1, _SCORED_ROWS // grid.groups), pool.spec.window),
     )
     into += columns.sum(0)
 
@@ -401,16 +387,16 @@ def _attend_all(table: SegmentTable, layer: _Layer) -> torch.Tensor:
         # -inf: parts that a short span does not have get no weight.
         lse = torch.full(shape[:3], float("-inf"), device=q.device)
         partial = torch.empty(shape, device=q.device)
-    consts = constants(q, layer.keys, layer.tile.keys, layer.rotation, table.tile, layer.window)
+    consts = constants(q, layer.keys, layer.tile.keys, layer.spec.rotation, table.tile, layer.spec.window)
     # Without sinks, any pointer in their place.
-    sinks, has_sinks = q if layer.sinks is None else layer.sinks, layer.sinks is not None
+    sinks = q if layer.spec.sinks is None else layer.spec.sinks
     _attend[len(table.items), layer.keys.shape[1]](
         *(q, layer.keys, layer.values, partial, lse, sinks, table.items),
         *(table.segments, table.positions, table.row_positions, table.turns),
-        *(layer.scale * LOG2E, shape[1], *q.stride()[:2], *out.stride()[:2]),
+        *(layer.spec.scale * LOG2E, shape[1], *q.stride()[:2], *out.stride()[:2]),
         **consts,
         PARTIAL=table.parts > 1,
-        SINKS=has_sinks,
+        SINKS=layer.spec.sinks is not None,
         ORDERED=layer.ordered,
         num_warps=4 if consts["ROWS"] < layer.tile.rows else layer.tile.warps,
         num_stages=layer.tile.stages,
@@ -419,7 +405,7 @@ def _attend_all(table: SegmentTable, layer: _Layer) -> torch.Tensor:
         _merge[shape[1:3]](
             *(partial, lse, table.rows, sinks, out, shape[1], *out.stride()[:2], table.parts),
             PARTS_CEIL=triton.next_power_of_2(table.parts),
-            SINKS=has_sinks,
+            SINKS=layer.spec.sinks is not None,
             HEAD_DIM=shape[3],
             DIM=consts["DIM"],
         )

@@ -81,9 +81,7 @@ class TestGraphs:
         model, pool, graphs = made(kind)
         if DEVICE.type == "cpu":
             graphs.works, graphs._capture = True, capture
-            monkeypatch.setattr(
-                batch, "sparse_attention", lambda *given: sparse_attention_triton.sparse_attention(*given[:7])
-            )
+            monkeypatch.setattr(batch, "sparse_attention", sparse_attention_triton.sparse_attention)
         before = pool.kv.clone()
         # The same sizes with other numbers of rows, chunks and keys; then larger ones.
         for length, chunks, count in ((60, 3, 3), (90, 5, 4), (41, 2, 3), (60, 3, 1)):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fusionkv.kernels import attention, reference
 from fusionkv.kernels.cpu import sparse_attention_cpu
 from fusionkv.kernels.cpu.sparse_attention_cpu import MOST_ROWS
-from fusionkv.kernels.segments import KVSegment, QuerySpan, Rotation, Spans
+from fusionkv.kernels.segments import AttentionSpec, KVSegment, QuerySpan, Rotation, Spans
 from tests.examples import examples
 from tests.kernels.inputs import HAS_KERNEL, interpreted, rotary, rotation_matrix, there
 
@@ -26,10 +26,12 @@ SCORES: dict[str, Any] = {"kernel": attention.attention_scores, "reference": ref
 if HAS_KERNEL:
     from fusionkv.kernels.gpu import sparse_attention_triton
 
-    OPERATIONS["triton"] = lambda q, k, v, spans, *rest, sinks: sparse_attention_triton.sparse_attention(
-        there(q), there(k), there(v), spans, *rest, sinks=there(sinks)
+    OPERATIONS["triton"] = lambda q, k, v, spans, spec: sparse_attention_triton.sparse_attention(
+        there(q), there(k), there(v), spans, spec._replace(sinks=there(spec.sinks))
     ).cpu()
-    SCORES["triton"] = lambda *given: sparse_attention_triton.attention_scores(*map(there, given)).cpu()
+    SCORES["triton"] = lambda q, k, span, spec: sparse_attention_triton.attention_scores(
+        there(q), there(k), span, spec._replace(sinks=there(spec.sinks))
+    ).cpu()
 PARTS = [(20, 0), (1, 7), (61, -13), (30, 900)]
 
 
@@ -44,6 +46,10 @@ class Case:
     seed: int
     rows: list["Request"] = field(default_factory=list)
     sinks: torch.Tensor | None = None
+
+    @property
+    def spec(self) -> AttentionSpec:
+        return AttentionSpec(self.rotation, self.dim**-0.5, self.window, self.sinks)
 
     def tensors(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Spans]:
         """Queries, pools, spans. Slots that no segment names hold NaN; stale slots that are hidden hold 100s."""
@@ -173,12 +179,12 @@ def check(case: Case, dtype: torch.dtype, atol: float, rtol: float) -> None:
     q, k, v, spans = case.tensors(dtype)
     expected, totals = case.expected(q, k, v, spans)
     for name, operation in OPERATIONS.items():
-        found = operation(q, k, v, spans, case.rotation, case.dim**-0.5, case.window, sinks=case.sinks)
+        found = operation(q, k, v, spans, case.spec)
         assert found.dtype == dtype, name
         torch.testing.assert_close(found.double(), expected, atol=atol, rtol=rtol, msg=lambda m, n=name: f"{n}: {m}")
     for name, scores in SCORES.items():
         for span, total in zip(spans, totals, strict=True):
-            found = scores(q, k, span, case.rotation, case.dim**-0.5, case.window, case.sinks)
+            found = scores(q, k, span, case.spec)
             assert found.dtype == torch.float32
             # Sums over rows x heads, so the error grows with both.
             scale = span.rows * q.shape[1]
@@ -187,14 +193,12 @@ def check(case: Case, dtype: torch.dtype, atol: float, rtol: float) -> None:
             )
             assert case.sinks is not None or float(found.sum()) == pytest.approx(scale, rel=1e-3)
     # Scores of the first and the last span in passing, on top of what is there already.
-    rest = case.rotation, case.dim**-0.5, case.window
     sums = {span: torch.ones(len(total)) for span, total in ((spans[0], totals[0]), (spans[-1], totals[-1]))}
-    found = attention.sparse_attention(q, k, v, spans, *rest, sums, case.sinks)
+    found = attention.sparse_attention(q, k, v, spans, case.spec, sums)
     torch.testing.assert_close(found.double(), expected, atol=atol, rtol=rtol)
     for span, into in sums.items():
-        torch.testing.assert_close(
-            into - 1, attention.attention_scores(q, k, span, *rest, case.sinks), atol=1e-4, rtol=1e-4
-        )
+        scores = attention.attention_scores(q, k, span, case.spec)
+        torch.testing.assert_close(into - 1, scores, atol=1e-4, rtol=1e-4)
 
 
 @given(case=cases(), row=st.sampled_from(TOLERANCES))
@@ -245,7 +249,7 @@ SMALL = Case((4, 2), 64, rotary(64), None, 3, [Request([(20, 0), (33, 41)], [5, 
 def test_the_reference_in_double_precision() -> None:
     """The reference is the definition itself, but for the float32 in which angles and products of RoPE are kept."""
     tensors = SMALL.tensors(torch.float64)
-    found = reference.sparse_attention(*tensors, SMALL.rotation, 64**-0.5)
+    found = reference.sparse_attention(*tensors, SMALL.spec)
     torch.testing.assert_close(found, SMALL.expected(*tensors)[0], atol=2e-6, rtol=2e-6)
 
 
@@ -255,17 +259,17 @@ def test_rows_of_other_spans_are_not_touched_by_a_span(rows: int) -> None:
     long, short = Request([(9, 0), (30, 55)], [12, *range(39, 39 + rows)], []), Request([(4, 0)], [*range(4, 9)], [])
     case = Case((4, 1), 80, rotary(80, True, True), None, 5, [long, short])
     q, k, v, spans = case.tensors(torch.float32)
-    both = attention.sparse_attention(q, k, v, spans, case.rotation, 0.1)
+    both = attention.sparse_attention(q, k, v, spans, case.spec)
     for span in spans:
-        alone = attention.sparse_attention(q, k, v, Spans([span]), case.rotation, 0.1)
+        alone = attention.sparse_attention(q, k, v, Spans([span]), case.spec)
         assert torch.equal(alone[span.start : span.stop], both[span.start : span.stop])
 
 
 def test_the_inputs_are_only_read() -> None:
     *tensors, spans = SMALL.tensors(torch.float32)
     before = [t.clone() for t in tensors]
-    attention.sparse_attention(*tensors, spans, SMALL.rotation, 0.1)
-    attention.attention_scores(*tensors[:2], spans[0], SMALL.rotation, 0.1)
+    attention.sparse_attention(*tensors, spans, SMALL.spec)
+    attention.attention_scores(*tensors[:2], spans[0], SMALL.spec)
     for old, new in zip(before, tensors, strict=True):
         assert torch.equal(old.view(torch.uint8), new.view(torch.uint8))
 
@@ -275,8 +279,8 @@ def test_a_batch_without_spans() -> None:
     triton = pytest.importorskip("fusionkv.kernels.gpu.sparse_attention_triton")
     q, k, v, _ = (there(x) for x in SMALL.tensors(torch.float32))
     for found in (
-        attention.sparse_attention(q, k, v, Spans(), SMALL.rotation, 0.1),
-        triton.sparse_attention(q, k, v, Spans(), SMALL.rotation, 0.1),
+        attention.sparse_attention(q, k, v, Spans(), SMALL.spec),
+        triton.sparse_attention(q, k, v, Spans(), SMALL.spec),
     ):
         assert found.shape == q.shape
 
@@ -284,7 +288,7 @@ def test_a_batch_without_spans() -> None:
 @pytest.mark.skipif(not HAS_KERNEL, reason="needs a GPU, or TRITON_INTERPRET=1 as the next test sets it")
 def test_the_tables_of_scores_go_with_their_span() -> None:
     q, k, _, (span,) = (there(x) for x in SMALL.tensors(torch.float32))
-    sparse_attention_triton.attention_scores(q, k, span, SMALL.rotation, 0.1, None)
+    sparse_attention_triton.attention_scores(q, k, span, SMALL.spec)
     gone = weakref.ref(span)
     del span
     assert gone() is None

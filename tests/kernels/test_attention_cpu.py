@@ -9,12 +9,13 @@ from fusionkv.kernels import reference
 from fusionkv.kernels.attention import attention_scores, sparse_attention
 from fusionkv.kernels.cpu import compute_dtype as module
 from fusionkv.kernels.cpu.compute_dtype import compute_dtype
-from fusionkv.kernels.segments import KVSegment, QuerySpan, Spans
+from fusionkv.kernels.segments import AttentionSpec, KVSegment, QuerySpan, Spans
 from tests.kernels.inputs import rotary
 
 CONTEXT, SHIFT, DIM = 900, 77, 64
 ROTATION = rotary(DIM)
 SCALE = DIM**-0.5
+SPEC = AttentionSpec(ROTATION, SCALE)
 
 
 @pytest.fixture(autouse=True)
@@ -50,14 +51,14 @@ def test_a_key_far_above_the_others(score: int, dtype: torch.dtype, tolerance: f
     k[700, head // 4] = ROTATION.turn(wanted[None], -SHIFT)[0]
     q, k, v = (x.to(dtype) for x in (q, k, v))
     doubles = q.double(), k.double(), v.double()
-    expected = reference.sparse_attention(*doubles, spans, ROTATION, SCALE)
+    expected = reference.sparse_attention(*doubles, spans, SPEC)
     assert bool(spans[0].segments[1].hidden[300]) is False
     assert float((expected[row, head] - v[700, head // 4]).norm()) < 0.2
-    found = sparse_attention(q, k, v, spans, ROTATION, SCALE)
+    found = sparse_attention(q, k, v, spans, SPEC)
     torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
     rows = len(q) * q.shape[1]
-    total = reference.attention_scores(*doubles[:2], spans[0], ROTATION, SCALE)
-    scores = attention_scores(q, k, spans[0], ROTATION, SCALE)
+    total = reference.attention_scores(*doubles[:2], spans[0], SPEC)
+    scores = attention_scores(q, k, spans[0], SPEC)
     torch.testing.assert_close(scores / rows, total / rows, atol=tolerance, rtol=tolerance)
 
 
@@ -68,7 +69,7 @@ def test_threads_change_nothing(threads: int) -> None:
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         scores = torch.zeros(int(spans[0].positions[-1]) + 1)
-        return sparse_attention(q, k, v, spans, ROTATION, SCALE, None, {spans[0]: scores}), scores
+        return sparse_attention(q, k, v, spans, SPEC, {spans[0]: scores}), scores
 
     alone = run()
     torch.set_num_threads(threads)
@@ -85,9 +86,9 @@ def test_tensors_of_the_engine_outside_its_mode(threads: int) -> None:
     with torch.inference_mode():
         q, k, v, spans = problem()
     torch.set_num_threads(threads)
-    total = attention_scores(q, k, spans[0], ROTATION, SCALE)
+    total = attention_scores(q, k, spans[0], SPEC)
     assert float(total.sum()) == pytest.approx(len(q) * q.shape[1], rel=1e-4)
-    assert sparse_attention(q, k, v, spans, ROTATION, SCALE).isfinite().all()
+    assert sparse_attention(q, k, v, spans, SPEC).isfinite().all()
 
 
 def test_float16_would_overflow_and_float32_is_not_rounded() -> None:

@@ -6,7 +6,7 @@ import torch
 from fusionkv.kernels import reference
 from fusionkv.kernels.gpu import causal_attention
 from fusionkv.kernels.gpu.causal_attention import LEAST_ROWS, is_causal
-from fusionkv.kernels.segments import KVSegment, QuerySpan, Spans
+from fusionkv.kernels.segments import AttentionSpec, KVSegment, QuerySpan, Spans
 from tests.kernels.inputs import DEVICE, rotary
 
 ROWS = LEAST_ROWS
@@ -59,8 +59,8 @@ def test_beside_other_spans(heads: tuple[int, int], dtype: torch.dtype, monkeypa
         others.append(given[3])  # type: ignore[arg-type]
         return reference.sparse_attention(*given)  # type: ignore[arg-type]
 
-    given = q, k, v, Spans(made), rotary(64), 64**-0.5
-    found = causal_attention.sparse_attention(*given, None, {}, None, attend)
+    given = q, k, v, Spans(made), AttentionSpec(rotary(64), 64**-0.5)
+    found = causal_attention.sparse_attention(*given, {}, attend)
     assert others == ([Spans(made[1:2])] if dtype != torch.float32 or DEVICE.type == "cpu" else [Spans(made)])
     expected = reference.sparse_attention(*(x.double() for x in (q, k, v)), *given[3:])
     tolerance = 2e-5 if dtype == torch.float32 else 3e-2

@@ -7,7 +7,7 @@ import torch
 
 from fusionkv.kernels import reference
 from fusionkv.kernels.attention import sparse_attention
-from fusionkv.kernels.segments import KVSegment, QuerySpan, Spans
+from fusionkv.kernels.segments import AttentionSpec, KVSegment, QuerySpan, Spans
 from tests.kernels.inputs import HAS_KERNEL, interpreted, rotary, there
 
 torch.set_num_threads(1)
@@ -44,14 +44,15 @@ def test_over_the_same_slots(hidden: float, window: int | None) -> None:
     torch.manual_seed(1)
     spans, slots = batch([[0, 2, 4], [4, 0], [2, 4, 0]], [1, 3, 2], hidden)
     tensors = *torch.randn(1, spans[-1].stop, 8, DIM), *torch.randn(2, slots, 2, DIM)
-    expected = reference.sparse_attention(*(x.double() for x in tensors), spans, rotary(DIM), DIM**-0.5, window)
+    spec = AttentionSpec(rotary(DIM), DIM**-0.5, window)
+    expected = reference.sparse_attention(*(x.double() for x in tensors), spans, spec)
     operations = [sparse_attention]
     if HAS_KERNEL:
         from fusionkv.kernels.gpu import sparse_attention_triton
 
         operations.append(sparse_attention_triton.sparse_attention)
     for operation in operations:
-        found = operation(*map(there, tensors), spans, rotary(DIM), DIM**-0.5, window)
+        found = operation(*map(there, tensors), spans, spec)
         torch.testing.assert_close(found.double().cpu(), expected, atol=2e-5, rtol=2e-5)
 
 
