@@ -114,8 +114,14 @@ def prompt(*lengths: int) -> Parts:
 
 @cache
 def network(family: str, dtype: torch.dtype = torch.float32) -> Any:
-    """A model with random weights, eager attention."""
+    """A model with random weights, eager attention.
+
+    In bfloat16 tokens go to all experts: which ones are chosen may hang on the last bit, and changes the answer more
+    than all roundings do.
+    """
     name, more = FAMILIES[family]
+    if dtype == torch.bfloat16 and "num_experts" in more:
+        more = {**more, "num_experts_per_tok": more["num_experts"]}
     torch.manual_seed(1)
     config = getattr(transformers, name)(**{**BASE, **more})
     made = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
