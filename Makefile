@@ -58,15 +58,21 @@ test-engines: setup ## The adapters in SGLang and LMCache themselves, with fault
 	@test -e build/engines/.done || scripts/setup.sh engines
 	@OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/build/engines .venv/bin/pytest tests/engines $(ARGS)
 
-.PHONY: lint
-lint: setup ## ruff, mypy, pyright, buf, hadolint
+.PHONY: lint style mypy pyright
+lint: style mypy pyright ## ruff, mypy, pyright, buf, hadolint
+
+style: setup
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
-	$(PY) -m mypy -p fusionkv
-	.venv/bin/pyright -p build/paths/fusionkv
 	.venv/bin/buf lint protos
 	.venv/bin/buf format --diff --exit-code protos
 	.venv/bin/hadolint Dockerfile
+
+mypy: setup
+	$(PY) -m mypy -p fusionkv
+
+pyright: setup
+	.venv/bin/pyright -p build/paths/fusionkv
 
 .PHONY: format
 format: setup ## Formats Python and protos
