@@ -25,6 +25,14 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @torch.inference_mode()
 def _seconds(dtype: torch.dtype) -> float:
-    """The shortest time of several matrix products of the size that attention computes in one block."""
+    """The shortest time of several matrix products of the size that attention computes in one block.
+
+    By one thread: on cores that others use, several wait for each other 500 times as long as they compute.
+    """
     rows, keys = torch.ones(1, 256, 64, dtype=dtype), torch.ones(1, 64, 512, dtype=dtype)
-    return min(timeit.repeat(lambda: torch.bmm(rows, keys), repeat=_ROUNDS, number=_PRODUCTS))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return min(timeit.repeat(lambda: torch.bmm(rows, keys), repeat=_ROUNDS, number=_PRODUCTS))
+    finally:
+        torch.set_num_threads(threads)
