@@ -7,11 +7,7 @@
 ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm@sha256:593bd06efe90efa80dc4eee3948be7c0fde4134606dd40d8dd8dbcade98e669c
 # Without CUDA's runtime, which torch brings.
 ARG CUDA_IMAGE=nvidia/cuda:13.0.1-base-ubuntu24.04@sha256:f8ef28f579ea42a44b415d2c5d46f788e6a9b395c6c83f2929416e1fc192c143
-# For the labels of the images: the release, the URL of the repository, its commit, and the time in RFC 3339.
-ARG VERSION=
-ARG SOURCE=
-ARG REVISION=
-ARG CREATED=
+# Labels that each build changes come by `--label` (k8s/fusionkv/README.md): an argument would be part of the layers below.
 
 # --- what the package and each of its extras require: only a change of these installs packages anew
 FROM ${PYTHON_IMAGE} AS requirements
@@ -91,23 +87,16 @@ RUN --mount=type=cache,target=/root/.cache/pip pip --python /opt/fusionkv/bin/py
 
 # --- what runs: no compiler, no pip, a user without rights, only /data and /tmp written
 FROM ${PYTHON_IMAGE} AS runtime
-ARG VERSION
-ARG SOURCE
-ARG REVISION
-ARG CREATED
 LABEL org.opencontainers.image.title="FusionKV" \
       org.opencontainers.image.description="The system of record for KV caches in retrieval-augmented generation" \
-      org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.version="${VERSION}" \
-      org.opencontainers.image.source="${SOURCE}" \
-      org.opencontainers.image.revision="${REVISION}" \
-      org.opencontainers.image.created="${CREATED}"
+      org.opencontainers.image.licenses="Apache-2.0"
 ENV PATH=/opt/fusionkv/bin:/opt/fusionkv/app/bin:$PATH HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 # As process 1, tini passes SIGTERM on to a service that doesn't listen for it yet, which ends it: the kernel wouldn't.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends tini \
     && rm -rf /var/lib/apt/lists/* /usr/local/bin/pip* /usr/local/lib/python*/site-packages/pip* \
+        /usr/local/lib/python*/ensurepip \
     && mkdir /data && chown 10001:10001 /data
 WORKDIR /data
 STOPSIGNAL SIGTERM
@@ -164,17 +153,9 @@ RUN apt-get update \
     && mkdir /data && chown 10001:10001 /data
 ENV PATH=/opt/fusionkv/bin:/opt/fusionkv/app/bin:$PATH HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
     HF_HUB_OFFLINE=1 TRITON_CACHE_DIR=/tmp/triton
-ARG VERSION
-ARG SOURCE
-ARG REVISION
-ARG CREATED
 LABEL org.opencontainers.image.title="FusionKV worker for NVIDIA GPUs" \
       org.opencontainers.image.description="The system of record for KV caches in retrieval-augmented generation" \
-      org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.version="${VERSION}" \
-      org.opencontainers.image.source="${SOURCE}" \
-      org.opencontainers.image.revision="${REVISION}" \
-      org.opencontainers.image.created="${CREATED}"
+      org.opencontainers.image.licenses="Apache-2.0"
 WORKDIR /data
 ENV FUSIONKV_WORKER_LISTEN=[::]:7071 FUSIONKV_WORKER_MODEL=/models
 EXPOSE 7071

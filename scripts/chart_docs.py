@@ -10,8 +10,12 @@ _PAGE = re.compile(r"docs/(\w+)\.md")
 
 
 def page() -> str:
-    """The README's text, and a section for each top-level key with a row for each value."""
+    """The README's text, and a section for each top-level key with a row for each value.
+
+    A value without a comment is what the first of its name is, in a section before.
+    """
     parts, comments, above = [README.read_text().partition("\n### ")[0]], list[str](), list[str]()
+    told = dict[str, str]()
     for line in VALUES.read_text().splitlines():
         if match := _KEY.match(line):
             depth, name, value = len(match[1]) // 2, match[2], match[3]
@@ -25,7 +29,9 @@ def page() -> str:
             elif value is None and text:
                 parts.append(f"| `{'.'.join(above)}` | | {text} |")
             if depth and value is not None:
+                text = text or told[name]
                 parts.append(f"| `{'.'.join(above)}` | `{value}` | {text} |")
+                told.setdefault(name, text)
             comments = []
         elif line.strip().startswith("#"):
             comments.append(line.strip(" #"))

@@ -21,7 +21,7 @@ class Nameserver:
 
     def __init__(self, ttl: float) -> None:
         self.names: dict[str, list[str]] = {}
-        self._ttl = ttl
+        self.ttl = ttl
         self._cached: dict[str, tuple[float, list[str]]] = {}
         # One for each test process on this machine; the port can't be chosen.
         self.address = f"127.53.{os.getpid() >> 8 & 255}.{os.getpid() & 255}"
@@ -40,7 +40,7 @@ class Nameserver:
         until, known = self._cached.get(name, (0.0, []))
         if time.monotonic() >= until:
             known = list(self.names.get(name, []))
-            self._cached[name] = time.monotonic() + self._ttl, known
+            self._cached[name] = time.monotonic() + self.ttl, known
         return known
 
     def _serve(self) -> None:

@@ -56,7 +56,7 @@ _KINDS: dict[tuple[str, str], Any] = {
         "dnsNames": [str],
         "duration": str,
         "usages": [{"digital signature", "server auth", "client auth"}],
-        "privateKey": {"algorithm": {"ECDSA"}, "size": int, "rotationPolicy": {"Always"}},
+        "privateKey": {"algorithm": {"ECDSA"}, "size": int, "rotationPolicy": {"Always", "Never"}},
     },
     ("ray.io/v1", "RayJob"): {
         "submissionMode": {"K8sJobMode", "HTTPMode", "SidecarMode", "InteractiveMode"},

@@ -36,6 +36,13 @@ def template(helm: str, folder: Path, values: Any, version: str = VERSIONS[-1], 
     return [document for document in yaml.safe_load_all(done.stdout) if document]
 
 
+def merged(values: Any, changes: Any) -> Any:
+    """As `helm --set` has it."""
+    if not isinstance(values, dict) or not isinstance(changes, dict):
+        return changes
+    return {**values, **{name: merged(values.get(name), change) for name, change in changes.items()}}
+
+
 def notes(helm: str, folder: Path, *flags: str) -> str:
     """What helm tells after an installation, in one line: only with a cluster, so an object is made of it."""
     chart = folder / "chart"
@@ -60,6 +67,20 @@ def validate(documents: Iterable[Any], version: str) -> None:
             made = [document]
         for each in made:
             kubernetes_validate.validate(each, version, strict=True)
+            _have_names_of_their_own(each)
+
+
+# Of a list of objects, the field that names each. Server-side apply, which Helm 4 uses, refuses two of a name.
+_NAMED = {"env": "name", "volumeMounts": "mountPath", "volumes": "name", "containers": "name", "ports": "name"}
+
+
+def _have_names_of_their_own(value: Any) -> None:
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        if key in _NAMED and isinstance(inner, list) and all(_NAMED[key] in each for each in inner):
+            names = [each[_NAMED[key]] for each in inner]
+            assert len(names) == len(set(names)), f"{key}: {names}"
+        for each in inner if isinstance(inner, list) else [inner]:
+            _have_names_of_their_own(each)
 
 
 def env_of(container: Any) -> dict[str, str]:

@@ -90,6 +90,8 @@ def test_a_secret_is_mounted_and_tls_changes_the_probes(render: Render) -> None:
             container = pod["containers"][0]
             probes = [container[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")]
             assert {probe["grpc"]["port"] for probe in probes} == {7079 if values else PORTS[name]}
+            ports = {port["name"] for port in container["ports"]}
+            assert ports == {"grpc", *(["health"] if values else []), *(["data"] if name == "kvcache" else [])}
             mounted = [m["mountPath"] for m in container["volumeMounts"] if m["name"] == "secret"]
             volumes = [v["secret"]["secretName"] for v in pod["volumes"] if v["name"] == "secret"]
             assert (mounted, volumes) == ((["/etc/fusionkv"], ["fusionkv-tls"]) if values else ([], []))
@@ -212,6 +214,7 @@ def test_caches_reach_the_tier_that_they_share(render: Render, url: str, port: i
         ({"otlp": {"endpoint": "collector"}}, "endpoint"),
         ({"otlp": {"ratio": 5}}, "ratio"),
         ({"otlp": {"ratio": "1.5"}}, "ratio"),
+        ({"metrics": {"port": 7071}}, "port"),
         ({"log": {"format": "xml"}}, "format"),
         ({"log": {"level": "loud"}}, "level"),
         ({"networkPolicy": {"clients": [{"labels": {}}]}}, "clients"),

@@ -51,6 +51,7 @@ def test_a_release_has_a_ca_of_its_own_unless_it_names_another(render: Render) -
     found = render(SECURED)
     ca = found["Certificate"]["ca"]["spec"]
     assert ca["isCA"] is True
+    assert ca["privateKey"]["rotationPolicy"] == "Never", "what it signed is trusted after it was renewed"
     assert found["Issuer"][ca["issuerRef"]["name"].removeprefix("rel-")]["spec"] == {"selfSigned": {}}
     (issuer,) = {found["Certificate"][name]["spec"]["issuerRef"]["name"] for name in CONFIGS}
     assert found["Issuer"][issuer.removeprefix("rel-")]["spec"]["ca"]["secretName"] == ca["secretName"]
@@ -66,9 +67,30 @@ def test_a_release_has_a_ca_of_its_own_unless_it_names_another(render: Render) -
     assert not {"Issuer", "Certificate"} & set(render({}))
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_services_and_callers_may_trust_several_cas(render: Render, version: str) -> None:
+    trusting = {
+        "certManager": {"enabled": True, "trust": "cas"},
+        "vllm": {"enabled": True},
+        "redis": {"enabled": False},
+    }
+    found = render({**SECURED, "kvcache": {}, **trusting}, version)
+    ca = {"name": "cas", "items": [{"key": "ca.crt", "path": "ca.crt"}]}
+    for name in (*CONFIGS, "vllm"):
+        (volume,) = [v for v in found.pod(name)["volumes"] if v["name"] == "certificates"]
+        own, cas = volume["projected"]["sources"]
+        assert own["secret"]["name"] == found["Certificate"][name]["spec"]["secretName"]
+        assert [item["path"] for item in own["secret"]["items"]] == ["tls.crt", "tls.key"]
+        assert cas == {"configMap": ca}
+    (job,) = found["Job"].values()
+    for pod in (found["Pod"]["test"]["spec"], job["spec"]["template"]["spec"]):
+        assert {"name": "certificates", "configMap": ca} in pod["volumes"]
+
+
 def test_who_calls_the_gateway_trusts_its_ca_and_learns_no_key(render: Render) -> None:
     found = render(SECURED)
-    pods = [found["Pod"]["test"]["spec"], found["Job"]["encode-1"]["spec"]["template"]["spec"]]
+    (job,) = found["Job"].values()
+    pods = [found["Pod"]["test"]["spec"], job["spec"]["template"]["spec"]]
     for pod in pods:
         (container,) = pod["containers"]
         (flag,) = [word for word in container["command"] if word.startswith("--tls-ca=")]
@@ -103,6 +125,14 @@ def test_services_share_a_backend(render: Render, version: str, backend: str, us
     _, reached = found.traffic(user)
     assert port in reached
     assert backend not in render().workloads
+    # Where an operator has it run, and under the operator's labels.
+    placed = {"nodeSelector": {"disk": "ssd"}, "tolerations": [{"key": "a", "operator": "Exists"}]}
+    placed |= {"affinity": {"nodeAffinity": {}}, "priorityClassName": "high"}
+    told = {"podLabels": {"team": "a"}, "podAnnotations": {"note": "b"}}
+    made = render({backend: {"enabled": True, **placed, **told}}, version).workloads[backend]["spec"]["template"]
+    assert placed.items() <= made["spec"].items()
+    assert made["metadata"]["labels"].items() >= told["podLabels"].items()
+    assert made["metadata"]["annotations"] == told["podAnnotations"]
     other = "http://other:19530" if user == "gateway" else "redis://other"
     with pytest.raises(ValueError, match="choose one"):
         render({backend: {"enabled": True}, user: {"config": {setting: other}}})
@@ -136,6 +166,12 @@ def test_that_redis_takes_its_command_line(render: Render, tmp_path: Path) -> No
             assert {name: client.config_get(name)[name] for name in wanted} == wanted
     finally:
         server.kill9()
+
+
+def test_a_caller_from_outside_is_told_whom_to_trust(helm: str, tmp_path: Path) -> None:
+    found = notes(helm, tmp_path, "--set=certManager.enabled=true")
+    assert "fusionkv list --gateway localhost:7072 --tls-ca ca.crt" in found
+    assert """get secret rel-gateway-tls --output go-template='{{ index .data "ca.crt" | base64decode }}'""" in found
 
 
 @pytest.mark.parametrize(

@@ -140,8 +140,17 @@ def test_corpora_outlive_a_release(render: Render) -> None:
         assert volume["persistentVolumeClaim"] == {"claimName": claim}
     # Of a StatefulSet, Kubernetes keeps the volumes.
     kept = render({"milvus": {"enabled": True}})
+    existing = {"storage": {"existingClaim": "old"}}
+    named = render({"milvus": {"enabled": True, **existing}, "kvcache": existing})
     for name in ("kvcache", "milvus"):
-        assert "persistentVolumeClaimRetentionPolicy" not in kept["StatefulSet"][name]["spec"]
+        spec = kept["StatefulSet"][name]["spec"]
+        assert "persistentVolumeClaimRetentionPolicy" not in spec
+        assert [claim["metadata"]["name"] for claim in spec["volumeClaimTemplates"]] == ["data"]
+        assert "volumeClaimTemplates" not in named["StatefulSet"][name]["spec"]
+        assert {"name": "data", "persistentVolumeClaim": {"claimName": "old"}} in named.pod(name)["volumes"]
+    for more in ({"replicas": 2}, {"kind": "DaemonSet"}):
+        with pytest.raises(ValueError, match=r"existingClaim is the volume of one"):
+            render({"redis": {"enabled": True}, "kvcache": {**existing, **more}})
 
 
 def test_corpora_are_encoded_one_an_index(render: Render) -> None:

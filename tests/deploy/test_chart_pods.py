@@ -12,10 +12,31 @@ from typing import Any, ClassVar
 import pytest
 import yaml
 
-from tests.deploy.rendering import CHART, CONFIGS, EXAMPLES, PORTS, VERSIONS, Objects, Render, env_of, template
+from tests.deploy import foreign
+from tests.deploy.rendering import (
+    CHART,
+    CONFIGS,
+    EXAMPLES,
+    PORTS,
+    VERSIONS,
+    Objects,
+    Render,
+    env_of,
+    merged,
+    template,
+)
 
 pytestmark = pytest.mark.slow
 SERVED = (*CONFIGS, "vllm")
+# A release with all that the chart can make at once, in two parts.
+EVERYTHING: tuple[dict[str, Any], ...] = (
+    {
+        **{name: {"enabled": True} for name in ("redis", "milvus", "vllm", "certManager")},
+        "worker": {"model": {"uri": "hf://o/m"}, "gpu": {"count": 2}},
+        "encode": {"corpora": ["a"]},
+    },
+    {"mooncake": {"enabled": True}, "encode": {"corpora": ["a"], "ray": {"enabled": True}}},
+)
 ROUTE = {"enabled": True, "parents": [{"name": "gw"}], "hostnames": ["a.example"]}
 
 
@@ -41,7 +62,7 @@ def test_fields_of_pods_are_passed_on(render: Render, version: str) -> None:
     more = {"name": "more", "image": "registry.example/more:1"}
     values: dict[str, Any] = {name: {**own, "initContainers": [more], "sidecars": [more]} for name in CONFIGS}
     values["worker"]["runtimeClassName"] = "nvidia"
-    values["vllm"] = {**own, "enabled": True, "runtimeClassName": "nvidia"}
+    values["vllm"] = {**values["gateway"], "enabled": True, "runtimeClassName": "nvidia"}
     values["worker"]["model"] = {"uri": "hf://o/m"}
     found = render(values, version)
     for name in SERVED:
@@ -55,11 +76,61 @@ def test_fields_of_pods_are_passed_on(render: Render, version: str) -> None:
         assert env_of(container)["HTTPS_PROXY"] == "http://proxy:3128"
         assert extra[0] in container["volumeMounts"]
         assert extra[1] in pod["volumes"]
-        if name != "vllm":
-            assert pod["containers"][1:] == [more]
-            assert pod["initContainers"][-1] == more
+        assert pod["containers"][1:] == [more]
+        assert pod["initContainers"][-1] == more
     download, _ = found.pod("worker")["initContainers"]
     assert env_of(download)["HTTPS_PROXY"] == "http://proxy:3128"
+
+
+def pods_of(found: Objects) -> list[Any]:
+    """All pods that come of a release."""
+    pods = [found.pod(name) for name in found.workloads]
+    pods += [job["spec"]["template"]["spec"] for job in found.get("Job", {}).values()]
+    pods += [pod["spec"] for job in found.get("RayJob", {}).values() for pod in foreign.pods(job)]
+    return [*pods, found["Pod"]["test"]["spec"]]
+
+
+@pytest.mark.parametrize("values", [*EVERYTHING, *EXAMPLES], ids=["everything", "ray", *(f.stem for f in EXAMPLES)])
+def test_all_pods_fit_the_standard_restricted(render: Render, values: Any) -> None:
+    for pod in pods_of(render(values if isinstance(values, dict) else yaml.safe_load(values.read_text()))):
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
+        kinds = {kind for volume in pod["volumes"] for kind in volume if kind != "name"}
+        assert kinds <= {"configMap", "emptyDir", "persistentVolumeClaim", "projected", "secret"}
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for each in (*pod["containers"], *pod.get("initContainers", [])):
+            assert each["securityContext"]["allowPrivilegeEscalation"] is False
+            assert each["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            assert not {"privileged", "procMount"} & each["securityContext"].keys()
+            assert not [port for port in each.get("ports", []) if "hostPort" in port]
+
+
+@pytest.mark.parametrize("values", EVERYTHING, ids=["everything", "ray"])
+def test_all_containers_fit_a_quota_of_cores(render: Render, values: Any) -> None:
+    """Which refuses pods without a limit of them."""
+    limited = {"resources": {"limits": {"cpu": "3"}}}
+    places = [*SERVED, "redis", "mooncake", "milvus", "test"]
+    more = {
+        **dict.fromkeys(places, limited),
+        "encode": {**limited, "ray": {**limited, "headResources": {**limited["resources"]}}},
+    }
+    for pod in pods_of(render(merged(values, more))):
+        for each in (*pod["containers"], *pod.get("initContainers", [])):
+            assert each["resources"]["limits"]["cpu"] == "3", each["name"]
+
+
+def test_jobs_run_where_gateways_may(render: Render) -> None:
+    placed = {"nodeSelector": {"pool": "rag"}, "tolerations": [{"key": "rag", "operator": "Exists"}]}
+    gpus = {"nodeSelector": {"pool": "gpu"}, "tolerations": [{"key": "gpu", "operator": "Exists"}]}
+    for ray in (False, True):
+        encode = {"corpora": ["a"], "ray": {"enabled": ray}}
+        found = render({"gateway": placed, "worker": gpus, "encode": encode})
+        *_, last, tested = pods_of(found)
+        assert placed.items() <= tested.items()
+        assert (gpus if ray else placed).items() <= last.items()
+        if ray:
+            head, _ = foreign.pods(*found["RayJob"].values())
+            assert placed.items() <= head["spec"].items()
 
 
 def test_a_cluster_may_choose_the_users(render: Render) -> None:
@@ -75,9 +146,7 @@ def test_a_cluster_may_choose_the_users(render: Render) -> None:
             "encode": {"corpora": ["a"]},
         }
     )
-    pods = [found.pod(name) for name in found.workloads]
-    pods += [found["Job"]["encode-1"]["spec"]["template"]["spec"], found["Pod"]["test"]["spec"]]
-    for pod in pods:
+    for pod in pods_of(found):
         assert pod["securityContext"]["runAsNonRoot"] is True
         for each in (pod, *pod["containers"], *pod.get("initContainers", [])):
             assert not chosen.keys() & each["securityContext"].keys()
@@ -134,13 +203,13 @@ def test_a_worker_reads_the_memory_of_its_nodes_cache(render: Render) -> None:
 
 def test_two_releases_of_a_namespace_share_nothing(helm: str, tmp_path: Path) -> None:
     """One with a name of its own for all objects, as if it were another release."""
-    values = {"worker": {"model": {"uri": "hf://o/m"}}, "encode": {"corpora": ["a"]}}
-    one, other = (
-        {(each["kind"], each["metadata"]["name"]) for each in template(helm, tmp_path, {**values, **more})}
-        for more in ({}, {"fullnameOverride": "other"})
-    )
-    assert len(one) == len(other)
-    assert not one & other
+    for values in EVERYTHING:
+        one, other = (
+            {(each["kind"], each["metadata"]["name"]) for each in template(helm, tmp_path, {**values, **more})}
+            for more in ({}, {"fullnameOverride": "other"})
+        )
+        assert len(one) == len(other)
+        assert not one & other
     named = Objects(template(helm, tmp_path, {"nameOverride": "rag"}))
     for name in PORTS:
         selector = named.workloads[name]["spec"]["selector"]["matchLabels"]
@@ -155,6 +224,7 @@ def test_the_openai_endpoint_has_a_route_or_an_ingress(render: Render) -> None:
     (backend,) = found["HTTPRoute"]["gateway"]["spec"]["rules"][0]["backendRefs"]
     ports = {port["name"]: port["port"] for port in found["Service"]["gateway"]["spec"]["ports"]}
     assert backend == {"name": "rel-gateway", "port": ports["http"]}
+    assert found["Service"]["gateway"]["spec"]["ports"][1]["appProtocol"] == "http"
     spec = found["Ingress"]["gateway"]["spec"]
     assert (spec["ingressClassName"], spec["tls"]) == ("nginx", tls)
     (path,) = spec["rules"][0]["http"]["paths"]
@@ -162,8 +232,13 @@ def test_the_openai_endpoint_has_a_route_or_an_ingress(render: Render) -> None:
     for way in ({"httpRoute": ROUTE}, {"ingress": ingress}):
         with pytest.raises(ValueError, match=r"set gateway\.http\.port"):
             render({"gateway": way})
+    secured = {"gateway": {"http": {"port": 8080}, "ingress": ingress}, "certManager": {"enabled": True}}
+    assert render(secured)["Service"]["gateway"]["spec"]["ports"][1]["appProtocol"] == "https"
     with pytest.raises(ValueError, match="BackendTLSPolicy"):
         render({"gateway": {"http": {"port": 8080}, "httpRoute": ROUTE}, "certManager": {"enabled": True}})
+    for taken in ({"gateway": {"service": {"port": 8080}}}, {"metrics": {"port": 8080}}):
+        with pytest.raises(ValueError, match=r"gateway\.http\.port has to differ"):
+            render(merged({"gateway": {"http": {"port": 8080}}}, taken))
 
 
 def test_all_services_reach_what_is_added(render: Render) -> None:
@@ -174,14 +249,13 @@ def test_all_services_reach_what_is_added(render: Render) -> None:
 
 
 def test_helm_4_makes_the_same(helm: str, tmp_path: Path) -> None:
-    sdk = pytest.importorskip("helm_python", reason="Helm 4: pip install helm-python-sdk")
+    sdk = pytest.importorskip("helm_python", reason="Helm 4 is installed for Linux on x86-64")
     chart = sdk.Chart.load(str(CHART))
-    for file in EXAMPLES:
-        values = yaml.safe_load(file.read_text())
+    for values in ({}, *EVERYTHING, *(yaml.safe_load(file.read_text()) for file in EXAMPLES)):
         made = chart.render(values, name="rel", namespace="ns")
         texts = [text for name, text in made.items() if name.endswith(".yaml")]
         documents = [document for text in texts for document in yaml.safe_load_all(text) if document]
-        assert Objects(documents) == Objects(template(helm, tmp_path, values)), file.name
+        assert Objects(documents) == Objects(template(helm, tmp_path, values)), values
 
 
 def test_services_and_further_objects(render: Render) -> None:

@@ -61,7 +61,8 @@ def test_an_image_runs_as_nobody_and_hears_sigterm(text: str, target: str) -> No
     assert users[-1] == "10001:10001"
     assert set(users) <= {"10001:10001", "0:0"}
     assert "STOPSIGNAL SIGTERM" in lines
-    assert {"licenses", "revision", "created"} <= set(re.findall(r"opencontainers\.image\.(\w+)=", lines))
+    assert {"title", "licenses"} <= set(re.findall(r"opencontainers\.image\.(\w+)=", lines))
+    assert not re.search(r"^ARG ", lines, re.MULTILINE), "what differs in each build would run all that follows again"
     if target in SERVICES:
         assert re.search(r'^ENTRYPOINT \["tini", "--", "python", "-P", "-m", "fusionkv\.\w+"\]$', lines, re.MULTILINE)
         assert re.search(r"apt-get install .*\btini\b", lines)
@@ -84,6 +85,15 @@ def test_a_change_of_the_source_changes_the_last_layer_alone(text: str, target: 
             assert set(sources) <= {"--from=requirements /requirements"}
     _, requirements = stage(text, "requirements")
     assert "COPY constraints.txt pyproject.toml ./" in requirements
+
+
+def test_the_documented_build_says_what_it_was_made_of(root: Path) -> None:
+    page = (root / "k8s/fusionkv/README.md").read_text()
+    match = re.search(r"docker buildx build (.+?) \.\n", page, re.DOTALL)
+    assert match
+    assert {"--sbom=true", "--provenance=mode=max"} <= set(match[1].split())
+    labels = set(re.findall(r"--label org\.opencontainers\.image\.(\w+)=", match[1]))
+    assert labels == {"version", "revision", "created"}
 
 
 def test_all_images_are_listed_at_the_top(text: str) -> None:

@@ -22,10 +22,8 @@ from tests.services import Launch, start_cache, start_gateway, start_worker
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.system, pytest.mark.long]
-# Seconds for which a name's answer is cached; a cluster's 30 s would take the test minutes.
-TTL = 2.0
-# By then a gateway has connected to a new worker; in a cluster, minReadySeconds waits for that.
-FOUND = TTL + members.RESOLVE_SECONDS + 1
+# Seconds for which a name's answer is cached, and a cluster's.
+TTL, CLUSTER_TTL = 2.0, 30.0
 PASSAGES = ("Report Velkorda. The lake is blue. The code of Bervek is 535.", "Report Dorlin. The hill is green.")
 QUESTION = "Report Velkorda: code of Bervek?"
 
@@ -73,11 +71,12 @@ def question(client: Client, max_tokens: int = 4) -> Any:
 
 
 @pytest.fixture
-def nameserver(tmp_path: Path) -> Iterator[tuple[Nameserver, tuple[str, ...]]]:
-    with serving(tmp_path, TTL) as found:
+def nameserver(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Nameserver, tuple[str, ...]]]:
+    with serving(tmp_path, getattr(request, "param", TTL)) as found:
         yield found
 
 
+@pytest.mark.parametrize("nameserver", [TTL, CLUSTER_TTL], indirect=True)
 def test_workers_are_replaced_under_load(
     launch: Launch, reference_model: Path, tmp_path: Path, nameserver: tuple[Nameserver, tuple[str, ...]]
 ) -> None:
@@ -105,7 +104,8 @@ def test_workers_are_replaced_under_load(
                 assert worker.wait() == 0
                 successor, running[successor] = start()
                 server.names["workers.test"].append(successor)
-                time.sleep(FOUND)
+                # By then a gateway has connected to a new worker; in a cluster, minReadySeconds waits for that.
+                time.sleep(server.ttl + members.RESOLVE_SECONDS + 1)
                 assert callers.answers > answers
     assert callers.errors == []
 

@@ -176,8 +176,27 @@ revision: {{ $revision }}
 {{- if .root.Values.certManager.enabled }}
 - name: certificates
   # Whom to trust, and not the gateway's key.
+  {{- with .root.Values.certManager.trust }}
+  configMap: {name: {{ . }}, items: [{key: ca.crt, path: ca.crt}]}
+  {{- else }}
   secret: {secretName: {{ include "fusionkv.fullname" (dict "root" .root "name" "gateway") }}-tls, items: [{key: ca.crt, path: ca.crt}]}
+  {{- end }}
 {{- end }}
+{{- end }}
+
+{{/* The volume of a service's own certificate, its key and whom it trusts: `root`, `name`. */}}
+{{- define "fusionkv.certificateVolume" -}}
+{{- $secret := printf "%s-tls" (include "fusionkv.fullname" .) -}}
+- name: certificates
+  {{- with .root.Values.certManager.trust }}
+  projected:
+    defaultMode: 0440
+    sources:
+      - secret: {name: {{ $secret }}, items: [{key: tls.crt, path: tls.crt}, {key: tls.key, path: tls.key}]}
+      - configMap: {name: {{ . }}, items: [{key: ca.crt, path: ca.crt}]}
+  {{- else }}
+  secret: {secretName: {{ $secret }}, defaultMode: 0440}
+  {{- end }}
 {{- end }}
 
 {{/* What `config` and certManager set, as environment; what a service's Secrets are mounted as: `root`, `name`. */}}
@@ -222,8 +241,7 @@ revision: {{ $revision }}
   secret: {secretName: {{ . }}, defaultMode: 0440}
 {{- end }}
 {{- if .root.Values.certManager.enabled }}
-- name: certificates
-  secret: {secretName: {{ include "fusionkv.fullname" . }}-tls, defaultMode: 0440}
+{{ include "fusionkv.certificateVolume" . }}
 {{- end }}
 {{- end }}
 
@@ -259,7 +277,7 @@ spec:
         {{- if include "fusionkv.speaksTLS" . }}
         - {name: health, containerPort: 7079, protocol: TCP}
         {{- end }}
-        {{- if and (eq .name "kvcache") (not (include "fusionkv.speaksTLS" .)) }}
+        {{- if eq .name "kvcache" }}
         - {name: data, containerPort: 7073, protocol: TCP}
         {{- end }}
         {{- with .http }}
@@ -464,6 +482,14 @@ metadata:
 spec: {{- include "fusionkv.claim" .storage | nindent 2 }}
 {{- end }}
 
+{{/* The volumes of a StatefulSet's pods, each its own: `root`, `name`, `storage`. */}}
+{{- define "fusionkv.claimTemplates" -}}
+- metadata:
+    name: data
+    labels: {{- include "fusionkv.selector" . | nindent 6 }}
+  spec: {{- include "fusionkv.claim" .storage | nindent 4 }}
+{{- end }}
+
 {{/* Egress that every component needs: names, and the collector where there is one. */}}
 {{- define "fusionkv.egress" -}}
 # DNS: OpenShift's listens at 5353.
@@ -481,7 +507,8 @@ spec: {{- include "fusionkv.claim" .storage | nindent 2 }}
 - ports: [{port: 443, protocol: TCP}]
 {{- end }}
 
-{{/* What pods of jobs have in common: no rights, no token, tried again by the job alone. */}}
+{{/* What pods of jobs have in common: no rights, no token, tried again by the job alone; on nodes that gateways run on,
+or that pods with `values` do. */}}
 {{- define "fusionkv.jobPod" -}}
 restartPolicy: Never
 automountServiceAccountToken: false
@@ -490,9 +517,11 @@ securityContext: {{- toYaml .root.Values.podSecurityContext | nindent 2 }}
 {{- with .root.Values.image.pullSecrets }}
 imagePullSecrets: {{- toYaml . | nindent 2 }}
 {{- end }}
+{{- $values := .values | default (pick .root.Values.gateway "nodeSelector" "tolerations" "priorityClassName") }}
+{{- include "fusionkv.scheduling" (dict "root" .root "name" .name "values" $values) }}
 {{- end }}
 
-{{/* What pods of Redis, Milvus and vLLM have in common. */}}
+{{/* What pods of Redis, Mooncake Store, Milvus and vLLM have in common. */}}
 {{- define "fusionkv.backendPod" -}}
 serviceAccountName: {{ include "fusionkv.fullname" . }}
 automountServiceAccountToken: false
@@ -501,6 +530,7 @@ securityContext: {{- toYaml .root.Values.podSecurityContext | nindent 2 }}
 {{- with .root.Values.image.pullSecrets }}
 imagePullSecrets: {{- toYaml . | nindent 2 }}
 {{- end }}
+{{- include "fusionkv.scheduling" (dict "root" .root "name" .name "values" (index .root.Values .name)) }}
 {{- end }}
 
 {{- define "fusionkv.jobContainer" -}}
