@@ -108,12 +108,9 @@ def test_all_pods_fit_the_standard_restricted(render: Render, values: Any) -> No
 @pytest.mark.parametrize("values", EVERYTHING, ids=["everything", "ray"])
 def test_all_containers_fit_a_quota_of_cores(render: Render, values: Any) -> None:
     """Which refuses pods without a limit of them."""
-    limited = {"resources": {"limits": {"cpu": "3"}}}
-    places = [*SERVED, "redis", "mooncake", "milvus", "test"]
-    more = {
-        **dict.fromkeys(places, limited),
-        "encode": {**limited, "ray": {**limited, "headResources": {**limited["resources"]}}},
-    }
+    limited: dict[str, Any] = {"resources": {"limits": {"cpu": "3"}}}
+    more: dict[str, Any] = dict.fromkeys((*SERVED, "redis", "mooncake", "milvus", "test"), limited)
+    more["encode"] = {**limited, "ray": {**limited, "headResources": limited["resources"]}}
     for pod in pods_of(render(merged(values, more))):
         for each in (*pod["containers"], *pod.get("initContainers", [])):
             assert each["resources"]["limits"]["cpu"] == "3", each["name"]
