@@ -24,7 +24,7 @@ from cryptography.x509.oid import NameOID
 
 from tests.examples import FEW, every
 from tests.forks import IMPORTS, Fork, Forks
-from tests.stopwatch import Stopwatch, too_long
+from tests.stopwatch import SLOWER, Stopwatch, too_long
 
 ROOT = Path(__file__).parent.parent
 FORKS = {service: Forks(service) for service in IMPORTS}
@@ -132,7 +132,7 @@ class Service:
             AssertionError: the process ended first, or the time is over; the message holds the output.
         """
         with self._changed:
-            done = self._changed.wait_for(lambda: ready() or self._ended, timeout)
+            done = self._changed.wait_for(lambda: ready() or self._ended, timeout * SLOWER)
         what = "ended" if done else "is late"
         assert ready(), f"{' '.join(self.argv)} {what}:\n{self.log}"
 
@@ -156,8 +156,8 @@ class Service:
 
     def wait(self, timeout: float = 60) -> int:
         """The exit status, once it ends by itself."""
-        status = self.process.wait(timeout)
-        self._reader.join(timeout)
+        status = self.process.wait(timeout * SLOWER)
+        self._reader.join(timeout * SLOWER)
         return status
 
 
