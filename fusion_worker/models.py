@@ -16,6 +16,7 @@ from fusionkv.fusion_worker.compute.packed_linear import computes, pack
 from fusionkv.fusion_worker.library import directory as files
 from fusionkv.fusion_worker.library.cache import check_fetched, fingerprint, name_of
 from fusionkv.fusion_worker.template import DATE, ChatTemplate, PromptTemplate, beginning
+from fusionkv.kernels.gpu import MOST_CHANNELS
 from fusionkv.kernels.segments import Rotation
 from fusionkv.protos.fusion.v1.fusion_pb2 import Capabilities, GetModelResponse
 from fusionkv.protos.runtime.errors import FailedPrecondition, first_line, printable
@@ -23,6 +24,7 @@ from fusionkv.protos.runtime.errors import FailedPrecondition, first_line, print
 log = logging.getLogger(__name__)
 # model_type -> whether RoPE pairs neighbouring channels (GLM) instead of the two halves (Llama).
 FAMILIES = {
+    "deepseek_v2": True,
     "gemma3_text": False,
     "glm4": True,
     "gpt_oss": False,
@@ -83,17 +85,23 @@ ALONE = Ranks()
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """The KV cache of one token: `[layers, 2, kv_heads, head_dim]` of `dtype`."""
+    """The KV cache of one token: `[layers, tensors, kv_heads, head_dim]` of `dtype`.
+
+    tensors: 2, keys and values; 1 for latents, which are keys and values of one KV head (compute/latent.py).
+    """
 
     layers: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    tensors: int = 2
 
     @classmethod
     def of(cls, config: Any, dtype: torch.dtype, ranks: int = 1) -> "KVShape":
         """The KV shape of one of `ranks` ranks of a model with this configuration."""
         heads = config.num_attention_heads
+        if rank := getattr(config, "kv_lora_rank", None):
+            return cls(config.num_hidden_layers, 1, config.qk_rope_head_dim + rank, dtype, tensors=1)
         return cls(
             layers=config.num_hidden_layers,
             kv_heads=(getattr(config, "num_key_value_heads", None) or heads) // ranks,
@@ -103,7 +111,7 @@ class KVShape:
 
     @property
     def token_bytes(self) -> int:
-        return self.layers * 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+        return self.layers * self.tensors * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +216,10 @@ def _load(directory: Path, device: str, dtype: str, max_tokens: int, ranks: Rank
     kind = DTYPES.get(dtype) if dtype != "auto" else _own_dtype(config, where)
     if kind is None:
         raise FailedPrecondition(f"unknown dtype {dtype!r}: use auto, {', '.join(DTYPES)}")
+    if where.type == "cuda" and (dim := KVShape.of(config, kind).head_dim) > MOST_CHANNELS:
+        raise FailedPrecondition(
+            f"{directory.name} runs on CPUs only: a head of its KV has {dim} channels; GPUs take {MOST_CHANNELS}"
+        )
     limit = min(config.max_position_embeddings, max_tokens or config.max_position_embeddings)
     try:
         network = _network(directory, kind, config, where, ranks).to(device=where).eval().requires_grad_(False)
@@ -280,6 +292,8 @@ def check_shareable(directory: Path, count: int) -> None:
         )
     if getattr(config, "quantization_config", None) is not None:
         raise FailedPrecondition(f"{name} can't be split over ranks: its weights are quantised")
+    if getattr(config, "kv_lora_rank", None):
+        raise FailedPrecondition(f"{name} can't be split over ranks: its attention heads share a token's latent")
     plan = config.base_model_tp_plan
     if any("self_attn" in name and style == "colwise_gather_output" for name, style in plan.items()):
         raise FailedPrecondition(

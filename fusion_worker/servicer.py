@@ -35,7 +35,7 @@ from fusionkv.protos.contract.template import template_values
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime import frames, rpc
 from fusionkv.protos.runtime.checksum import Checksum
-from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted, Unavailable
+from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
 
 SERVICE = pb.DESCRIPTOR.services_by_name["FusionService"]
 _MAX_REASON = 512  # characters
@@ -196,6 +196,8 @@ class FusionServicer:
         asked = check_request(request, self._described)
         if portable:
             asked.check_portable()
+            if self._model.kv.tensors == 1:
+                raise FailedPrecondition(f"{self._model.name} stores latents, from which other engines can't decode")
         chunks = tuple(
             Chunk(self._tokens(chunk.ids, f"chunk {number}"), tuple(chunk.variants))
             for number, chunk in enumerate(request.chunks)

@@ -9,7 +9,7 @@ from fusionkv.kernels.quantised import Quantised, restore
 
 
 def restore_to(stored: Quantised, places: Sequence[torch.Tensor]) -> None:
-    """Dequantises KV to consecutive tokens of `places`, each [layers, 2, some tokens, kv_heads, head_dim]."""
+    """Dequantises KV to consecutive tokens of `places`, each [layers, tensors, some tokens, kv_heads, head_dim]."""
     counts = [place.shape[2] for place in places]
     if stored.numbers.dtype == torch.uint8 and stored.numbers.is_cuda and has_triton():
         from fusionkv.kernels.gpu import quantised_triton

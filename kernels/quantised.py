@@ -36,10 +36,9 @@ class Sizes(NamedTuple):
     keys: int
     values: int
 
-    @property
-    def token(self) -> float:
-        """Key and value of a token, with their scales."""
-        return 2 * self.numbers + self.keys / self.group + self.values
+    def token(self, tensors: int) -> float:
+        """Key and value of a token, with their scales; the key alone if there is one tensor."""
+        return tensors * self.numbers + self.keys / self.group + (tensors - 1) * self.values
 
 
 def sizes(kind: torch.dtype, head_dim: int) -> Sizes:
@@ -59,10 +58,11 @@ class Quantised:
     """Quantised KV. In four bits, a block has two scales: the scale itself, and the minimum.
 
     Attributes:
-        numbers: int8 or float8 [layers, 2, tokens, kv_heads, head_dim]; in four bits, uint8 [..., head_dim / 2], with
-            channel i in the low half of byte i, and channel i + head_dim / 2 in the high half.
+        numbers: int8 or float8 [layers, 2, tokens, kv_heads, head_dim], or [layers, 1, ...] of keys alone; in four
+            bits, uint8 [..., head_dim / 2], with channel i in the low half of byte i, and channel i + head_dim / 2 in
+            the high half.
         key_scales: bfloat16 [layers, groups, kv_heads, scales, head_dim].
-        value_scales: bfloat16 [layers, tokens, kv_heads, scales, blocks].
+        value_scales: bfloat16 [layers, 1, tokens, kv_heads, scales, blocks]; [layers, 0, ...] without values.
     """
 
     numbers: torch.Tensor
@@ -71,16 +71,18 @@ class Quantised:
 
 
 def quantise(kv: torch.Tensor, kind: torch.dtype) -> Quantised:
-    """Quantises KV. kv: [layers, 2, tokens, kv_heads, head_dim], finite. kind: a value of `KINDS`."""
+    """Quantises KV. kv: [layers, 2, tokens, kv_heads, head_dim], or [layers, 1, ...] of keys alone, finite.
+    kind: a value of `KINDS`.
+    """
     tokens, dim = kv.shape[2], kv.shape[-1]
-    keys, values = kv[:, 0].float(), kv[:, 1].float()
+    keys, values = kv[:, 0].float(), kv[:, 1:].float()
     blocks = values.unflatten(-1, (-1, dim if kind != torch.uint8 else value_width(dim)))
     key_scales, value_scales = _scales(_grouped(keys, kind), 2, kind), _scales(blocks, -1, kind)
     lowered = [
-        _lowered(keys, _of_tokens(key_scales, tokens, kind).unbind(-2), kind),
+        _lowered(keys, _of_tokens(key_scales, tokens, kind).unbind(-2), kind)[:, None],
         _lowered(blocks, value_scales.float()[..., None].unbind(-3), kind).flatten(-2),
     ]
-    numbers = torch.stack(lowered, dim=1)
+    numbers = torch.cat(lowered, dim=1)
     if kind == torch.uint8:
         low, high = numbers.chunk(2, dim=-1)
         numbers = low | high << 4
@@ -88,15 +90,15 @@ def quantise(kv: torch.Tensor, kind: torch.dtype) -> Quantised:
 
 
 def restore(stored: Quantised, dtype: torch.dtype) -> torch.Tensor:
-    """Dequantises KV to [layers, 2, tokens, kv_heads, head_dim] of `dtype`."""
+    """Dequantises KV to [layers, tensors, tokens, kv_heads, head_dim] of `dtype`."""
     numbers, kind = stored.numbers, stored.numbers.dtype
     if kind == torch.uint8:
         numbers = torch.cat([numbers & 15, numbers >> 4], dim=-1)
-    keys, values = numbers.float().unbind(1)
-    blocks = values.unflatten(-1, (stored.value_scales.shape[-1], -1))
+    keys, values = numbers[:, 0].float(), numbers[:, 1:].float()
+    blocks = values.unflatten(-1, (stored.value_scales.shape[-1], numbers.shape[-1] // stored.value_scales.shape[-1]))
     keys = _raised(keys, _of_tokens(stored.key_scales, keys.shape[1], kind).unbind(-2))
     values = _raised(blocks, stored.value_scales.float()[..., None].unbind(-3)).flatten(-2)
-    return torch.stack([keys, values], dim=1).to(dtype)
+    return torch.cat([keys[:, None], values], dim=1).to(dtype)
 
 
 def _scales(numbers: torch.Tensor, dim: int, kind: torch.dtype) -> torch.Tensor:

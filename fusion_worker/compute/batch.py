@@ -43,7 +43,7 @@ class Batch:
 
     ids, positions: int64 [rows]; row i has position positions[i].
     slots: int64, slots of the pool to which the KV of the last len(slots) rows is written. Other rows write no KV.
-    pool: [layers, 2, slots, kv_heads, head_dim]. rotations: of each layer.
+    pool: [layers, tensors, slots, kv_heads, head_dim], by `KVShape`. rotations: of each layer.
     tempered: spans whose rows attend to their context at a temperature; `spans` holds all others.
     used: for each span, in the order of their rows, the number of rows at its end whose attention in the last
         layer or last hidden state is used; None for all.
@@ -79,10 +79,8 @@ class Batch:
         spec: AttentionSpec,
     ) -> torch.Tensor:
         """Writes a layer's keys and values to the pool, and attends to it. As `Attending.attend`."""
-        k_pool, v_pool = self.pool[layer]
-        stored = slice(len(self.ids) - len(self.slots), None)
-        k_pool.index_copy_(0, self.slots, key[stored])
-        v_pool.index_copy_(0, self.slots, value[stored])
+        k_pool, v_pool = self.pool[layer, 0], self.pool[layer, -1]
+        self.write(layer, key, value)
         groups = query.shape[1] // k_pool.shape[1]
         for votes in self.votes:
             by_head = []
@@ -97,6 +95,12 @@ class Batch:
             part = slice(span.start, span.stop)
             out[part] = tempered_attention(query[part], k_pool, v_pool, span, temper, spec)
         return out
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Writes a layer's keys and values, [rows, kv_heads, head_dim], to the pool; latents are both."""
+        stored = slice(len(self.ids) - len(self.slots), None)
+        for pool, new in zip(self.pool[layer], (key, value), strict=False):
+            pool.index_copy_(0, self.slots, new[stored])
 
     def _all_spans(self) -> list[QuerySpan]:
         """Tempered and other spans, in the order of their rows."""

@@ -91,14 +91,14 @@ class KVPool:
         device: torch.device,
         setting: str = "pool_bytes",
     ) -> "KVPool":
-        """A pool of at most `pool_bytes`, and one slot. Its tensor is `[layers, 2, slots, kv_heads, head_dim]`."""
+        """A pool of at most `pool_bytes`, and one slot: `[layers, tensors, slots, kv_heads, head_dim]` by `shape`."""
         pages = pool_bytes // (shape.token_bytes * page_tokens)
         if pages < 1:
             raise ValueError(
                 f"{setting} = {pool_bytes} is less than one page of {shape.token_bytes * page_tokens} bytes"
             )
         slots = pages * page_tokens
-        kv = _zeros((shape.layers, 2, slots + 1, shape.kv_heads, shape.head_dim), shape.dtype, device)
+        kv = _zeros((shape.layers, shape.tensors, slots + 1, shape.kv_heads, shape.head_dim), shape.dtype, device)
         return cls(shape, page_tokens, kv, setting, [SlotRange(0, slots)])
 
     def own(self, model: Model) -> list[Any]:

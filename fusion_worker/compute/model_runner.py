@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from transformers import AttentionInterface
 
+from fusionkv.fusion_worker.compute import latent
 from fusionkv.fusion_worker.compute.batch import Batch
 from fusionkv.fusion_worker.models import Model, Ranks
 from fusionkv.kernels.segments import AttentionSpec, KVSegment, QuerySpan, Rotation, Spans
@@ -52,6 +53,7 @@ def install(model: Model) -> None:
     AttentionInterface.register(NAME, _attend)
     # Without a mask function of this name, transformers makes no mask; positions and spans take its place.
     model.network.config._attn_implementation = NAME
+    latent.install(model.network)
     near, far = (_keys(model, start) for start in (0, _FAR))
     for rotation in set(model.rotations):
         layer = model.rotations.index(rotation)
@@ -67,7 +69,8 @@ def install(model: Model) -> None:
 def _keys(model: Model, start: int) -> torch.Tensor:
     """Keys [layers, 4, kv_heads, head_dim] of four tokens from position `start` on; only RoPE depends on `start`."""
     shape, rows = model.kv, torch.arange(4)
-    pool = torch.zeros(shape.layers, 2, 4, shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=model.device)
+    sizes = shape.layers, shape.tensors, 4, shape.kv_heads, shape.head_dim
+    pool = torch.zeros(sizes, dtype=shape.dtype, device=model.device)
     spans = Spans([QuerySpan(0, 4, rows + start, (KVSegment(0, 4, start),))])
     forward(model, Batch(rows % model.vocabulary, rows + start, rows, spans, pool, model.rotations))
     return pool[:, 0]
@@ -108,9 +111,8 @@ def _last_layer(decoder: Any, before: torch.Tensor, batch: Batch, there: Batch) 
     """
     layer = decoder.layers[-1]
     number = layer.self_attn.layer_idx
-    states, stored = _attention_inputs(decoder, layer, before, there), slice(len(batch.ids) - len(batch.slots), None)
-    batch.pool[number, 0].index_copy_(0, there.slots, states.k[stored])
-    batch.pool[number, 1].index_copy_(0, there.slots, states.v[stored])
+    states = _attention_inputs(decoder, layer, before, there)
+    there.write(number, states.k, states.v)
     hidden = torch.zeros_like(before[0])
     assert batch.used is not None
     rows, narrowed = batch.last(batch.used)
@@ -208,6 +210,9 @@ def _attend(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention for transformers: query [1, q_heads, rows, head_dim], key and value [1, kv_heads, rows, head_dim]."""
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    latents: latent.Latent | None = vars(module).get("expand_kv")
+    own = query[0] if latents is None else latents.query(query[0])
+    q, k, v = (x.transpose(0, 1) for x in (own, key[0], value[0]))
     spec = AttentionSpec(fusionkv_batch.rotations[module.layer_idx], scaling, sliding_window, s_aux)
-    return fusionkv_batch.attend(module.layer_idx, q, k, v, spec)[None], None
+    out = fusionkv_batch.attend(module.layer_idx, q, k, v, spec)
+    return (out if latents is None else latents.output(out))[None], None

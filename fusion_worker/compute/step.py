@@ -31,7 +31,7 @@ class Step:
 
     @classmethod
     def of(cls, slices: Sequence[ScheduledSlice], model: Model, kv: torch.Tensor) -> "Step":
-        """The step that computes these slices. kv: the pool, [layers, 2, slots, kv_heads, head_dim]."""
+        """The step that computes these slices. kv: the pool, [layers, tensors, slots, kv_heads, head_dim]."""
         spans: list[QuerySpan] = []
         probes: dict[int, Probe] = {}
         votes: dict[int, Votes] = {}

@@ -60,4 +60,5 @@ def copy_kept(span: QuerySpan, tokens: torch.Tensor, to: torch.Tensor, kv: torch
         slots = order.slots[at]
         turned = rotation.apply(pool[0][slots, heads], order.cos[at], order.sin[at])
         pool[0].index_copy_(0, to.to(device), turned)
-        pool[1].index_copy_(0, to.to(device), pool[1][slots, heads])
+        for values in pool[1:]:
+            values.index_copy_(0, to.to(device), values[slots, heads])

@@ -187,7 +187,7 @@ class Deviations:
     """How far reused KV is from full attention's, for all questions about a context and recipes of an encoding."""
 
     def __init__(self, kv: torch.Tensor, rotations: Sequence[Rotation]) -> None:
-        """kv: the pool, [layers, 2, slots, kv_heads, head_dim]."""
+        """kv: the pool, [layers, tensors, slots, kv_heads, head_dim]."""
         self._kv, self._rotations = kv, rotations
         self._known: dict[tuple[tuple[bytes, int], ...], dict[str, float]] = {}
 
@@ -206,7 +206,7 @@ def _deviation(
 ) -> dict[str, float]:
     """Relative L2 error of the reused chunks' keys and values, by layer: |reused - full| / |full| over all chunks.
 
-    kv: the pool, [layers, 2, slots, kv_heads, head_dim]. full: int64, slots of full attention's KV of the same
+    kv: the pool, [layers, tensors, slots, kv_heads, head_dim]. full: int64, slots of full attention's KV of the same
     prompt, in prompt order, with keys at their positions.
     """
     away = torch.zeros(len(kv), dtype=torch.float64)

@@ -178,7 +178,7 @@ def of(network: Network, load: Load, store: str = "plain") -> Size:
     shape = network.shape
     token = shape.token_bytes
     heads = shape.layers * shape.kv_heads
-    quantised = {name: heads * sizes(kind, shape.head_dim).token for name, kind in KINDS.items()}
+    quantised = {name: heads * sizes(kind, shape.head_dim).token(shape.tensors) for name, kind in KINDS.items()}
     stored = token if store == "plain" else quantised[store]
     prompt = load.prompt_chunks * load.chunk_tokens
     tokens = load.documents * load.document_tokens
@@ -211,7 +211,8 @@ def _rows(shape: "KVShape", size: Size, load: Load, store: str) -> list[tuple[st
     links, took = ", ".join(map(str, LINKS)), timedelta(seconds=round(size.corpus_operations / RATE))
     hot = round(HOT * size.disk)
     int8, int4 = (decimal(round(HOT * size.quantised[name])) for name in ("int8", "int4"))
-    parts = f"{shape.layers} layers x 2 x {shape.kv_heads} KV heads x {shape.head_dim}, {_name(shape)}"
+    heads = f"2 x {shape.kv_heads} KV heads" if shape.tensors == 2 else "1 latent with its rotary key"
+    parts = f"{shape.layers} layers x {heads} x {shape.head_dim}, {_name(shape)}"
     return [
         ("KV of a token", f"{decimal(size.token)}  ({parts})"),
         (f"stored chunk of {load.chunk_tokens} tokens", f"{decimal(size.chunk)}  ({store})"),

@@ -17,13 +17,19 @@ _SIZES = (
     "head_dim",
     "hidden_size",
     "intermediate_size",
+    "kv_lora_rank",
     "moe_intermediate_size",
+    "n_routed_experts",
     "num_attention_heads",
     "num_experts",
     "num_hidden_layers",
     "num_key_value_heads",
     "num_local_experts",
+    "q_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
     "shared_expert_intermediate_size",
+    "v_head_dim",
     "vocab_size",
 )
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -50,14 +56,14 @@ _OLDER_GEMMA = {"rope_local_base_freq", "sliding_window_pattern", "_sliding_wind
 # Keys of config.json that change nothing that is computed here, with any value: names, training, sampling, outputs.
 _HARMLESS = re.compile(
     r"_attn_implementation_autoset|_commit_hash|_from_model_config|_?name_or_path|architectures|attention_dropout"
-    r"|bad_words_ids|begin_suppress_tokens|bos_token_id|cache_implementation|decoder_start_token_id"
-    r"|diversity_penalty|do_sample|dtype|early_stopping|encoder_no_repeat_ngram_size|eos_token_id"
+    r"|aux_loss_alpha|bad_words_ids|begin_suppress_tokens|bos_token_id|cache_implementation|decoder_start_token_id"
+    r"|diversity_penalty|do_sample|dtype|early_stopping|encoder_no_repeat_ngram_size|eos_token_id|ep_size"
     r"|exponential_decay_length_penalty|finetuning_task|forced_(bos|eos)_token_id|gradient_checkpointing"
     r"|(hidden|embd|resid|residual|classifier|embedding)_dropout(_prob)?|id2label|initializer_range"
     r"|is_decoder|is_llama_config|label2id|length_penalty|max_length|max_window_layers|min_length|model_type"
     r"|no_repeat_ngram_size|num_(beams|beam_groups|labels|return_sequences)|output_(attentions|hidden_states|router_logits|scores)"
     r"|pad_token_id|prefix|pretraining_tp|problem_type|remove_invalid_values|repetition_penalty"
-    r"|return_dict(_in_generate)?|router_(aux_loss_coef|jitter_noise)|sep_token_id|suppress_tokens|task_specific_params|temperature|tokenizer_class"
+    r"|return_dict(_in_generate)?|router_(aux_loss_coef|jitter_noise)|sep_token_id|seq_aux|suppress_tokens|task_specific_params|temperature|tokenizer_class"
     r"|top_[kp]|torch_dtype|torchscript|training|transformers_version|transformers\.js_config|typical_p"
     r"|unk_token_id|unsloth_\w+|use_bfloat16|use_cache|use_reentrant|_unsloth_\w+"
 )
@@ -83,6 +89,9 @@ _FAMILY_SAYS_SO: dict[tuple[str, str], Any] = {
     ("mistral", "attention_bias"): False,
     ("mixtral", "attention_bias"): False,
     ("phi3", "attention_bias"): False,
+    ("deepseek_v2", "moe_layer_freq"): 1,
+    ("deepseek_v2", "norm_topk_prob"): False,
+    ("deepseek_v2", "scoring_func"): "softmax",
     ("gpt_oss", "experts_per_token"): 4,
     ("gpt_oss", "initial_context_length"): 4096,
     ("qwen2", "use_qk_norm"): False,
@@ -296,6 +305,8 @@ class _Checked:
         used = fields - {"output_router_logits", "pad_token_id", "use_cache"}
         used |= {"head_dim", *_OLDER, *CONFIG_MAPPING[self._family].attribute_map.values()}
         used |= _OLDER_GEMMA if self._family == "gemma3_text" else set()
+        # transformers' code of the family does not read it.
+        used -= {"norm_topk_prob"} if self._family == "deepseek_v2" else set()
         expected = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self._family]
         if self._said.get("architectures") not in (None, [expected]):
             raise self._refused("architectures", f"a model of the family {self._family} is a {expected}")
@@ -321,6 +332,8 @@ class _Checked:
         allowed = _SAYS_SO.get(key, ())
         if (self._family, key) in _FAMILY_SAYS_SO:
             allowed = (_FAMILY_SAYS_SO[self._family, key],)
+        if key == "qk_head_dim":  # transformers adds the two itself
+            allowed = (self._said.get("qk_nope_head_dim", 0) + self._said.get("qk_rope_head_dim", 0),)
         if key == "layer_types" and isinstance(value, list) and set(map(str, value)) == {"full_attention"}:
             return
         if not any(type(value) is type(each) and value == each for each in allowed):
@@ -364,6 +377,9 @@ class _Checked:
             raise self._refused("num_key_value_heads", f"it does not divide {heads} attention heads")
         if "head_dim" not in values and values.get("hidden_size", heads) % heads:
             raise self._refused("hidden_size", f"it can't be divided by {heads} attention heads")
+        dim = values.get("head_dim", 0)
+        if values.get("qk_rope_head_dim", dim) != dim and dim:
+            raise self._refused("head_dim", "it has to be qk_rope_head_dim, which transformers takes for it")
         count = values.get("num_hidden_layers")
         unturned = values.get("no_rope_layers")
         if unturned is not None and not (isinstance(unturned, list) and len(unturned) == (count or 0)):

@@ -33,7 +33,7 @@ class FreshStates:
 
     Attributes:
         states: The inputs of layer 1's attention: q [rows, q_heads, head_dim], k and v [rows, kv_heads, head_dim].
-        kv: [2, slots, kv_heads, head_dim], layer 1 of the pool, stale.
+        kv: [tensors, slots, kv_heads, head_dim], layer 1 of the pool, stale.
         span: The rows and all keys that they see in layer 0.
         starts: int64, ascending: first position of the context, of every chunk after the first, and of the question.
         ranks: The tensor-parallel ranks.
@@ -51,11 +51,14 @@ class FreshStates:
         return int((self.span.positions < self.starts[-1]).sum())
 
     def values_away(self) -> torch.Tensor:
-        """float32 [stale tokens, kv_heads, head_dim]: fresh minus cached values."""
+        """float32 [stale tokens, kv_heads, channels]: fresh minus cached values."""
         device, stale = self.kv.device, self.stale
         rows = self.span.positions_on(device)[:stale]
-        cached = self.kv[1].index_select(0, self.span.in_order(self.states.spec.rotation, device).slots[rows])
-        return self.states.v[:stale].float() - cached.float()
+        rotation = self.states.spec.rotation
+        cached = self.kv[-1].index_select(0, self.span.in_order(rotation, device).slots[rows])
+        # Of latents, the first channels are the rotary key.
+        first = rotation.rotary_dim if len(self.kv) == 1 else 0
+        return (self.states.v[:stale].float() - cached.float())[..., first:]
 
     def keys(self) -> torch.Tensor:
         """[positions, kv_heads, head_dim]: rotated keys in prompt order; fresh where a row has one, else cached."""

@@ -22,9 +22,9 @@ from fusionkv.protos.runtime.cancellation import to_the_end
 class Storage:
     """Copies chunks between the pool's slots and bytes.
 
-    Plain entries are [layer, 2, token, kv_head, head_dim]. Others hold the same array in a byte or half a byte a
-    number, followed by the scales of keys and of values (kernels/quantised.py). An entry has the heads of all ranks,
-    so it does not depend on their number; a part has one rank's heads, in the same arrays.
+    Plain entries are [layer, tensor, token, kv_head, head_dim], by `KVShape`. Others hold the same array in a byte or
+    half a byte a number, followed by the scales of keys and of values (kernels/quantised.py). An entry has the heads
+    of all ranks, so it does not depend on their number; a part has one rank's heads, in the same arrays.
     """
 
     def __init__(self, pool: KVPool, kind: str, tp: TPGroup | None = None) -> None:
@@ -159,19 +159,20 @@ class Storage:
                 place.copy_(piece)
 
     def _kv(self, numbers: torch.Tensor, tokens: int) -> torch.Tensor:
-        """[layers, 2, tokens, kv_heads, numbers of a head]."""
+        """[layers, tensors, tokens, kv_heads, numbers of a head]."""
         shape = self.pool.shape
-        return numbers.view(shape.layers, 2, tokens, shape.kv_heads, -1)
+        return numbers.view(shape.layers, shape.tensors, tokens, shape.kv_heads, -1)
 
     def _arrays(self, tokens: int) -> list[tuple[int, int]]:
         """Shapes of an entry's arrays, each [blocks, kv_heads, bytes]: blocks and bytes."""
         shape = self.pool.shape
-        blocks = 2 * shape.layers * tokens
+        blocks = shape.layers * shape.tensors * tokens
         if self._kind is None:
             return [(blocks, shape.head_dim * shape.dtype.itemsize)]
         each = sizes(self._kind, shape.head_dim)
         groups = -(-tokens // each.group)
-        return [(blocks, each.numbers), (shape.layers * groups, each.keys), (shape.layers * tokens, each.values)]
+        values = shape.layers * (shape.tensors - 1) * tokens
+        return [(blocks, each.numbers), (shape.layers * groups, each.keys), (values, each.values)]
 
     def _cut(self, entry: torch.Tensor, tokens: int, ranks: int = 1) -> Sequence[torch.Tensor]:
         """The arrays of an entry with the heads of `ranks` ranks: uint8 each."""
@@ -213,7 +214,7 @@ class Storage:
         assert self._kind is not None
         stored = quantise(kv, self._kind)
         parts = (stored.numbers, stored.key_scales, stored.value_scales)
-        return torch.cat([part.contiguous().view(torch.uint8).reshape(-1) for part in parts])
+        return torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
 
     def _unpack(self, data: torch.Tensor, tokens: int) -> Quantised:
         assert self._kind is not None
@@ -221,11 +222,12 @@ class Storage:
         numbers, *scales = self._cut(data, tokens)
         # The scales begin at any byte, but a view as bfloat16 must be aligned.
         keys, values = (part.clone().view(torch.bfloat16) for part in scales)
-        per_block = sizes(self._kind, shape.head_dim).keys // (2 * shape.head_dim)
+        each, count = sizes(self._kind, shape.head_dim), shape.tensors - 1
+        per_block = each.keys // (2 * shape.head_dim)
         return Quantised(
             self._kv(numbers.view(self._kind), tokens),
             keys.view(shape.layers, -1, shape.kv_heads, per_block, shape.head_dim),
-            values.view(shape.layers, tokens, shape.kv_heads, per_block, -1),
+            values.view(shape.layers, count, tokens, shape.kv_heads, per_block, each.values // (2 * per_block)),
         )
 
 

@@ -11,14 +11,15 @@ _BLOCK_TOKENS = 32
 
 @triton.jit
 def _restore(  # type: ignore[no-untyped-def]
-    numbers_ptr,  # uint8 [layers, 2, tokens, heads, HEAD_DIM / 2]
+    numbers_ptr,  # uint8 [layers, tensors, tokens, heads, HEAD_DIM / 2]
     keys_ptr,  # bfloat16 [layers, groups, heads, 2, HEAD_DIM]
     values_ptr,  # bfloat16 [layers, tokens, heads, 2, HEAD_DIM / WIDTH]
-    out_ptr,  # [layers, 2, count, heads, HEAD_DIM]
+    out_ptr,  # [layers, tensors, count, heads, HEAD_DIM]
     start,  # token of `numbers` that goes to token 0 of `out`
     count,
     tokens,
     groups,
+    tensors,
     heads,
     layer_stride,
     kv_stride,
@@ -32,7 +33,7 @@ def _restore(  # type: ignore[no-untyped-def]
 ):
     plane = tl.program_id(0).to(tl.int64)
     head, plane = plane % heads, plane // heads
-    layer, kv = plane // 2, plane % 2
+    layer, kv = plane // tensors, plane % tensors
     t, d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, DIM)
     inside = (t < count)[:, None] & (d < HEAD_DIM)[None, :]
     token = start + t
@@ -59,10 +60,10 @@ def _restore(  # type: ignore[no-untyped-def]
 
 
 def restore_to(stored: Quantised, start: int, out: torch.Tensor) -> None:
-    """Dequantises tokens from `start` on to `out`, a view [layers, 2, count, kv_heads, head_dim] of a pool."""
-    layers, _, count, heads, dim = out.shape
+    """Dequantises tokens from `start` on to `out`, a view [layers, tensors, count, kv_heads, head_dim] of a pool."""
+    layers, tensors, count, heads, dim = out.shape
     assert out.stride(-1) == 1
-    _restore[(layers * 2 * heads, triton.cdiv(count, _BLOCK_TOKENS))](
+    _restore[(layers * tensors * heads, triton.cdiv(count, _BLOCK_TOKENS))](
         stored.numbers.contiguous(),
         stored.key_scales.contiguous(),
         stored.value_scales.contiguous(),
@@ -71,6 +72,7 @@ def restore_to(stored: Quantised, start: int, out: torch.Tensor) -> None:
         count,
         stored.numbers.shape[2],
         stored.key_scales.shape[1],
+        tensors,
         heads,
         *out.stride()[:4],
         HEAD_DIM=dim,

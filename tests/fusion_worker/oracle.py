@@ -34,6 +34,18 @@ _MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attent
 _WINDOWED = {"use_sliding_window": True, "sliding_window": 24}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 _NARROW = {**_EXPERTS, "moe_intermediate_size": 32}
+_LATENT = {
+    **_NARROW,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 24,
+    "n_shared_experts": 2,
+    "num_key_value_heads": 4,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+_MSCALE = _rope("yarn", **_ORIGINAL, mscale=0.7, mscale_all_dim=1.0)
+_GROUPS = {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.0}
 # Name -> (class of the configuration, what differs from `BASE`).
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"head_dim": 32}),
@@ -64,6 +76,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-oss": (
         "GptOssConfig",
         {**_EXPERTS, **_MIXED, "head_dim": 16, "sliding_window": 24, "rope_parameters": _YARN},
+    ),
+    "deepseek-v2": ("DeepseekV2Config", {**_LATENT, "q_lora_rank": None}),
+    "deepseek-v2-yarn": (
+        "DeepseekV2Config",
+        {**_LATENT, **_GROUPS, "q_lora_rank": 40, "rope_parameters": _MSCALE},
     ),
     "smollm3": ("SmolLM3Config", {"no_rope_layers": [1, 0, 1], "pad_token_id": 0}),
     "phi3": ("Phi3Config", {"rope_parameters": _rope(partial_rotary_factor=0.75), "pad_token_id": 0}),
@@ -147,6 +164,10 @@ class Oracle:
 
     network: Any
 
+    @property
+    def latent(self) -> bool:
+        return hasattr(self.network.config, "kv_lora_rank")
+
     @torch.inference_mode()
     def logits(self, ids: Ids, **more: Any) -> torch.Tensor:
         """float32 [vocabulary] after the last of `ids`."""
@@ -154,7 +175,8 @@ class Oracle:
 
     @torch.inference_mode()
     def kv(self, ids: Ids, past: "KV | DynamicCache | None" = None) -> "KV":
-        """Keys and values of every layer, each [1, kv_heads, tokens, head_dim]; `past` comes first."""
+        """Keys and values of every layer, each [1, kv_heads, tokens, head_dim]; `past` comes first. Of DeepSeek-V2,
+        latents and rotary keys."""
         found = past if isinstance(past, DynamicCache) else _cache_of(past)
         self.network(torch.tensor([ids]), past_key_values=found)
         return [(layer.keys, layer.values) for layer in found.layers]
@@ -167,12 +189,16 @@ class Oracle:
         if config.model_type == "gemma3_text":
             name = f"{config.layer_types[layer]}_inv_freq"
         inv_freq = getattr(self.network.model.rotary_emb, name).double()
-        matrix = rotation_matrix(inv_freq, shift, keys.shape[-1], config.model_type == "glm4")
+        neighbours = config.model_type in ("glm4", "deepseek_v2")
+        matrix = rotation_matrix(inv_freq, shift, keys.shape[-1], neighbours)
         return (keys.double() @ matrix.T).to(keys.dtype)
 
     def moved(self, kv: "KV", start: int, stop: int, shift: int) -> "KV":
         """Tokens `[start, stop)` of `kv`, moved on by `shift`."""
-        return [(self.rotated(k[:, :, start:stop], shift, i), v[:, :, start:stop]) for i, (k, v) in enumerate(kv)]
+        parts = [(k[:, :, start:stop], v[:, :, start:stop]) for k, v in kv]
+        if self.latent:
+            return [(k, self.rotated(v, shift, i)) for i, (k, v) in enumerate(parts)]
+        return [(self.rotated(k, shift, i), v) for i, (k, v) in enumerate(parts)]
 
     def alone(self, system: Ids, chunk: Ids, position: int) -> "KV":
         """A chunk as encoded after the system prompt alone, moved to `position`."""
@@ -296,7 +322,8 @@ class Oracle:
             return self.attention(context, question, looked_at[recipe]) / (1 + before) ** fade
         # Behind layer 0 every token is what full attention makes of it.
         weights = self.network(torch.tensor([ids]), output_attentions=True).attentions[1][0].sum(0)
-        away = (self.kv(ids)[1][1][0, :, :last] - context[1][1][0]).float()
+        values = 0 if self.latent else 1
+        away = (self.kv(ids)[1][values][0, :, :last] - context[1][values][0]).float()
         if recipe == "cacheblend":
             return away.square().sum((0, 2))
         if recipe == "kvshare":

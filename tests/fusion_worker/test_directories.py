@@ -384,7 +384,44 @@ PHI = {
 }
 
 
+DEEPSEEK = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "attention_bias": False,
+    "aux_loss_alpha": 0.001,
+    "first_k_dense_replace": 1,
+    "hidden_size": 2048,
+    "kv_lora_rank": 512,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax",
+    "seq_aux": True,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "v_head_dim": 128,
+}
+
+
 PUBLISHED = {
+    "deepseek_v2": DEEPSEEK,
     "qwen3_moe": QWEN,
     "mixtral": MIXTRAL,
     "gpt_oss": GPT,
@@ -398,6 +435,23 @@ PUBLISHED = {
 def test_keys_of_published_models_are_known(kind: str, published: dict[str, Any], tmp_path: Path) -> None:
     said(model_type=kind, **published)(tmp_path)
     assert models.configuration(tmp_path).model_type == kind
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("norm_topk_prob", True, "this key is not supported"),
+        ("scoring_func", "sigmoid", "this key is not supported"),
+        ("qk_head_dim", 128, "this key is not supported"),
+        ("head_dim", 128, "it has to be qk_rope_head_dim"),
+    ],
+)
+def test_what_transformers_ignores_of_deepseek(key: str, value: Any, why: str, tmp_path: Path) -> None:
+    said(model_type="deepseek_v2", **DEEPSEEK | {"qk_head_dim": 192, "head_dim": 64})(tmp_path)
+    models.configuration(tmp_path)
+    said(model_type="deepseek_v2", **DEEPSEEK | {key: value})(tmp_path)
+    with pytest.raises(FailedPrecondition, match=f"{key} = {value!r}: {why}"):
+        models.configuration(tmp_path)
 
 
 @pytest.mark.parametrize("as_family", ["llama", "mistral", "qwen3"])

@@ -110,22 +110,30 @@ async def test_a_model_says_what_it_is(start: Any) -> None:
     assert (await rig.ask([1], [[2]], [3], model_fingerprint=said.fingerprint)).ids
 
 
-def through(kv: Any, kind: torch.dtype) -> Any:
-    """What is left of an oracle's KV, [1, kv_heads, tokens, head_dim] a layer, after storing it."""
-    whole = torch.stack([torch.stack([k[0].transpose(0, 1), v[0].transpose(0, 1)]) for k, v in kv])
+def through(kv: Any, kind: torch.dtype, latent: bool) -> Any:
+    """What is left of an oracle's KV, [1, kv_heads, tokens, head_dim] a layer, after storing it.
+
+    latent: whether latents and rotary keys are stored as one row, [rotary key, latent].
+    """
+    pairs = [[torch.cat([v, k], -1)] if latent else [k, v] for k, v in kv]
+    whole = torch.stack([torch.stack([each[0].transpose(0, 1) for each in pair]) for pair in pairs])
     back = restore(quantise(whole, kind), whole.dtype).transpose(2, 3)
+    if latent:
+        rotary = kv[0][1].shape[-1]
+        return [(layer[:, ..., rotary:], layer[:, ..., :rotary]) for layer in back]
     return [(layer[0][None], layer[1][None]) for layer in back]
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "deepseek-v2"])
 @pytest.mark.parametrize("store", KINDS)
-async def test_what_comes_back_is_stale(store: str, cached: Any, parts: Parts) -> None:
+async def test_what_comes_back_is_stale(store: str, kind: str, cached: Any, parts: Parts) -> None:
     system, chunks, question = parts
-    plain, context = oracle("qwen3"), sum(map(len, chunks))
-    await (await cached("qwen3", store=store)).fill(*parts, ratio=0.0)
-    rig = await cached("qwen3", store=store)
+    plain, context = oracle(kind), sum(map(len, chunks))
+    await (await cached(kind, store=store)).fill(*parts, ratio=0.0)
+    rig = await cached(kind, store=store)
     context_kv, at = [plain.kv(system)], len(system)
     for chunk in chunks:
-        stored = through(plain.alone(system, chunk, len(system)), KINDS[store])
+        stored = through(plain.alone(system, chunk, len(system)), KINDS[store], plain.latent)
         context_kv.append(plain.moved(stored, 0, len(chunk), at - len(system)))
         at += len(chunk)
     reused = plain.after(join(context_kv), question)
@@ -141,7 +149,7 @@ async def test_what_comes_back_is_stale(store: str, cached: Any, parts: Parts) -
     assert error(reused, plain.full_reuse(parts)) > CLOSE, "something was lost"
 
     # Other forms are other namespaces.
-    assert (await (await cached("qwen3")).ask(*parts, ratio=0.0)).summary.chunks_missed == len(chunks)
+    assert (await (await cached(kind)).ask(*parts, ratio=0.0)).summary.chunks_missed == len(chunks)
 
 
 @pytest.mark.parametrize("store", KINDS)

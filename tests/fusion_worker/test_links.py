@@ -84,7 +84,7 @@ async def test_what_a_model_has_no_links_for_is_refused(start: Any, special: Any
     assert (await rig.ask(*parts, recipe="full_reuse", max_tokens=20)).ids
 
 
-FULL = ("llama", "llama-yarn", "qwen2", "qwen3", "glm4")
+FULL = ("llama", "llama-yarn", "qwen2", "qwen3", "glm4", "deepseek-v2-yarn")
 
 
 @pytest.mark.parametrize("name", FULL)

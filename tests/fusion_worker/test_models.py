@@ -55,11 +55,14 @@ def save(tmp_path: Path) -> Any:
 def test_a_saved_model_is_read_back(family: str, dtype: torch.dtype, save: Any) -> None:
     directory = save(family, dtype)
     model = models.load(directory, "cpu", str(dtype).removeprefix("torch."))
-    config = network(family, dtype).config
-    width, heads = network(family, dtype).model.layers[0].self_attn.head_dim, config.num_key_value_heads
+    config, attention = network(family, dtype).config, network(family, dtype).model.layers[0].self_attn
     assert (model.name, model.family) == ("tiny", config.model_type)
-    assert model.kv == models.KVShape(layers=3, kv_heads=heads, head_dim=width, dtype=dtype)
-    assert model.kv.token_bytes == 3 * 2 * heads * width * dtype.itemsize
+    if config.model_type == "deepseek_v2":
+        expected = models.KVShape(layers=3, kv_heads=1, head_dim=24 + 8, dtype=dtype, tensors=1)
+    else:
+        expected = models.KVShape(3, config.num_key_value_heads, attention.head_dim, dtype)
+    assert model.kv == expected
+    assert model.kv.token_bytes == 3 * expected.tensors * expected.kv_heads * expected.head_dim * dtype.itemsize
     assert (model.begin, model.ends, model.max_tokens) == ("", {257}, 2048)
     for most, taken in ((100, 100), (9999, 2048)):
         assert models.load(directory, "cpu", max_tokens=most).max_tokens == taken
@@ -113,6 +116,14 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the device is the
 def test_a_device_or_dtype_that_is_not_there(where: list[str], message: str, save: Any) -> None:
     with pytest.raises(FailedPrecondition, match=message):
         models.load(save(), *where)
+
+
+def test_heads_that_are_too_wide_for_a_gpu(save: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSeek-V2's have 512 and 64 channels; these 24 and 8."""
+    monkeypatch.setattr(models, "device_of", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(models, "MOST_CHANNELS", 31)
+    with pytest.raises(FailedPrecondition, match="tiny runs on CPUs only: a head of its KV has 32 channels"):
+        models.load(save("deepseek-v2"))
 
 
 def test_the_fingerprint_covers_every_byte(save: Any, tmp_path: Path) -> None:

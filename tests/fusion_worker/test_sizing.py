@@ -13,6 +13,7 @@ from fusionkv.kernels import quantised
 from fusionkv.protos.runtime.errors import FailedPrecondition
 from tests.commands import fusionkv
 from tests.fusion_worker import gguf_files
+from tests.fusion_worker.oracle import saved
 
 LOAD = sizing.Load(documents=10, document_tokens=1000, chunk_tokens=256, prompt_chunks=8, prompts=2)
 
@@ -30,10 +31,12 @@ def test_sizes_are_those_of_the_loaded_model(reference_model: Path, dtype: str) 
 
 
 @pytest.mark.parametrize("store", quantised.KINDS)
-def test_a_quantised_chunk_takes_what_is_counted(reference_model: Path, store: str) -> None:
-    network = sizing.measure(str(reference_model))
+@pytest.mark.parametrize("kind", ["qwen2", "deepseek-v2"])
+def test_a_quantised_chunk_takes_what_is_counted(kind: str, store: str, tmp_path: Path) -> None:
+    network = sizing.measure(str(saved(tmp_path, kind)))
     shape = network.shape
-    kv = torch.randn(shape.layers, 2, LOAD.chunk_tokens, shape.kv_heads, shape.head_dim)
+    assert sizing.of(network, LOAD).token == models.load(tmp_path, "cpu").token_bytes
+    kv = torch.randn(shape.layers, shape.tensors, LOAD.chunk_tokens, shape.kv_heads, shape.head_dim)
     parts = quantised.quantise(kv, quantised.KINDS[store])
 
     stored = sum(part.nbytes for part in (parts.numbers, parts.key_scales, parts.value_scales))

@@ -269,6 +269,11 @@ def test_heads_that_each_rank_would_compute(tmp_path: Path) -> None:
         models.check_shareable(saved(tmp_path / "phi3", "phi3"), 2)
 
 
+def test_latents_that_each_rank_would_hold(tmp_path: Path) -> None:
+    with pytest.raises(FailedPrecondition, match=r"deepseek-v2 can't be split over ranks: .* share a token's latent"):
+        models.check_shareable(saved(tmp_path / "deepseek-v2", "deepseek-v2"), 2)
+
+
 def test_a_family_without_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.Qwen2Config.base_model_tp_plan", None)
     with pytest.raises(FailedPrecondition, match="qwen2 can't be split over ranks: transformers has no tp_plan"):

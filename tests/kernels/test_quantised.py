@@ -46,6 +46,13 @@ def test_int8_is_within_half_a_step(kv: torch.Tensor, dtype: torch.dtype) -> Non
     assert bool(((back.float() - kv.float()).abs() <= allowed).all())
 
 
+@pytest.mark.parametrize("kind", KINDS.values())
+def test_keys_alone(kv: torch.Tensor, kind: torch.dtype) -> None:
+    alone = quantise(kv[:, :1], kind)
+    assert alone.value_scales.numel() == 0
+    assert torch.equal(restore(alone, kv.dtype), restore(quantise(kv, kind), kv.dtype)[:, :1])
+
+
 @pytest.mark.parametrize("dim", [8, 64, 80])
 def test_int4_is_within_half_a_step(dim: int) -> None:
     kv = torch.randn(2, 2, 70, 3, dim, generator=torch.Generator().manual_seed(2))
