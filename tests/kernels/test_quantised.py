@@ -113,13 +113,19 @@ def test_a_pool_s_runs_are_filled_and_nothing_else(kv: torch.Tensor, kind: torch
 
 @pytest.mark.skipif(not HAS_KERNEL, reason="needs a GPU or Triton's interpreter")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("heads", "dim", "tokens"), [(1, 64, 1), (2, 8, 150), (3, 80, 33), (2, 128, 70)])
-def test_triton_gives_the_same(dtype: torch.dtype, heads: int, dim: int, tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("tensors", "heads", "dim", "tokens"),
+    [(2, 1, 64, 1), (2, 2, 8, 150), (2, 3, 80, 33), (2, 2, 128, 70), (1, 1, 72, 33)],
+)
+def test_triton_gives_the_same(dtype: torch.dtype, tensors: int, heads: int, dim: int, tokens: int) -> None:
     from fusionkv.kernels.gpu import quantised_triton
 
-    kv = torch.randn(2, 2, tokens, heads, dim, generator=torch.Generator().manual_seed(tokens)) * 9
+    kv = torch.randn(2, tensors, tokens, heads, dim, generator=torch.Generator().manual_seed(tokens)) * 9
     stored = quantise(kv, torch.uint8)
-    expected, pool = restore(stored, dtype), torch.full((2, 2, 300, heads, dim), 7.0, dtype=dtype, device=DEVICE)
+    expected, pool = (
+        restore(stored, dtype),
+        torch.full((2, tensors, 300, heads, dim), 7.0, dtype=dtype, device=DEVICE),
+    )
     there = Quantised(*(part.to(DEVICE) for part in (stored.numbers, stored.key_scales, stored.value_scales)))
     cut = tokens // 3
     quantised_triton.restore_to(there, 0, pool[:, :, 200 : 200 + cut])
