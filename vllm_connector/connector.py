@@ -214,8 +214,10 @@ class FusionKVConnector(KVConnectorBase_V1):
         # Timeouts, the storage format and the like come from the worker's environment variables.
         own = {name: getattr(options, name) or None for name in ("tls_ca", "tls_cert", "tls_key")}
         own |= {"model": directory, "pool_bytes": options.pool_bytes}
-        own |= {"max_step_tokens": config.scheduler_config.max_num_batched_tokens}
-        worker = replace(settings.load(WorkerConfig, "worker", flags=own), cache=options.cache)
+        rows = config.scheduler_config.max_num_batched_tokens
+        worker = settings.load(WorkerConfig, "worker", flags=own | {"max_step_tokens": rows})
+        # A row of a fused prompt attends to more keys than one of vLLM's own chunked prefill of as many tokens.
+        worker = replace(worker, cache=options.cache, max_mixed_tokens=min(worker.max_mixed_tokens, rows // 2))
         theirs, date = model_among(layers), worker.template_date
         try:
             model = model_over(theirs, directory, fingerprint(directory), dtype, longest, date)

@@ -55,7 +55,7 @@ class FusedPrefill(FusionServicer):
             OSError: the address is in use.
         """
         super().__init__(config, model, None, Verdict.read(config.model, model.fingerprint), steps)
-        self._steps, self._planner = steps, Planner(model, self.engine)
+        self.steps, self._planner = steps, Planner(model, self.engine)
         self._busy, self._stop = ExitStack(), asyncio.Event()
         # Figures of prompts that were promised, by ticket.
         self._promised: dict[str, asyncio.Future[answer_pb2.Summary]] = {}
@@ -74,7 +74,7 @@ class FusedPrefill(FusionServicer):
         if busy:
             self._busy.enter_context(self.engine.streaming())
         mixed.close()
-        self._steps.run(busy, loading)
+        self.steps.run(busy, loading)
 
     async def fill(self, asked: SpannedPrompt, write: Write) -> dict[str, Any]:
         """Makes the KV of a prompt before its question; returns the figures, as answer.v1.Summary in JSON.
@@ -147,7 +147,7 @@ class FusedPrefill(FusionServicer):
         self._stop.set()
         if self._serving is not None:
             await asyncio.wait([self._serving])
-        self._steps.close()
+        self.steps.close()
         await super().close()
 
     def _layers(self, plan: PrefillPlan, tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -47,8 +47,8 @@ class Pages:
     def token_bytes(self) -> int:
         return len(self) * 2 * self.heads * self.head_dim * self.dtype.itemsize
 
-    def write(self, kv: Iterable[Iterable[torch.Tensor]], pages: Sequence[int], start: int) -> None:
-        """Writes tokens of a request from position `start` on.
+    def write(self, kv: Iterable[Iterable[torch.Tensor]], pages: Sequence[int], start: int) -> Iterator[None]:
+        """Writes tokens of a request from position `start` on: a layer with each item that is drawn.
 
         Args:
             kv: keys and values of each layer, `[tokens, kv_heads, head_dim]`, on any device.
@@ -61,6 +61,7 @@ class Pages:
             # The backend's own write, because layouts differ: on CPU by instruction set, elsewhere by strides.
             with torch.cuda.device_of(cache):  # Triton launches kernels on the thread's own device
                 layer.impl.do_kv_cache_update(layer, *tensors, cache, slots)
+            yield
 
     def read(self, pages: Sequence[int], start: int, stop: int) -> torch.Tensor:
         """Reads tokens `[start, stop)` of a request, in the shape that `write` takes, into host memory."""

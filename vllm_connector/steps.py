@@ -3,19 +3,25 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from fusionkv.fusion_worker.compute.batch import Batch
 from fusionkv.fusion_worker.compute.engine import TPGroup
+from fusionkv.fusion_worker.compute.model_runner import by_layer
+from fusionkv.fusion_worker.models import Model
 from fusionkv.protos.runtime.errors import Unavailable
 
+T = TypeVar("T")
 # While vLLM has nothing to compute, how long it waits for a step of the engine, and goes on with steps: in between,
 # it admits new requests.
 _WAIT_SECONDS = 0.01
 _IDLE_SECONDS = 0.05
+# A turn ends after the layer that reaches this: a step of vLLM that only decodes takes as long with small models.
+_TURN_SECONDS = 0.005
 
 
 class VLLMSteps(TPGroup):
@@ -43,6 +49,26 @@ class VLLMSteps(TPGroup):
             self._calls.append((call, future))
             self._changed.notify()
         return future.result()
+
+    def forward(self, model: Model, batch: Batch) -> torch.Tensor:
+        """As `TPGroup.forward`, in as many turns as it takes."""
+        return self.draw(by_layer(model, batch))
+
+    def draw(self, work: Iterator[T]) -> T:
+        """Draws all items, and returns the last one. A turn ends with the first item after `_TURN_SECONDS`."""
+        last: list[T] = []
+
+        def draws() -> bool:
+            until = time.monotonic() + _TURN_SECONDS
+            for item in work:
+                last[:] = [item]
+                if time.monotonic() >= until:
+                    return True
+            return False
+
+        while self.step(draws):
+            pass
+        return last[0]
 
     def run(self, busy: bool, loading: Callable[[], bool]) -> None:
         """Runs the engine's next step, and more while vLLM has nothing else to do. In vLLM's thread.

@@ -124,11 +124,14 @@ class ConnectorWorker:
 
     async def _fuse(self, load: KVLoad, source: SpannedPrompt) -> None:
         assert self._fusing is not None
+        steps = self._fusing.steps
         self._fused[load.request] = asyncio.current_task()
 
         async def write(kv: Iterable[Sequence[torch.Tensor]]) -> None:
             rows = slice(load.start, load.stop)
-            await self._write(([each[rows] for each in layer] for layer in kv), load.pages, load.start)
+            layers = ([each[rows] for each in layer] for layer in kv)
+            writing = self._pages.write(layers, load.pages, load.start)
+            await to_the_end(asyncio.to_thread(steps.draw, writing))
 
         try:
             async with asyncio.timeout(self._fuse_seconds):
@@ -199,7 +202,8 @@ class ConnectorWorker:
 
     async def _write(self, kv: Iterable[Iterable[torch.Tensor]], pages: Sequence[int], start: int) -> None:
         def write() -> None:
-            self._pages.write(kv, pages, start)
+            for _ in self._pages.write(kv, pages, start):
+                pass
             if self._pages.device.type == "cuda":
                 torch.cuda.current_stream(self._pages.device).synchronize()
 

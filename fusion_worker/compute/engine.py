@@ -46,6 +46,11 @@ class TPGroup:
         """Runs a step of the engine on all ranks and returns rank 0's result. For the engine's thread only."""
         return call()
 
+    def forward(self, model: Model, batch: Batch) -> torch.Tensor:
+        """Runs all layers over a step's rows on all ranks, as `model_runner.forward`. For the engine only."""
+        hidden: torch.Tensor = self.step(partial(forward, model, batch))
+        return hidden
+
     def copy(self, call: Callable[..., Any], parts: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
         """Runs a copy of KV on all ranks, concurrently with steps; returns all results. Thread-safe.
 
@@ -151,7 +156,7 @@ class Engine:
             predicted = dict(enumerate(found.logits.split(1)))
             drawn = dict(enumerate(best_of(found.figures)))
         else:
-            hidden = self.tp.step(partial(forward, self._model, step.batch))
+            hidden = self.tp.forward(self._model, step.batch)
             predicted = self._predict(step, hidden)
             drawn = step.best(predicted)
         for index, one in enumerate(step.slices):

@@ -1,7 +1,7 @@
 """Runs Hugging Face models over the KV pool: forward passes of ragged batches."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -90,15 +90,28 @@ def forward(model: Model, batch: Batch) -> torch.Tensor:
     return hidden
 
 
-def through(model: Model, there: Batch, layers: Any = None) -> torch.Tensor:
+@torch.inference_mode()
+def by_layer(model: Model, batch: Batch) -> Iterator[torch.Tensor]:
+    """As `forward`, for one rank: computes a layer for each item that is drawn. The last item is the result."""
+    decoder, there = model.network.model, batch.there()
+    last, hidden = len(decoder.layers) - 1, None
+    for number in range(last):
+        hidden = through(model, there, _layers(decoder, slice(number, number + 1)), hidden)
+        yield hidden
+    if hidden is not None and batch.narrows:
+        yield _last_layer(decoder, hidden[None], batch, there)
+    else:
+        yield through(model, there, _layers(decoder, slice(last, None)), hidden)
+
+
+def through(model: Model, there: Batch, layers: Any = None, before: torch.Tensor | None = None) -> torch.Tensor:
     """Last hidden states, [rows, hidden], of a batch that is on the device; only launches kernels there.
 
-    layers: a decoder of some of the layers; None for all.
+    layers: a decoder of some of the layers; None for all. before: hidden states before these; None for embeddings.
     """
     decoder = model.network.model if layers is None else layers
-    out = decoder(
-        input_ids=there.ids[None], position_ids=there.positions[None], use_cache=False, fusionkv_batch=there
-    )
+    given = {"input_ids": there.ids[None]} if before is None else {"inputs_embeds": before[None]}
+    out = decoder(**given, position_ids=there.positions[None], use_cache=False, fusionkv_batch=there)
     hidden: torch.Tensor = out.last_hidden_state[0]
     return hidden
 

@@ -8,9 +8,31 @@ from typing import Any
 import pytest
 import torch
 
+from fusionkv.fusion_worker.compute.batch import Batch
+from fusionkv.fusion_worker.compute.engine import TPGroup
+from fusionkv.fusion_worker.compute.model_runner import by_layer
+from fusionkv.fusion_worker.models import Model
 from tests.fusion_worker.oracle import CLOSE, error, network, oracle, random_ids, whole
 
+
+class ByLayer(TPGroup):
+    """Computes steps as the engine inside vLLM does."""
+
+    def forward(self, model: Model, batch: Batch) -> torch.Tensor:
+        (*_, last) = by_layer(model, batch)
+        return last
+
+
 RECIPES = ("prophetkv", "epic", "fusionrag", "a3", "deeplayer")
+
+
+async def test_a_step_computed_layer_by_layer(family: str, start: Any) -> None:
+    parts = random_ids(4, 1), [random_ids(n, n) for n in (9, 22, 5)], random_ids(6, 2)
+    whole, layers = await start(family), await start(family, tp=ByLayer())
+    for recipe, ratio in (("prophetkv", 0.3), ("cacheblend", 0.3), ("epic", 1.0)):
+        one, other = [await rig.ask(*parts, recipe=recipe, ratio=ratio, max_tokens=3) for rig in (whole, layers)]
+        assert one.ids == other.ids
+        assert all(a.equal(b) for a, b in zip(one.logits, other.logits, strict=True))
 
 
 async def test_several_at_once_give_what_each_gives_alone(family: str, start: Any) -> None:

@@ -64,9 +64,9 @@ class Checks:
         self.listen = f"unix:/tmp/fusing-{os.getpid()}.sock"
         options = {"cache": cache, "pool_bytes": 1 << 26, "separator": "</s>", "listen": self.listen}
         transfer["kv_connector_extra_config"] = options
-        flags: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "max_model_len": 2048, "max_num_seqs": 8}
-        # Prompts are longer than a step of vLLM, and few long answers fit its 24 pages of 128 tokens.
-        flags |= {"max_num_batched_tokens": 256, "enable_chunked_prefill": True, "num_gpu_blocks_override": 24}
+        flags: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "max_model_len": 4096, "max_num_seqs": 8}
+        # Prompts are longer than a step of vLLM, and few long answers fit its 48 pages of 128 tokens.
+        flags |= {"max_num_batched_tokens": 256, "enable_chunked_prefill": True, "num_gpu_blocks_override": 48}
         flags |= {"kv_transfer_config": transfer}
         self.llm = LLM(str(model), **flags)
         self.engine = self.llm.llm_engine
@@ -176,30 +176,33 @@ class Checks:
             step()
 
     def check_others_wait_no_longer(self) -> None:
-        """Beside a fused prefill, the longest step is about as long as beside vLLM's own prefill of the prompt."""
-        ids, spans = joined(chunk(200 + n) for n in range(8))
-        self.ask((ids, {"spans": spans, "recipe": "prophetkv", "tenant": "all"}))
-        other = self.engine.add_request("running", {"prompt_token_ids": chunk(98)}, self.params(400))
-        seconds: dict[str, list[float]] = {}
-        moved = [i for span in reversed(spans) for i in ids[slice(*span)]]
+        """Beside a fused prefill of 3,900 tokens, steps take no longer than beside vLLM's of those it recomputes."""
+        ids, spans = joined(chunk(200 + n) for n in range(26))
         fused = self.params(spans=spans, recipe="prophetkv", tenant="all")
-        # 240 of 1,200 tokens are recomputed. Twice: a first time also pays for what is made once.
-        for number in range(2):
-            for name, params in ((f"fused {number}", fused), (f"plain {number}", self.params())):
-                prompt = {"prompt_token_ids": [*SYSTEM, *moved, *QUESTION], "cache_salt": name}
-                self.engine.add_request(name, prompt, params)
-                seconds[name], got = [], set[str]()
-                while name not in got:
+        self.ask((ids, {"spans": spans, "recipe": "prophetkv", "tenant": "all"}))
+        other = self.engine.add_request("running", {"prompt_token_ids": chunk(98)}, self.params(1000))
+        moved = [i for span in reversed(spans) for i in ids[slice(*span)]]
+        longest: dict[str, list[float]] = {"fused": [], "plain": []}
+        # Others on the machine only add processor time: the least of several rounds is the work's own. The first one
+        # also pays for what is made once.
+        for number in range(5):
+            for name, params, context in (("fused", fused, moved), ("plain", self.params(), moved[:780])):
+                prompt = {"prompt_token_ids": [*SYSTEM, *context, *QUESTION], "cache_salt": f"{name}-{number}"}
+                self.engine.add_request(f"{name}-{number}", prompt, params)
+                seconds, got = list[float](), set[str]()
+                while f"{name}-{number}" not in got:
                     began = time.process_time()
                     got |= {out.request_id for out in self.engine.step()}
-                    seconds[name].append(time.process_time() - began)
+                    seconds.append(time.process_time() - began)
+                longest[name].append(max(seconds))
+                print(
+                    f"{name}: {len(seconds)} steps, the longest {max(seconds):.3f} s of {sum(seconds):.3f} s",
+                    flush=True,
+                )
         self.engine.abort_request([other], internal=False)
         while self.engine.has_unfinished_requests():
             self.engine.step()
-        for name, each in seconds.items():
-            longest, total = 1000 * max(each), 1000 * sum(each)
-            print(f"{name}: {len(each)} steps, the longest {longest:.0f} ms, together {total:.0f} ms", flush=True)
-        assert max(seconds["fused 1"]) <= 2 * max(seconds["plain 1"])
+        assert min(longest["fused"]) <= min(longest["plain"])
 
     def check_parameters(self) -> None:
         chunks = [chunk(21), chunk(22)]
@@ -233,8 +236,8 @@ class Checks:
         assert figures["tokens_recomputed"] + figures["tokens_lossless"] == 300
 
     def check_preempted(self) -> None:
-        """Of four answers that do not fit vLLM's pages together, some are begun again, and marked."""
-        prompts = [joined([chunk(110 + n), chunk(120 + n)]) for n in range(4)]
+        """Of eight answers that do not fit vLLM's pages together, some are begun again, and marked."""
+        prompts = [joined([chunk(110 + n), chunk(120 + n)]) for n in range(8)]
         asked = [(ids, {"spans": spans, "recipe": "prophetkv", "ratio": 1}) for ids, spans in prompts]
         found = self.ask(*asked, tokens=500)
         marked = [figures["degraded_reason"] for _, figures in found if figures.get("degraded")]
@@ -252,14 +255,46 @@ class Checks:
             assert tokens == self.plain([*chunks, other])
 
     def check_reset(self) -> None:
-        """What vLLM forgets of its prefixes is fused again, from the pool."""
+        """What vLLM forgets of its prefixes is fused again, from the pool; while it sleeps, nothing is lost."""
         chunks = [chunk(131), chunk(132), chunk(133)]
-        tokens, _ = self.fused(chunks, salt="reset")
-        assert self.llm.reset_prefix_cache()
-        again, figures = self.fused(chunks, salt="reset")
-        assert again == tokens
-        assert "chunks_missed" not in figures
-        assert sum(hit["chunks"] for hit in figures["hits"]) == 3
+        right, _ = self.fused(chunks, salt="reset")
+
+        def reset() -> None:
+            assert self.llm.reset_prefix_cache()
+
+        def sleep() -> None:
+            self.llm.sleep(level=1)
+            self.llm.wake_up()
+
+        for forget in (reset, sleep):
+            forget()
+            again, figures = self.fused(chunks, salt="reset")
+            assert again == right
+            assert "chunks_missed" not in figures
+            assert sum(hit["chunks"] for hit in figures["hits"]) == 3
+
+    def check_reset_while_fusing(self) -> None:
+        """A request that waits for its KV goes on, or its blocks come back."""
+        blocks = self.engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+        self.plain([chunk(136)])
+        before, chunks = blocks.get_num_free_blocks(), [chunk(137), chunk(138)]
+        ids, spans = joined(chunks)
+        for number, mode in enumerate(("keep", "keep", "abort")):
+            asked = {"prompt_token_ids": ids, "cache_salt": f"asleep-{number}"}
+            self.engine.add_request(f"asleep-{number}", asked, self.params(spans=spans, recipe="prophetkv", ratio=1))
+            self.engine.step()
+            assert not self.llm.reset_prefix_cache()  # vLLM resets no prefixes while blocks are in use
+            self.llm.sleep(level=0, mode=mode)
+            self.llm.wake_up(tags=["scheduling"])
+            outs = []
+            while mode == "keep" and self.engine.has_unfinished_requests():
+                outs = self.engine.step() or outs
+            if outs:
+                assert "degraded" not in outs[0].kv_transfer_params["fusionkv"]
+                assert list(outs[0].outputs[0].token_ids) == self.plain(chunks)
+        self.plain([chunk(136)])
+        self.idle()
+        assert blocks.get_num_free_blocks() == before
 
     def check_separators(self) -> None:
         """Prompts of text alone: a separator marks their passages."""

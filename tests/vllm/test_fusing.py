@@ -27,6 +27,7 @@ needs_vllm = pytest.mark.skipif(not VLLM.exists(), reason="vLLM is not installed
 SYSTEM, QUESTION = [1, 5, 6, 7], [9, 8, 7, 6, 5]
 # A name of a recipe, and its ratio.
 RECIPES = ("full_reuse@", "prophetkv@0", "prophetkv@0.2", "epic@", "cacheblend@", "kvshare@", "cache_craft@", "a3@")
+NGRAM = '{"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}'
 RECIPES += ("fusionrag@", "deeplayer@0.1", "default@", "epic+primed@0.3", "prefix_cache@")
 
 
@@ -175,11 +176,23 @@ async def test_through_a_gateway_without_a_worker(inside: Inside) -> None:
     [
         (("--hf-overrides", '{"rope_theta": 5000.0}'), "vLLM can't fuse passages with hf_overrides"),
         (("--tensor-parallel-size", "2"), "vLLM can't fuse passages with tensor parallelism"),
+        (("--enable-lora",), "vLLM can't fuse passages with LoRA"),
+        (("--speculative-config", NGRAM), "vLLM can't fuse passages with speculative decoding"),
+        (("--quantization", "compressed-tensors"), "vLLM can't fuse passages with quantization"),
     ],
 )
 def test_what_vllm_is_not_started_with(reference_model: Path, flags: tuple[str, str], why: str) -> None:
     with servers(reference_model) as started, pytest.raises(RuntimeError, match=why):
         started.vllm(started.fusionkv("", 1 << 26), "--dtype", "float32", *flags)
+
+
+@pytest.mark.slow
+@pytest.mark.system
+@needs_vllm
+def test_a_model_of_other_layers_is_refused(tmp_path: Path) -> None:
+    model, why = oracle.saved(tmp_path, "qwen3-moe"), "experts.*, which transformers has"
+    with servers(model, 1024) as started, pytest.raises(RuntimeError, match=why):
+        started.vllm(started.fusionkv("", 1 << 26), "--dtype", "float32")
 
 
 def test_spans() -> None:

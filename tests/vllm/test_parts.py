@@ -208,6 +208,26 @@ def test_steps_run_in_the_thread_of_vllm() -> None:
                 ended.result(5)
 
 
+def test_long_work_is_drawn_in_several_turns() -> None:
+    """While vLLM is busy, each of its steps gets one turn."""
+    steps, drawn = VLLMSteps(torch.device("cpu")), list[int]()
+
+    def work() -> Iterator[int]:
+        for number in range(6):
+            drawn.append(threading.get_ident())
+            time.sleep(0.003)  # two are one turn, of 5 ms
+            yield number
+
+    steps.start()
+    with ThreadPoolExecutor(1) as engine:
+        asked = engine.submit(steps.draw, work())
+        while not asked.done():
+            before = len(drawn)
+            steps.run(busy=True, loading=lambda: True)
+            assert len(drawn) - before <= 2
+    assert (asked.result(), drawn) == (5, [threading.get_ident()] * 6)
+
+
 def test_a_preempted_request_is_marked(scheduler: ConnectorScheduler) -> None:
     scheduler._fuses = True
     request = asked(cache_salt="fused", kv_transfer_params={"fusionkv": {"spans": [[2, 15]]}})
@@ -414,7 +434,7 @@ def test_pages_of_any_layout(write: Write, dtype: torch.dtype) -> None:
     assert (len(pages), pages.page_tokens, pages.token_bytes()) == (12, size, 12 * 2 * 3 * 20 * dtype.itemsize)
     kv = torch.randn(layers, 2, 50, 3, 20, generator=torch.Generator().manual_seed(1)).to(dtype)
     mine = [8, 2, 5, 0, 9]
-    pages.write(kv, mine, 10)
+    assert [*pages.write(kv, mine, 10)] == [None] * layers
     assert pages.read(mine, 10, 60).equal(kv)
     assert pages.read(mine, 33, 41).equal(kv[:, :, 23:31])
     assert pages.read([1, 3, 4], 0, 48).unique().tolist() == [7.0]  # nobody else's were touched
