@@ -94,7 +94,8 @@ def forward(model: Model, batch: Batch) -> torch.Tensor:
 def by_layer(model: Model, batch: Batch) -> Iterator[torch.Tensor]:
     """As `forward`, for one rank: computes a layer for each item that is drawn. The last item is the result."""
     decoder, there = model.network.model, batch.there()
-    last, hidden = len(decoder.layers) - 1, None
+    last = len(decoder.layers) - 1
+    hidden: torch.Tensor | None = None
     for number in range(last):
         hidden = through(model, there, _layers(decoder, slice(number, number + 1)), hidden)
         yield hidden

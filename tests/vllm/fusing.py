@@ -21,7 +21,8 @@ from typing import Any
 
 # One process: the checks look at vLLM's model and at the connector's pool.
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR"}
+# One thread: threads that wait for each other on a busy machine spin, which would count as processor time.
+os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 import torch
 from tokenizers import Tokenizer
@@ -286,9 +287,14 @@ class Checks:
             assert not self.llm.reset_prefix_cache()  # vLLM resets no prefixes while blocks are in use
             self.llm.sleep(level=0, mode=mode)
             self.llm.wake_up(tags=["scheduling"])
+            if mode == "abort":
+                self.engine.abort_request(
+                    [f"asleep-{number}"], internal=False
+                )  # vLLM's sleep told the scheduler alone
             outs = []
-            while mode == "keep" and self.engine.has_unfinished_requests():
+            while self.engine.has_unfinished_requests():
                 outs = self.engine.step() or outs
+            assert bool(outs) is (mode == "keep")
             if outs:
                 assert "degraded" not in outs[0].kv_transfer_params["fusionkv"]
                 assert list(outs[0].outputs[0].token_ids) == self.plain(chunks)

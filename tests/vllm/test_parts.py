@@ -215,7 +215,7 @@ def test_long_work_is_drawn_in_several_turns() -> None:
     def work() -> Iterator[int]:
         for number in range(6):
             drawn.append(threading.get_ident())
-            time.sleep(0.003)  # two are one turn, of 5 ms
+            time.sleep(0.002)  # two are one turn, of 3 ms
             yield number
 
     steps.start()
