@@ -32,7 +32,7 @@ async def test_a_step_computed_layer_by_layer(family: str, start: Any) -> None:
     for recipe, ratio in (("prophetkv", 0.3), ("cacheblend", 0.3), ("epic", 1.0)):
         one, other = [await rig.ask(*parts, recipe=recipe, ratio=ratio, max_tokens=3) for rig in (whole, layers)]
         assert one.ids == other.ids
-        assert all(a.equal(b) for a, b in zip(one.logits, other.logits, strict=True))
+        assert all(error(b, a) < CLOSE for a, b in zip(one.logits, other.logits, strict=True))
 
 
 async def test_several_at_once_give_what_each_gives_alone(family: str, start: Any) -> None:

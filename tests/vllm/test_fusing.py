@@ -178,7 +178,7 @@ async def test_through_a_gateway_without_a_worker(inside: Inside) -> None:
         (("--tensor-parallel-size", "2"), "vLLM can't fuse passages with tensor parallelism"),
         (("--enable-lora",), "vLLM can't fuse passages with LoRA"),
         (("--speculative-config", NGRAM), "vLLM can't fuse passages with speculative decoding"),
-        (("--quantization", "compressed-tensors"), "vLLM can't fuse passages with quantization"),
+        (("--quantization", "fp8", "--dtype", "bfloat16"), "vLLM can't fuse passages with quantization"),
     ],
 )
 def test_what_vllm_is_not_started_with(reference_model: Path, flags: tuple[str, str], why: str) -> None:
