@@ -240,7 +240,7 @@ class Checks:
         found = self.ask(*asked, tokens=500)
         marked = [figures["degraded_reason"] for _, figures in found if figures.get("degraded")]
         assert marked
-        assert all("preempted" in why for why in marked)
+        assert all("preempted" in why for why in marked), marked
         plain = self.ask(*((ids, {}) for ids, _ in prompts), tokens=500)
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in plain]
 
