@@ -237,11 +237,11 @@ class Checks:
         """Of eight answers that do not fit vLLM's pages together, some are begun again, and marked."""
         prompts = [joined([chunk(110 + n), chunk(120 + n)]) for n in range(8)]
         asked = [(ids, {"spans": spans, "recipe": "prophetkv", "ratio": 1}) for ids, spans in prompts]
-        found = self.ask(*asked, tokens=500)
+        found = self.ask(*asked, tokens=800)
         marked = [figures["degraded_reason"] for _, figures in found if figures.get("degraded")]
         assert marked
         assert all("preempted" in why for why in marked), marked
-        plain = self.ask(*((ids, {}) for ids, _ in prompts), tokens=500)
+        plain = self.ask(*((ids, {}) for ids, _ in prompts), tokens=800)
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in plain]
 
     def check_prefix_hit_first(self) -> None:
