@@ -2,7 +2,8 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -12,8 +13,8 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from fusionkv.fusion_worker.config import STORES
 from fusionkv.fusion_worker.evaluate import command
+from fusionkv.fusion_worker.quality.defaults import PRIMED
 from fusionkv.protos.runtime.errors import FailedPrecondition, first_line
 from fusionkv.protos.runtime.settings import positive
 
@@ -27,8 +28,9 @@ CACHE_BYTES, WORKER_BYTES = 150_000_000, 500_000_000
 LINKS = (10, 25, 100)
 # The share of a corpus that is shown as what questions retrieve.
 HOT = 0.1
-# Operations a second that the work of encoding a corpus is shown for.
-RATE = 100e12
+# What computing is compared at: a GPU of so many operations a second, and prices of about 2026 in a public cloud, in
+# dollars for an hour of it and for a GB of disk a month.
+RATE, GPU_HOUR, DISK_MONTH = 100e12, 2.0, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,16 +60,31 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class Stored:
+    """Bytes in one storage format.
+
+    Attributes:
+        corpus: with each chunk once.
+        break_even: retrievals of a chunk a month from which on storing it costs less than computing it, at `RATE`,
+            `GPU_HOUR` and `DISK_MONTH`; the default recipe computes a share of it all the same.
+    """
+
+    chunk: int
+    prompt: int
+    corpus: int
+    break_even: int
+
+
+@dataclass(frozen=True, slots=True)
 class Size:
     """Sizes in bytes, except `chunks`, which is a number, and operations, which are floating-point operations.
 
     Attributes:
         token: KV of a token in the pool.
-        chunk: a stored chunk.
-        prompt, stored_prompt: the chunks of a prompt, in the pool and as stored.
+        prompt: the chunks of a prompt, in the pool.
         chunks: number of chunks of the corpus.
-        disk, index: the corpus on disk, each chunk once, and its index.
-        quantised: the corpus on disk, by quantised storage format.
+        stored: by storage format, as the settings of a worker name them.
+        index: of the stored corpus.
         pool: the pool for all concurrent prompts, with no chunk in common.
         worker, cache: memory of the services, without the memory tier.
         prompt_operations, corpus_operations: to prefill the chunks of a prompt, and to encode the corpus once.
@@ -75,12 +92,9 @@ class Size:
 
     weights: int
     token: int
-    chunk: int
     prompt: int
-    stored_prompt: int
     chunks: int
-    disk: int
-    quantised: dict[str, int]
+    stored: dict[str, Stored]
     index: int
     pool: int
     worker: int
@@ -107,12 +121,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--chunks", type=positive, default=8, metavar="N", help="chunks in a prompt (%(default)s)")
     parser.add_argument("--prompts", type=positive, default=8, metavar="N", help="prompts at a time (%(default)s)")
     parser.add_argument("--dtype", default="auto", help="float32, bfloat16 or float16 (default: the checkpoint's)")
-    parser.add_argument(
-        "--store",
-        default="plain",
-        choices=STORES,
-        help="storage format of KV; quantised, it saves room, and a CPU loads it no faster (default: %(default)s)",
-    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -121,15 +129,17 @@ def report(args: argparse.Namespace) -> None:
     """Prints the sizes. Raises FailedPrecondition when the model is unknown or not supported."""
     network = measure(args.model, args.dtype)
     load = Load(args.documents, args.document_tokens, args.chunk_tokens, args.chunks, args.prompts)
-    size = of(network, load, args.store)
+    size = of(network, load)
     if args.json:
-        print(json.dumps({"model": args.model, "dtype": _name(network.shape), "store": args.store, **asdict(size)}))
+        print(json.dumps({"model": args.model, "dtype": _name(network.shape), **asdict(size)}))
         return
+    console = Console(highlight=False)
+    console.print(_by_format(network.shape, size, load))
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold")
-    for row in _rows(network.shape, size, load, args.store):
+    for row in _rows(network.shape, size, load):
         table.add_row(*row)
-    Console(highlight=False).print(table)
+    console.print(table)
 
 
 def measure(model: str, dtype: str = "auto") -> Network:
@@ -171,29 +181,38 @@ def _configuration(model: str) -> Any:
     return configuration(file.parent)
 
 
-def of(network: Network, load: Load, store: str = "plain") -> Size:
+def of(network: Network, load: Load) -> Size:
     """Computes the sizes of a workload."""
     from fusionkv.kernels.quantised import KINDS, sizes
 
     shape = network.shape
     token = shape.token_bytes
     heads = shape.layers * shape.kv_heads
-    quantised = {name: heads * sizes(kind, shape.head_dim).token(shape.tensors) for name, kind in KINDS.items()}
-    stored = token if store == "plain" else quantised[store]
+    stored = {"plain": token} | {
+        name: heads * sizes(kind, shape.head_dim).token(shape.tensors) for name, kind in KINDS.items()
+    }
     prompt = load.prompt_chunks * load.chunk_tokens
     tokens = load.documents * load.document_tokens
     chunks = load.documents * -(-load.document_tokens // load.chunk_tokens)
     weights = network.parameters * shape.dtype.itemsize
     pool = load.prompts * prompt * token
+    # Dollars for computing a token once, and for each of its bytes a month.
+    computed = (1 - PRIMED.ratio) * network.operations / RATE * GPU_HOUR / 3600
+    month = DISK_MONTH / 1e9
     return Size(
         weights=weights,
         token=token,
-        chunk=round(load.chunk_tokens * stored),
         prompt=prompt * token,
-        stored_prompt=round(prompt * stored),
         chunks=chunks,
-        disk=round(tokens * stored),
-        quantised={name: round(tokens * each) for name, each in quantised.items()},
+        stored={
+            name: Stored(
+                round(load.chunk_tokens * each),
+                round(prompt * each),
+                round(tokens * each),
+                math.ceil(each * month / computed),
+            )
+            for name, each in stored.items()
+        },
         index=chunks * ENTRY_BYTES,
         pool=pool,
         worker=weights + pool + WORKER_BYTES,
@@ -203,31 +222,42 @@ def of(network: Network, load: Load, store: str = "plain") -> Size:
     )
 
 
-def _rows(shape: "KVShape", size: Size, load: Load, store: str) -> list[tuple[str, str]]:
-    over = ", ".join(f"{size.stored_prompt * 8 / (gigabits * 1e6):,.0f} ms at {gigabits}" for gigabits in LINKS)
-    # Operations in the time of the transfer: a worker that is slower takes longer to prefill.
-    per_byte = size.prompt_operations / (8 * size.stored_prompt)
-    rates = ", ".join(f"{per_byte * gigabits / 1e3:,.3g}" for gigabits in LINKS)
-    links, took = ", ".join(map(str, LINKS)), timedelta(seconds=round(size.corpus_operations / RATE))
-    hot = round(HOT * size.disk)
-    int8, int4 = (decimal(round(HOT * size.quantised[name])) for name in ("int8", "int4"))
+def _by_format(shape: "KVShape", size: Size, load: Load) -> Table:
+    """What depends on the storage format; int8 and fp8 take the same room."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("stored as", style="bold")
+    for title in (_name(shape), "int8, fp8", "int4"):
+        table.add_column(title, justify="right")
+    formats = [size.stored[name] for name in ("plain", "int8", "int4")]
+
+    def add(what: str, value: Callable[[Stored], str]) -> None:
+        table.add_row(what, *map(value, formats))
+
+    add(f"a chunk of {load.chunk_tokens} tokens", lambda f: decimal(f.chunk))
+    add(f"a prompt of {load.prompt_chunks} chunks", lambda f: decimal(f.prompt))
+    for gigabits in LINKS:
+        add(f"  loaded at {gigabits} Gbit/s", lambda f, rate=gigabits * 1e6: f"{8 * f.prompt / rate:,.0f} ms")
+    add(f"a corpus of {load.documents:,} documents", lambda f: decimal(f.corpus))
+    add("  encoded ahead, alone and primed", lambda f: decimal(2 * f.corpus))
+    add(f"  if questions retrieve {HOT:.0%} of it", lambda f: decimal(round(HOT * f.corpus)))
+    add("retrievals a month that pay for a chunk", lambda f: f"{f.break_even:,}")
+    return table
+
+
+def _rows(shape: "KVShape", size: Size, load: Load) -> list[tuple[str, str]]:
     heads = f"2 x {shape.kv_heads} KV heads" if shape.tensors == 2 else "1 latent with its rotary key"
     parts = f"{shape.layers} layers x {heads} x {shape.head_dim}, {_name(shape)}"
+    at = f"at {RATE / 1e12:.0f} TFLOP/s"
+    encoded = timedelta(seconds=round(size.corpus_operations / RATE))
     return [
-        ("KV of a token", f"{decimal(size.token)}  ({parts})"),
-        (f"stored chunk of {load.chunk_tokens} tokens", f"{decimal(size.chunk)}  ({store})"),
-        (f"prompt of {load.prompt_chunks} chunks", f"{decimal(size.prompt)} in the pool of a worker"),
-        ("the same over a network", f"{decimal(size.stored_prompt)}: {over} Gbit/s"),
-        (f"corpus of {load.documents:,} documents", f"{decimal(size.disk)} on disk, {size.chunks:,} chunks"),
-        ("encoded ahead", f"{decimal(2 * size.disk)}: the default recipe stores each chunk alone and after a primer"),
-        ("worth storing", "what questions retrieve, which is all that is stored unless it is encoded ahead"),
-        ("a tenth of the corpus", f"{decimal(hot)} on disk, {int8} as int8 or fp8, {int4} as int4"),
-        ("instead of loading", f"a worker prefills a prompt as fast with {rates} TFLOP/s, at {links} Gbit/s"),
-        (
-            "encoding the corpus",
-            f"{size.corpus_operations:.1e} operations: {took} at {RATE / 1e12:.0f} TFLOP/s",
-        ),
-        ("cache service", f"{decimal(size.cache)} of memory, and its memory tier"),
+        ("", ""),
+        ("worth storing", "what questions retrieve: without `encode`, nothing else is"),
+        ("retrievals that pay", f"${DISK_MONTH:.2f} a GB of disk a month, ${GPU_HOUR:.2f} an hour of a GPU;"),
+        ("", "a chunk that is retrieved less often saves time alone"),
+        ("computing a prompt", f"{1e3 * size.prompt_operations / RATE:,.0f} ms {at}, in place of loading it"),
+        ("encoding the corpus", f"{encoded} {at}, each chunk once: {size.corpus_operations:.1e} FLOP"),
+        ("KV of a token", f"{decimal(size.token)}: {parts}"),
+        ("cache service", f"{decimal(size.cache)} for {size.chunks:,} chunks, and its memory tier"),
         ("worker", f"{decimal(size.worker)}: {decimal(size.weights)} of weights, {decimal(size.pool)} of pool"),
         ("", f"for {load.prompts} prompts at a time that share no chunk"),
     ]

@@ -34,6 +34,13 @@ PAGES = ("README.md", *(f"docs/{name}.md" for name in ("performance", "compariso
 CLAIMS = re.compile(r"([\d.]+)(?: to ([\d.]+))? times\s+(?:sooner|over|as\s+fast|for\s+FusionKV)")
 # torch's attention beside the worker's, of docs/benchmarks/gpu.csv.
 OTHER_CLAIMS = {"1.7"}
+# A number, but no part of a word, an address, a date or a version of three parts.
+NUMBER = re.compile(r"(?<![\w.,/@=:-])\d+(?:,\d{3})*(?:\.\d+)?%?(?!\w|[.:-]\d)")
+UNMEASURED = {"configuration", "methods", "kernels", "structure", "security", "upgrading"}
+# Versions, settings, thresholds, sizes of workloads, and the seconds that a GPU is expected to take.
+GIVEN = {"3.11", "0.17", "0.32", "95%", "90%", "0.1", "0.2", "0.3", "0.6", "15%", "20%", "5.6"}
+GIVEN |= {"1.8", "3.5", "0.08", "0.13", "0.14", "0.58", "1.4", "10", "12", "16", "60", "128", "140", "512"}
+GIVEN |= {"1,000", "2,300", "2,600", "32,000"}
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +136,8 @@ def test_vllm(root: Path, rows: dict[str, Rows]) -> None:
         ]
 
 
-def test_what_is_claimed_follows_from_the_tables(root: Path, rows: dict[str, Rows]) -> None:
+def derived(rows: dict[str, Rows]) -> set[str]:
+    """Ratios of the times in the tables, and sums of the answers over all models."""
     base, *ours = rows["vllm"]
     known = {ratio(row["cold"], row["other order"]) for row in ours} | OTHER_CLAIMS
     known |= {ratio(base[case], row[case]) for row in ours for case in ("cold", "other order", "other neighbours")}
@@ -138,6 +146,16 @@ def test_what_is_claimed_follows_from_the_tables(root: Path, rows: dict[str, Row
     for machine, recipe in {(row["machine"], row["recipe"]) for row in first}:
         full, own = seconds(first, machine, "full_attention"), seconds(first, machine, recipe)
         known |= {ratio(full[context], own[context]) for context in own}
+    for recipe, at in {(row["recipe"], row["ratio"]) for row in rows["answers"]}:
+        mine = [row for row in rows["answers"] if (row["recipe"], row["ratio"]) == (recipe, at)]
+        known |= {str(sum(int(row[of]) for row in mine)) for of in ("questions", "kept", "same")}
+        f1 = sum(float(row["f1"]) * int(row["questions"]) for row in mine)
+        known.add(f"{f1 / sum(int(row['questions']) for row in mine):.1f}")
+    return known
+
+
+def test_what_is_claimed_follows_from_the_tables(root: Path, rows: dict[str, Rows]) -> None:
+    known = derived(rows)
     said = {
         (page, number)
         for page in PAGES
@@ -147,6 +165,44 @@ def test_what_is_claimed_follows_from_the_tables(root: Path, rows: dict[str, Row
     }
     assert {page for page, _ in said} >= {"docs/comparison.md", "docs/vllm.md"}
     assert {claim for claim in said if claim[1] not in known} == set()
+
+
+def prose(page: Path) -> list[tuple[str, str]]:
+    """Paragraphs and items of a page without code, tables and pictures; each with the pages that it links to."""
+    text = re.sub(r"^```.*?^```|^    .*?$|^\|.*?$|<picture>.*?</picture>", "", page.read_text(), flags=re.M | re.S)
+    found = []
+    for part in re.split(r"\n\s*\n|\n(?=- )", text):
+        linked = [page.parent / link for link in re.findall(r"\]\(([^)#:]+\.md)", part)]
+        plain = re.sub(r"`[^`]*`|\]\([^)]*\)|\d{4}-\d\d-\d\d", "", part)
+        found.append((plain, "".join(file.read_text() for file in linked)))
+    return found
+
+
+def test_every_figure_in_prose_is_in_a_table(root: Path, rows: dict[str, Rows]) -> None:
+    """One of its page or of docs/benchmarks/, or is on a page that its paragraph links to; else in single.csv."""
+    known_everywhere = GIVEN | derived(rows)
+    measured = {*PAGES, "docs/reliability.md"}
+    tables = "".join((root / f"docs/benchmarks/{n}.csv").read_text() for n in ("first-token", "answers", "vllm"))
+    single = {(row["page"], row["figure"]) for row in csv.DictReader((root / "docs/benchmarks/single.csv").open())}
+    used, wrong = set(), []
+    for page in (root / "README.md", *sorted(root.glob("docs/*.md"))):
+        if page.stem in UNMEASURED:
+            continue
+        own = "\n".join(line for line in page.read_text().splitlines() if line.startswith("|"))
+        whole = str(page.relative_to(root)) in measured
+        for text, linked in prose(page):
+            for number in NUMBER.findall(text):
+                if len(number) == 1 or not (whole or "." in number or "%" in number):
+                    continue
+                if (page.stem, number) in single:
+                    used.add((page.stem, number))
+                elif number not in known_everywhere and not any(
+                    re.search(rf"(?<![\d.,]){re.escape(number.rstrip('%'))}(?![\d]|[.,]\d)", known)
+                    for known in (own, tables, linked)
+                ):
+                    wrong.append(f"{page.name}: {number} in {' '.join(text.split())[:100]}")
+    assert wrong == []
+    assert single - used == set(), "these are on no page"
 
 
 def test_the_last_runs_replace_their_rows_and_no_others(root: Path, tmp_path: Path) -> None:
