@@ -49,6 +49,7 @@ def test_the_demo(root: Path, reference_model: Path, tmp_path: Path) -> None:
     summary, rows = made["summary"], made["rows"]
     assert (summary["model"], summary["questions"]) == (reference_model.name, len(chosen))
     assert len(rows) == len(chosen) * len(RECIPES)
+    assert len(made["again"]) == summary["full_attention"]["right"] - summary["kept"]
     full, default = (summary[recipe]["right"] for recipe in RECIPES)
     assert (full, summary["kept"] + summary["gained"]) == (len(chosen), default)
     assert summary["default"]["recipes"] == {"deeplayer+primed+similarity_guided(10)": len(chosen)}
