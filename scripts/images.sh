@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds the CPU images and starts them, without a container registry: the base image is a Debian made by debootstrap.
-# Needs root, buildah, debootstrap, and a few GB in /var/lib/containers. Arguments are passed to `buildah build`, for
+# Where a Docker daemon runs, compose.yaml is tried with them. Needs root, buildah, debootstrap, and a few GB in
+# /var/lib/containers. Arguments are passed to `buildah build`, for
 # example --volume /etc/pip.conf:/etc/pip.conf:ro.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -11,6 +12,7 @@ MODEL=models/eased-3
 work=$(mktemp -d)
 containers=()
 roots=()
+composed=
 
 for tool in buildah debootstrap; do
     command -v $tool >/dev/null || { echo "install first, as root: apt-get install buildah debootstrap"; exit 2; }
@@ -23,6 +25,7 @@ end() {
     local status=$?
     jobs -p | xargs -r kill 2>/dev/null || true
     wait
+    [ -z "$composed" ] || $composed down --volumes >/dev/null 2>&1 || true
     for container in "${containers[@]}"; do buildah rm "$container" >/dev/null || true; done
     [ $status = 0 ] || tail -n 20 "$work"/*.log
     rm -rf "$work"
@@ -113,6 +116,35 @@ wrote_nowhere_else() {
     done
 }
 
+# Ingests a document, and asks a question that it answers.
+answers() {
+    .venv/bin/fusionkv ingest images "$work/corpus/shelf-01"
+    .venv/bin/fusionkv ask images "${asked[0]}" --recipe full_attention | tee "$work/answer"
+    grep -qF -- "${asked[1]}" "$work/answer"
+}
+
+# The three services of compose.yaml in Docker, from the images that were built.
+compose() {
+    local gateway began=$SECONDS
+    docker info >/dev/null 2>&1 || { say "no Docker daemon runs: compose.yaml was not tried"; return; }
+    for image in kvcache worker gateway; do
+        buildah push --quiet "localhost/fusionkv-$image" "docker-daemon:localhost/fusionkv-$image:latest" >/dev/null
+    done
+    composed="docker compose --project-name fusionkv-images"
+    docker compose version >/dev/null 2>&1 || composed="docker-compose --project-name fusionkv-images"
+    say "starting compose.yaml: $composed up"
+    $composed up --detach --no-build 2>"$work/compose.log"
+    gateway=$($composed ps --quiet gateway)
+    until [ "$(docker inspect --format '{{.State.Health.Status}}' "$gateway")" = healthy ]; do
+        [ $SECONDS -lt $((began + 300)) ] || { $composed logs; return 1; }
+        sleep 1
+    done
+    answers
+    $composed down --volumes 2>>"$work/compose.log"
+    composed=
+    say "compose.yaml answered in Docker"
+}
+
 base
 for image in kvcache worker gateway; do build $image "$@"; done
 touch "$work/began"
@@ -124,14 +156,12 @@ start gateway --env FUSIONKV_GATEWAY_WORKERS=127.0.0.1:7071
 ready 7072
 say "ingesting documents and asking a question"
 .venv/bin/python -P -m fusionkv.models.corpus --out "$work/corpus" --stories 1
-.venv/bin/fusionkv ingest images "$work/corpus/shelf-01"
 mapfile -t asked < <(.venv/bin/python -P -c '
 import json, sys
 first = json.load(open(sys.argv[1]))[0]
 print(first["question"], first["answers"][0], sep="\n")' "$work/corpus/questions.json")
 echo "${asked[0]} (${asked[1]})"
-.venv/bin/fusionkv ask images "${asked[0]}" --recipe full_attention | tee "$work/answer"
-grep -qF -- "${asked[1]}" "$work/answer"
+answers
 say "sending SIGTERM"
 # Only to the services, not to the processes of buildah, nor to other containers on this machine.
 services=()
@@ -144,4 +174,5 @@ kill -TERM "${services[@]}"
 wait
 for image in kvcache worker gateway; do grep -h "stopped" "$work/$image.log"; done
 wrote_nowhere_else
+compose
 say "all images were built, started, answered and stopped"
