@@ -251,7 +251,7 @@ def _rows(shape: "KVShape", size: Size, load: Load) -> list[tuple[str, str]]:
     encoded = timedelta(seconds=round(size.corpus_operations / RATE))
     return [
         ("", ""),
-        ("worth storing", "what questions retrieve: without `encode`, nothing else is"),
+        ("worth storing", "what questions retrieve; only `encode` stores more"),
         ("retrievals that pay", f"${DISK_MONTH:.2f} a GB of disk a month, ${GPU_HOUR:.2f} an hour of a GPU;"),
         ("", "a chunk that is retrieved less often saves time alone"),
         ("computing a prompt", f"{1e3 * size.prompt_operations / RATE:,.0f} ms {at}, in place of loading it"),
