@@ -5,7 +5,7 @@
 # example --volume /etc/pip.conf:/etc/pip.conf:ro.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-export BUILDAH_ISOLATION=chroot STORAGE_DRIVER=${STORAGE_DRIVER:-vfs}
+export BUILDAH_ISOLATION=chroot STORAGE_DRIVER=${STORAGE_DRIVER:-vfs} COMPOSE_HTTP_TIMEOUT=600
 BASE=localhost/fusionkv-base:bookworm
 MIRROR=${DEBIAN_MIRROR:-http://deb.debian.org/debian}
 MODEL=models/eased-3
