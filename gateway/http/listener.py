@@ -15,13 +15,15 @@ from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.http.connections import MALFORMED, Connections, HTTPConnection
 from fusionkv.gateway.http.origins import Origins
 from fusionkv.protos.observe import rejected
-from fusionkv.protos.runtime import process
+from fusionkv.protos.runtime import process, sockets
 from fusionkv.protos.runtime.admission import Arrivals
 from fusionkv.protos.runtime.errors import DeadlineExceeded, InvalidArgument, PermissionDenied
 
 tracer = trace.get_tracer(__name__)
 # Holds the longest conversation and passages with every character escaped (6 bytes), and other fields.
 _MAX_BODY = 4 << 20
+# Connections that wait to be accepted, as of the data plane.
+_BACKLOG = 128
 # As for gRPC connections: limits how long a client stays connected whose certificate is no longer trusted.
 _CONNECTION_SECONDS = 3600.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -98,8 +100,10 @@ class Listener:
                 bound.append(address)
                 continue
             host, _, port = address.rpartition(":")
+            # asyncio's own socket at "::" takes no calls by IPv4.
+            listening = sockets.bind_port(host.strip("[]"), int(port), _BACKLOG)
             server = await loop.create_server(
-                connection, host.strip("[]"), int(port), ssl=tls, ssl_handshake_timeout=seconds,
+                connection, sock=listening, backlog=_BACKLOG, ssl=tls, ssl_handshake_timeout=seconds,
                 ssl_shutdown_timeout=seconds,
             )  # fmt: skip
             self._servers.append(server)

@@ -29,7 +29,7 @@ from fusionkv.kvcache_service.data_plane.tickets import TICKET_SECONDS, Tickets
 from fusionkv.kvcache_service.store.writing import Writer
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.observe import logs, telemetry
-from fusionkv.protos.runtime import errors, process, rpc
+from fusionkv.protos.runtime import errors, process, rpc, sockets
 from fusionkv.protos.runtime.cancellation import background
 from fusionkv.protos.runtime.errors import ServiceError
 from fusionkv.protos.runtime.tls import MAX_AGE_SECONDS, ServerTLS
@@ -153,7 +153,7 @@ class DataPlane:
     def _bind(self, address: str) -> socket.socket:
         if (path := socket_path(address)) is not None:
             return _bind_unix(path)
-        listener = _bind_port(address.rpartition(":")[0].strip("[]"), self.port)
+        listener = sockets.bind_port(address.rpartition(":")[0].strip("[]"), self.port, _BACKLOG)
         listener.setblocking(False)
         # Further addresses get the same port, which is all that a caller is told.
         self.port = listener.getsockname()[1]
@@ -342,14 +342,6 @@ class _Connection:
         into = into[self.wire.take(into) :]
         while into:
             into = into[await self.wire.receive(into) :]
-
-
-def _bind_port(host: str, port: int) -> socket.socket:
-    """As gRPC binds: "::" is every address, also of IPv4, and on a machine without IPv6."""
-    if host == "::" and not socket.has_dualstack_ipv6():
-        host = "0.0.0.0"
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-    return socket.create_server((host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=host == "::")
 
 
 def _bind_unix(path: Path) -> socket.socket:

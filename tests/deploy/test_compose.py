@@ -79,7 +79,7 @@ def test_the_services_answer_with_these_environments(
     root: Path, services: dict[str, Any], told: dict[str, dict[str, str]], launch: Launch, tmp_path: Path
 ) -> None:
     """As processes of this machine: other ports, folders of the test, and the model where the volume comes from."""
-    at: dict[str, str] = {"/models": str(root / "models/eased-3"), "[::]:8080": "127.0.0.1:0"}
+    at: dict[str, str] = {"/models": str(root / "models/eased-3"), "[::]:8080": "[::]:0"}
     for name, module in MODULES.items():
         env = {key: at.get(value, value) for key, value in told[name].items()}
         own = () if name == "worker" else ("--data-dir", str(tmp_path / name))
@@ -87,7 +87,8 @@ def test_the_services_answer_with_these_environments(
         started = launch(module, *HERE, *own, env=env, services=2 if name == "gateway" else 1)
         at[f"{name}:{PORTS[name]}"] = started.address
     _, *check = services["gateway"]["healthcheck"]["test"]
-    url = started.addresses["fusionkv-gateway-http"][0]
+    # By IPv4, as containers without IPv6 call it.
+    url = f"127.0.0.1:{started.addresses['fusionkv-gateway-http'][0].rpartition(':')[2]}"
     words = [word.replace("localhost:8080", url) for word in check]
     assert words != check
     subprocess.run([sys.executable, "-P", *words[1:]], check=True, timeout=60)
