@@ -15,7 +15,7 @@ from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.http.connections import MALFORMED, Connections, HTTPConnection
 from fusionkv.gateway.http.origins import Origins
 from fusionkv.protos.observe import rejected
-from fusionkv.protos.runtime import process, sockets
+from fusionkv.protos.runtime import process
 from fusionkv.protos.runtime.admission import Arrivals
 from fusionkv.protos.runtime.errors import DeadlineExceeded, InvalidArgument, PermissionDenied
 
@@ -101,7 +101,7 @@ class Listener:
                 continue
             host, _, port = address.rpartition(":")
             # asyncio's own socket at "::" takes no calls by IPv4.
-            listening = sockets.bind_port(host.strip("[]"), int(port), _BACKLOG)
+            listening = process.bind_port(host.strip("[]"), int(port), _BACKLOG)
             server = await loop.create_server(
                 connection, sock=listening, backlog=_BACKLOG, ssl=tls, ssl_handshake_timeout=seconds,
                 ssl_shutdown_timeout=seconds,

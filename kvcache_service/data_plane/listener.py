@@ -29,7 +29,7 @@ from fusionkv.kvcache_service.data_plane.tickets import TICKET_SECONDS, Tickets
 from fusionkv.kvcache_service.store.writing import Writer
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.observe import logs, telemetry
-from fusionkv.protos.runtime import errors, process, rpc, sockets
+from fusionkv.protos.runtime import errors, process, rpc
 from fusionkv.protos.runtime.cancellation import background
 from fusionkv.protos.runtime.errors import ServiceError
 from fusionkv.protos.runtime.tls import MAX_AGE_SECONDS, ServerTLS
@@ -153,7 +153,7 @@ class DataPlane:
     def _bind(self, address: str) -> socket.socket:
         if (path := socket_path(address)) is not None:
             return _bind_unix(path)
-        listener = sockets.bind_port(address.rpartition(":")[0].strip("[]"), self.port, _BACKLOG)
+        listener = process.bind_port(address.rpartition(":")[0].strip("[]"), self.port, _BACKLOG)
         listener.setblocking(False)
         # Further addresses get the same port, which is all that a caller is told.
         self.port = listener.getsockname()[1]
