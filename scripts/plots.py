@@ -124,7 +124,7 @@ def moving(page: str) -> None:
     """GB/s of single entries over their size, for every store."""
     rows = table(page, "Moving bytes")
     figure, panels = plt.subplots(2, 1, figsize=(WIDTH, 2.8 * PANEL), layout="constrained", sharex=True)
-    styles = ((OURS, "o--"), (OURS, "o-"), (OTHER, "s-"), (OTHER, "s:"), (THIRD, "^-"), (THIRD, "^:"), (WEAK, "d-"))
+    styles = ((OURS, "o--"), (OURS, "o-"), (OURS, "o:"), (OTHER, "s-"), (OTHER, "s:"), (THIRD, "^-"), (THIRD, "^:"), (WEAK, "d-"))
     for panel, operation in zip(panels, ("put", "get"), strict=True):
         sizes = [name for name in rows[0] if name.startswith(operation)]
         for row, (colour, style) in zip(rows, styles, strict=True):
