@@ -86,19 +86,18 @@ def throughput(rows: list[dict[str, Any]]) -> None:
 
 
 def first_token(page: str) -> None:
-    """Time to the first token over the length of the context, with AMX and without, of the recipes measured there."""
+    """Time to the first token over the length of the context, with AMX and without."""
     rows = table(page, "Time to the first token")
     names = [name for name in rows[0] if name.endswith(", s")]
-    colours = dict(zip(names, (INK, OTHER, THIRD, OURS), strict=True))
     figure, panels = plt.subplots(2, 1, figsize=(WIDTH, 2.4 * PANEL), layout="constrained", sharex=True)
     labels = {}
     for panel, amx in zip(panels, ("no", "yes"), strict=True):
         mine = [row for row in rows if row["AMX"] == amx]
         contexts = [number(row["context"]) for row in mine]
-        for name in (name for name in names if all(row[name] for row in mine)):
+        for name, colour in zip(names, (INK, OTHER, OURS), strict=True):
             seconds = [number(row[name]) for row in mine]
-            (line,) = panel.plot(contexts, seconds, "o-", ms=4, color=colours[name])
-            labels[name.removesuffix(", s").strip("`")] = line
+            (line,) = panel.plot(contexts, seconds, "o-", ms=4, color=colour)
+            labels[name.removesuffix(", s")] = line
         panel.set(title=f"with{'out' * (amx == 'no')} AMX", ylabel="seconds")
         panel.set_ylim(bottom=0)
     panels[1].set_xlabel("tokens of context")
@@ -124,7 +123,8 @@ def moving(page: str) -> None:
     """GB/s of single entries over their size, for every store."""
     rows = table(page, "Moving bytes")
     figure, panels = plt.subplots(2, 1, figsize=(WIDTH, 2.8 * PANEL), layout="constrained", sharex=True)
-    styles = ((OURS, "o--"), (OURS, "o-"), (OURS, "o:"), (OTHER, "s-"), (OTHER, "s:"), (THIRD, "^-"), (THIRD, "^:"), (WEAK, "d-"))
+    ours = ((OURS, "o--"), (OURS, "o-"), (OURS, "o:"))
+    styles = (*ours, (OTHER, "s-"), (OTHER, "s:"), (THIRD, "^-"), (THIRD, "^:"), (WEAK, "d-"))
     for panel, operation in zip(panels, ("put", "get"), strict=True):
         sizes = [name for name in rows[0] if name.startswith(operation)]
         for row, (colour, style) in zip(rows, styles, strict=True):
