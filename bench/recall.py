@@ -23,7 +23,7 @@ from fusionkv.fusion_worker.evaluate.command import run as run_command
 from fusionkv.gateway.config import NONE, GatewayConfig
 from fusionkv.gateway.embed.base import Embedder
 from fusionkv.gateway.embed.choose import open_embedder
-from fusionkv.gateway.retrieval.base import HybridSearch, TextChunk
+from fusionkv.gateway.retrieval.base import HybridSearch, Query, TextChunk
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 from fusionkv.gateway.tokens import ModelIdentity
 from fusionkv.protos.runtime import settings
@@ -112,7 +112,7 @@ async def measure(file: Path, embedder: Embedder | None) -> list[Row]:
 
 async def _ranks(search: HybridSearch, engine: EmbeddedRetrieval, asked: Asked) -> list[float]:
     """Ranks of the gold passages, from 1; infinite if not found."""
-    found = await search.search(engine, _CORPUS, asked.question, _DEPTH, MODEL)
+    found = await search.search(engine, Query(_CORPUS, asked.question), _DEPTH, MODEL)
     places = {chunk.position: float(rank) for rank, (chunk, _) in enumerate(found, 1)}
     return [places.get(number, float("inf")) for number in asked.gold]
 

@@ -22,7 +22,7 @@ from fusionkv.gateway.passthrough import ChatEngine, Passthrough
 from fusionkv.gateway.pipeline import AnswerEngine, Pipeline
 from fusionkv.gateway.plan import corpus_name, order
 from fusionkv.gateway.retrieval import page_tokens
-from fusionkv.gateway.retrieval.base import HybridSearch, check_corpus, check_document
+from fusionkv.gateway.retrieval.base import HybridSearch, Query, check_corpus, check_document
 from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
 from fusionkv.protos.contract.names import recipe_label
@@ -110,8 +110,8 @@ class Application:
     async def retrieve(self, call: AdmittedCall, request: pb.RetrieveRequest) -> pb.RetrieveResponse:
         if request.order == pb.ORDER_PREFIX:
             raise InvalidArgument("the order prefix depends on the prompts of Generate: Retrieve takes another order")
-        search = request.corpus, request.question, request.top_k
-        passages = await self._pipeline.retrieve(call.tenant, *search, call.deadline, where=request.filter)
+        query = Query(request.corpus, request.question, request.filter)
+        passages = await self._pipeline.retrieve(call.tenant, query, request.top_k, call.deadline)
         return pb.RetrieveResponse(passages=[source for _, source in order(passages, request.order)])
 
     async def embed(

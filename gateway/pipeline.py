@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -21,7 +21,7 @@ from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest.text import nfc
 from fusionkv.gateway.plan import Conversation, Passage, check_question
 from fusionkv.gateway.prefixes import Prefixes
-from fusionkv.gateway.retrieval.base import NO_FILTER, PROVIDER, HybridSearch, check_corpus, step, within
+from fusionkv.gateway.retrieval.base import PROVIDER, HybridSearch, Query, check_corpus, step, within
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.gateway.workers.workers import Check
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
@@ -105,14 +105,7 @@ class Pipeline:
         self._prefixes = Prefixes()
 
     async def retrieve(
-        self,
-        tenant: Tenant,
-        corpus: str,
-        question: str,
-        top_k: int,
-        deadline: Deadline,
-        vocabulary: Vocabulary | None = None,
-        where: Mapping[str, str] = NO_FILTER,
+        self, tenant: Tenant, query: Query, top_k: int, deadline: Deadline, vocabulary: Vocabulary | None = None
     ) -> list[Passage]:
         """The best passages for a question, best first; `top_k` 0 uses the configured number.
 
@@ -120,27 +113,28 @@ class Pipeline:
             InvalidArgument: the question, the corpus's name, top_k or the filter is invalid.
             DeadlineExceeded: retrieval did not end in time.
         """
-        check_question(question)
-        plan.check_filter(where)
-        check_corpus(corpus)
+        check_question(query.question)
+        plan.check_filter(query.where)
+        check_corpus(query.corpus)
+        query = replace(query, question=nfc(query.question))
         count = top_k or self._config.top_k
         if count > self._config.max_top_k:
             raise InvalidArgument(f"top_k is {count}: the maximum is {self._config.max_top_k}")
         attributes: dict[str, str | int] = {
-            "gen_ai.data_source.id": corpus,
-            "fusionkv.corpus": corpus,
+            "gen_ai.data_source.id": query.corpus,
+            "fusionkv.corpus": query.corpus,
             "fusionkv.top_k": count,
         }
         seconds = deadline.remaining()
         with within(deadline), step("gateway.retrieve", "retrieval", attributes):
             # Before the worker is called: an unknown corpus is reported as such even if no worker runs.
-            await tenant.retrieval.check(corpus)
+            await tenant.retrieval.check(query.corpus)
             vocabulary = vocabulary or await self._engine.model(deadline)
             # Embedders and rerankers do not know the caller's deadline.
             try:
                 async with asyncio.timeout(deadline.remaining()):
                     results = await self._search.search(
-                        tenant.retrieval, corpus, nfc(question), count, vocabulary.identity, where, tenant.salt
+                        tenant.retrieval, query, count, vocabulary.identity, tenant.salt
                     )
             except TimeoutError as error:
                 raise DeadlineExceeded(f"retrieval took longer than the remaining {seconds:.1f} s") from error
@@ -246,8 +240,8 @@ class Pipeline:
         if not request.corpus:
             with _charged(tenant):
                 return await asyncio.to_thread(plan.given, request.passages, vocabulary)
-        search = request.corpus, request.query or conversation.question, request.top_k
-        return await self.retrieve(tenant, *search, deadline, vocabulary, request.filter)
+        query = Query(request.corpus, request.query or conversation.question, request.filter)
+        return await self.retrieve(tenant, query, request.top_k, deadline, vocabulary)
 
     def _ordered(
         self,

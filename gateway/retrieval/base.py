@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import numpy as np
 from opentelemetry import trace
@@ -27,7 +28,6 @@ PROVIDER = "fusionkv"  # in spans, by the GenAI conventions
 _WORD = re.compile(r"\w+")
 _CORPUS = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MAX_NAME = 512  # characters of a document's name
-NO_FILTER: Mapping[str, str] = {}
 # Candidates per requested chunk in each list: deep enough that chunks usually have both scores.
 _DEPTH = 4
 _MIN_DEPTH = 100
@@ -57,7 +57,9 @@ def current_deadline() -> Deadline:
 
 
 @contextmanager
-def step(name: str, operation: str = "", attributes: Mapping[str, str | int] = NO_FILTER) -> Iterator[None]:
+def step(
+    name: str, operation: str = "", attributes: Mapping[str, str | int] = MappingProxyType({})
+) -> Iterator[None]:
     """A span, which records the type of an error raised inside; `operation` is its name in the GenAI conventions."""
     conventions = {"gen_ai.operation.name": operation, "gen_ai.provider.name": PROVIDER} if operation else {}
     with tracer.start_as_current_span(name, attributes={**conventions, **attributes}) as span:
@@ -160,6 +162,15 @@ class Candidate:
     cosine: float
 
 
+@dataclass(frozen=True)
+class Query:
+    """What a corpus is searched for: a question, in documents that have all the metadata of `where`."""
+
+    corpus: str
+    question: str
+    where: Mapping[str, str] = field(default_factory=dict)
+
+
 # Converts a document's chunks and vectors to those of another model.
 Rewrite = Callable[[Sequence[TextChunk], np.ndarray], Awaitable[tuple[Sequence[TextChunk], np.ndarray]]]
 
@@ -205,17 +216,15 @@ class Retrieval(ABC):
     @abstractmethod
     async def candidates(
         self,
-        corpus: str,
-        question: str,
+        query: Query,
         vector: np.ndarray | None,
         depth: int,
         model: ModelIdentity,
-        where: Mapping[str, str] = NO_FILTER,
         without: Collection[bytes] = (),
     ) -> list[Candidate]:
         """The `depth` best chunks by BM25 and the `depth` best by cosine, merged, in no particular order.
 
-        Their documents have all the metadata of `where`, and none has a digest of `without`.
+        None has a digest of `without`.
         """
 
     @abstractmethod
@@ -280,14 +289,7 @@ class HybridSearch:
         return np.stack(vectors) if vectors else np.zeros((0, dim), np.float32)
 
     async def search(
-        self,
-        retrieval: Retrieval,
-        corpus: str,
-        question: str,
-        count: int,
-        model: ModelIdentity,
-        where: Mapping[str, str] = NO_FILTER,
-        tenant: str = "",
+        self, retrieval: Retrieval, query: Query, count: int, model: ModelIdentity, tenant: str = ""
     ) -> list[tuple[TextChunk, float]]:
         """The `count` best chunks with their scores, best first; the reranker's scores if there is one.
 
@@ -296,35 +298,28 @@ class HybridSearch:
         vector = None
         if self.embedder is not None:
             with step("gateway.embed", "embeddings", {"gen_ai.request.model": self.embedder.name}):
-                vector = (await self.embedder.embed([question], question=True, tenant=tenant))[0]
+                vector = (await self.embedder.embed([query.question], question=True, tenant=tenant))[0]
         needed = max(self._reranked, count) if self._reranker is not None else count
-        ranked = await self._distinct(retrieval, corpus, question, vector, needed, self.identity(model), where)
+        ranked = await self._distinct(retrieval, query, vector, needed, self.identity(model))
         if self._reranker is None:
             return ranked
         chunks = [chunk for chunk, _ in ranked]
         with step("gateway.rerank"):
-            scores = await self._reranker.score(question, [chunk.text for chunk in chunks])
+            scores = await self._reranker.score(query.question, [chunk.text for chunk in chunks])
         return best(zip(chunks, scores, strict=True), count)
 
     async def _distinct(
-        self,
-        retrieval: Retrieval,
-        corpus: str,
-        question: str,
-        vector: np.ndarray | None,
-        count: int,
-        model: ModelIdentity,
-        where: Mapping[str, str],
+        self, retrieval: Retrieval, query: Query, vector: np.ndarray | None, count: int, model: ModelIdentity
     ) -> list[tuple[TextChunk, float]]:
         """The `count` best chunks of different texts; searches deeper while copies displace other candidates."""
         weight = self._weight if vector is not None else 0.0
         depth, known_digests = max(_DEPTH * count, _MIN_DEPTH), set[bytes]()
         candidates, dropped = list[Candidate](), 0
         for _ in range(_MAX_SEARCHES):
-            batch = await retrieval.candidates(corpus, question, vector, depth, model, where, known_digests)
+            batch = await retrieval.candidates(query, vector, depth, model, known_digests)
             candidates += batch
             ranked = rank(candidates, weight, len(candidates))
-            places = await asyncio.to_thread(distinct, (chunk.text for chunk, _ in ranked), question, count)
+            places = await asyncio.to_thread(distinct, (chunk.text for chunk, _ in ranked), query.question, count)
             new = {candidate.chunk.digest for candidate in batch}
             passed = places[-1] + 1 if len(places) == count else len(ranked)
             copies = max(len(batch) - len(new), passed - len(places) - dropped)

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,8 +14,8 @@ from lancedb.table import AsyncTable
 
 from fusionkv.gateway.client.results import Item
 from fusionkv.gateway.retrieval.base import (
-    NO_FILTER,
     Candidate,
+    Query,
     Retrieval,
     Rewrite,
     TextChunk,
@@ -117,24 +117,22 @@ class EmbeddedRetrieval(Retrieval):
 
     async def candidates(
         self,
-        corpus: str,
-        question: str,
+        query: Query,
         vector: np.ndarray | None,
         depth: int,
         model: ModelIdentity,
-        where: Mapping[str, str] = NO_FILTER,
         without: Collection[bytes] = (),
     ) -> list[Candidate]:
-        condition = condition_of(where, without)
+        condition = condition_of(query.where, without)
 
         async def search(table: CorpusTable) -> tuple[pa.Table, pa.Table | None]:
             if vector is None:
-                return await table.by_words(question, depth, condition), None
-            _check_width(corpus, table, len(vector))
-            return await table.by_both(question, vector, depth, condition)
+                return await table.by_words(query.question, depth, condition), None
+            _check_width(query.corpus, table, len(vector))
+            return await table.by_both(query.question, vector, depth, condition)
 
         async with self._searching:
-            by_words, by_meaning = await self._with(corpus, search, model)
+            by_words, by_meaning = await self._with(query.corpus, search, model)
         return await asyncio.to_thread(_merged, by_words, by_meaning, vector)
 
     async def chunks(self, corpus: str, document: str, model: ModelIdentity) -> list[tuple[TextChunk, np.ndarray]]:

@@ -15,7 +15,6 @@ from collections.abc import (
     Collection,
     Coroutine,
     Iterator,
-    Mapping,
     Sequence,
 )
 from typing import Any, TypeVar
@@ -25,8 +24,8 @@ import numpy as np
 from fusionkv.gateway.client.results import Item
 from fusionkv.gateway.retrieval import milvus_rows as rows
 from fusionkv.gateway.retrieval.base import (
-    NO_FILTER,
     Candidate,
+    Query,
     Retrieval,
     Rewrite,
     TextChunk,
@@ -135,20 +134,18 @@ class MilvusRetrieval(Retrieval):
 
     async def candidates(
         self,
-        corpus: str,
-        question: str,
+        query: Query,
         vector: np.ndarray | None,
         depth: int,
         model: ModelIdentity,
-        where: Mapping[str, str] = NO_FILTER,
         without: Collection[bytes] = (),
     ) -> list[Candidate]:
-        queries: dict[str, Any] = {"words": rows.without_function_words(question)}
+        queries: dict[str, Any] = {"words": rows.without_function_words(query.question)}
         if vector is not None:
             queries["vector"] = vector.astype(np.float32)
-        with _corpus_errors(corpus):
-            collection = await self._checked(corpus, model)
-            by_words, *rest = await collection.search(queries, depth, rows.condition(where, without))
+        with _corpus_errors(query.corpus):
+            collection = await self._checked(query.corpus, model)
+            by_words, *rest = await collection.search(queries, depth, rows.condition(query.where, without))
         return await asyncio.to_thread(_merged, by_words, rest[0] if rest else [], vector)
 
     async def chunks(self, corpus: str, document: str, model: ModelIdentity) -> list[tuple[TextChunk, np.ndarray]]:
@@ -168,7 +165,7 @@ class MilvusRetrieval(Retrieval):
         self, corpus: str, text: str, vector: np.ndarray | None, count: int, model: ModelIdentity
     ) -> list[TextChunk]:
         if vector is None:
-            by_words = await self.candidates(corpus, text, None, 2 * count, model)
+            by_words = await self.candidates(Query(corpus, text), None, 2 * count, model)
             chunks = [candidate.chunk for candidate in by_words]
             return (await asyncio.to_thread(by_shared_words, text, chunks))[:count]
         # Twice as many, so that ties at the cut are broken by name and not by the order of rows.

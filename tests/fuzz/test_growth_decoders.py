@@ -19,7 +19,7 @@ from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.http import requests
 from fusionkv.gateway.http.server import parse
 from fusionkv.gateway.retrieval import base, milvus_rows, page_tokens
-from fusionkv.gateway.retrieval.base import TextChunk
+from fusionkv.gateway.retrieval.base import Query, TextChunk
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 from fusionkv.gateway.tokens import ModelIdentity
 from fusionkv.protos.runtime import settings
@@ -158,7 +158,7 @@ def test_searches(tmp_path: Path) -> None:
 
     async def search(text: str) -> None:
         plan.check_question(text)
-        await retrieval.candidates("c", text, np.ones(4, np.float32) / 2, 10, model)
+        await retrieval.candidates(Query("c", text), np.ones(4, np.float32) / 2, 10, model)
 
     async def start() -> EmbeddedRetrieval:
         made = await EmbeddedRetrieval.open(tmp_path)

@@ -25,7 +25,7 @@ from fusionkv.gateway.ingest.parsers import ParsedDocument
 from fusionkv.gateway.ingest.precompute import Precompute
 from fusionkv.gateway.pipeline import Pipeline
 from fusionkv.gateway.plan import given
-from fusionkv.gateway.retrieval.base import HybridSearch, Retrieval
+from fusionkv.gateway.retrieval.base import HybridSearch, Query, Retrieval
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.deadline import Deadline
@@ -110,7 +110,9 @@ class Rig:
         return await self.ingesting.file(self.tenant, requests.ingest("c", name, content, **more), Deadline.after(60))
 
     async def retrieve(self, question: str, where: Mapping[str, str] | None = None, top_k: int = 0) -> list[Passage]:
-        found = await self.pipeline.retrieve(self.tenant, "c", question, top_k, Deadline.after(60), where=where or {})
+        found = await self.pipeline.retrieve(
+            self.tenant, Query("c", question, where or {}), top_k, Deadline.after(60)
+        )
         return list(passages(pb.RetrieveResponse(passages=[source for _, source in found])))
 
     async def chunks(self, document: str) -> Any:

@@ -13,7 +13,7 @@ import pytest
 
 from fusionkv.gateway.auth.tenants import Quotas, Tenants
 from fusionkv.gateway.retrieval import milvus_rows as rows
-from fusionkv.gateway.retrieval.base import TextChunk, within
+from fusionkv.gateway.retrieval.base import Query, TextChunk, within
 from fusionkv.gateway.retrieval.milvus import Gate, MilvusRetrieval
 from fusionkv.gateway.retrieval.milvus_connection import MIN_SECONDS, REST_SECONDS
 from fusionkv.protos.deadline import Deadline
@@ -119,7 +119,7 @@ async def test_milvus_ends_and_starts_again(tmp_path: Path) -> None:
         for number in range(10):
             await put(engine, "c", f"d{number}", f"text {number}")
     with pytest.raises(Unavailable, match="Milvus"):
-        await engine.candidates("c", "text", vector("text"), 5, MODEL)
+        await engine.candidates(Query("c", "text"), vector("text"), 5, MODEL)
     await engine.close()
     with running_milvus(tmp_path / "data") as (url, _):
         engine = await MilvusRetrieval.open(url)

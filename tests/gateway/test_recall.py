@@ -8,7 +8,7 @@ import pytest
 
 from fusionkv.bench import recall
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.gateway.retrieval.base import HybridSearch, TextChunk
+from fusionkv.gateway.retrieval.base import HybridSearch, Query, TextChunk
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 from fusionkv.gateway.tokens import ModelIdentity
 from tests.gateway.test_ingest import Topics
@@ -32,7 +32,7 @@ async def test_the_default_top_k_holds_all_pages_of_a_story(root: Path, tmp_path
         await engine.replace(page.parent.name, page.name, [chunk], np.zeros((1, 0)), MODEL)
     missed = []
     for question in questions[:: max(1, len(questions) // QUESTIONS)]:
-        found = await search.search(engine, question["corpus"], question["question"], config.top_k, MODEL)
+        found = await search.search(engine, Query(question["corpus"], question["question"]), config.top_k, MODEL)
         if not set(question["documents"]) <= {chunk.document for chunk, _ in found}:
             missed.append(question["question"])
     assert not missed

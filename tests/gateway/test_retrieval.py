@@ -19,7 +19,7 @@ from fusionkv.gateway.auth.tenants import Quotas, Tenants
 from fusionkv.gateway.config import NONE, GatewayConfig
 from fusionkv.gateway.embed.base import Embedder, Reranker
 from fusionkv.gateway.retrieval import embedded, milvus, milvus_rows, table
-from fusionkv.gateway.retrieval.base import HybridSearch, Retrieval, TextChunk, rank
+from fusionkv.gateway.retrieval.base import HybridSearch, Query, Retrieval, TextChunk, rank
 from fusionkv.gateway.retrieval.duplicates import distinct
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 from fusionkv.gateway.retrieval.milvus import MilvusRetrieval
@@ -60,7 +60,7 @@ async def put(engine: Retrieval, corpus: str, document: str, *texts: str, model:
 
 
 async def texts(engine: Retrieval, corpus: str, question: str, count: int = 5, dense: float = 0.0) -> list[str]:
-    found = await engine.candidates(corpus, question, vector(question), 50, MODEL)
+    found = await engine.candidates(Query(corpus, question), vector(question), 50, MODEL)
     return [chunk.text for chunk, _ in rank([c for c in found if dense or c.words], dense, count)]
 
 
@@ -115,7 +115,7 @@ async def test_a_document_replaced_between_the_two_searches_is_found_whole(
         return await search(*given)
 
     monkeypatch.setattr(corpus, "by_meaning", late)
-    found = await engine.candidates("c", "text", vector("text"), 50, MODEL)
+    found = await engine.candidates(Query("c", "text"), vector("text"), 50, MODEL)
     assert sorted(candidate.chunk.text for candidate in found) == ["more new text", "new text"]
 
 
@@ -132,13 +132,13 @@ async def test_words_are_found_as_they_are(engine: Retrieval, word: str) -> None
 )
 async def test_no_question_is_a_syntax_error(engine: Retrieval, question: str) -> None:
     await put(engine, "c", "d", "some text")
-    assert len(await engine.candidates("c", question, vector("q"), 10, MODEL)) == 1
+    assert len(await engine.candidates(Query("c", question), vector("q"), 10, MODEL)) == 1
 
 
 async def test_dense_search_finds_what_shares_no_word(engine: Retrieval) -> None:
     for i in range(50):
         await put(engine, "c", f"d{i:02}", f"text number {i}")
-    found = await engine.candidates("c", "zzz", vector("text number 7"), 3, MODEL)
+    found = await engine.candidates(Query("c", "zzz"), vector("text number 7"), 3, MODEL)
     best = max(found, key=lambda c: c.cosine)
     assert best.chunk.document == "d07"
     assert best.cosine == pytest.approx(1, abs=1e-5)
@@ -149,7 +149,7 @@ async def test_without_an_embedder_words_alone_are_searched(engine: Retrieval) -
     for i in range(20):
         chunk = TextChunk("d", i, f"text number{i} of some length", (i,))
         await engine.replace("c", f"d{i:02}", [replace(chunk, document=f"d{i:02}")], np.zeros((1, 0)), WORDS_ALONE)
-    found = await engine.candidates("c", "what is number7?", None, 50, WORDS_ALONE)
+    found = await engine.candidates(Query("c", "what is number7?"), None, 50, WORDS_ALONE)
     assert [(c.chunk.document, c.cosine) for c in found] == [("d07", 0.0)]
     ((_, stored),) = await engine.chunks("c", "d07", WORDS_ALONE)
     assert stored.shape == (0,)
@@ -176,7 +176,7 @@ async def test_only_documents_with_all_of_the_metadata_are_found(engine: Retriev
     assert [i.source for i in await engine.documents("c")] == ["/x"] * 4
 
     async def found(**where: str) -> list[str]:
-        candidates = await engine.candidates("c", "text", vector("q"), 50, MODEL, where)
+        candidates = await engine.candidates(Query("c", "text", where), vector("q"), 50, MODEL)
         return sorted(c.chunk.document for c in candidates)
 
     assert await found() == ["a", "b", "c", "d"]
@@ -217,9 +217,9 @@ async def test_each_text_is_found_once(engine: Retrieval, weight: float | None, 
     vectors = await search.vectors(copies, {})
     await engine.replace("c", "d", chunks("d", *copies), vectors, model)
     await engine.replace("c", "e", chunks("e", " The PUMP\nis blue "), await search.vectors(PAGES[:1], {}), model)
-    found = await search.search(engine, "c", "the pump is blue", 4, model)
+    found = await search.search(engine, Query("c", "the pump is blue"), 4, model)
     assert sorted(" ".join(chunk.text.lower().split()) for chunk, _ in found) == sorted(PAGES)
-    assert len(await search.search(engine, "c", "the pump is blue", 2, model)) == 2
+    assert len(await search.search(engine, Query("c", "the pump is blue"), 2, model)) == 2
 
 
 VALLEY = "The Corran Valley Line runs from Corran to Pell along the river and " + " ".join(
@@ -268,7 +268,7 @@ async def test_stems_are_those_of_the_language(
 ) -> None:
     engine = await EmbeddedRetrieval.open(tmp_path, language)
     await put(engine, "c", "d", "a horse that runs", "ein Reiter mit Pferd", "the of is des mit")
-    candidates = await engine.candidates("c", question, vector("q"), 50, MODEL)
+    candidates = await engine.candidates(Query("c", question), vector("q"), 50, MODEL)
     # German "des" and "mit" are words like any other.
     assert sorted(c.chunk.position for c in candidates if c.words) == found
     await engine.close()
@@ -301,10 +301,10 @@ async def test_a_corpus_is_moved_to_another_model_and_embedder(tmp_path: Path, r
         assert stored == [("B ONE", (7,)), ("B TWO", (7,))]
         assert [(i.chunks, i.model, i.embedder) for i in await engine.corpora()] == [(4, "a new one", "another")]
         assert sorted(os.listdir(tmp_path)) == ["corpora", "lock"]
-        found = await engine.candidates("c", "one", np.ones(3, np.float32), 50, OTHER)
+        found = await engine.candidates(Query("c", "one"), np.ones(3, np.float32), 50, OTHER)
         assert sorted(c.chunk.text for c in found if c.words) == ["A ONE", "B ONE"]
         # A move indexes all rows. LanceDB refuses phrase queries of indexed rows.
-        quoted = await engine.candidates("c", '"one"', np.ones(3, np.float32), 50, OTHER)
+        quoted = await engine.candidates(Query("c", '"one"'), np.ones(3, np.float32), 50, OTHER)
         assert sorted(c.chunk.text for c in quoted if c.words) == ["A ONE", "B ONE"]
         engine = await reopen(tmp_path)
     await engine.replace("c", "e", [TextChunk("e", 0, "x", (1,))], np.ones((1, 3), np.float32), OTHER)
@@ -449,7 +449,7 @@ async def test_readers_wait_for_the_end_of_a_move(tmp_path: Path, reopen: Reopen
     while not moving.done():
         assert len(await engine.chunks("c", "d3", MODEL)) == 1
         if old._gone:
-            assert len(await engine.candidates("c", "text", vector("text"), 50, MODEL)) == 10
+            assert len(await engine.candidates(Query("c", "text"), vector("text"), 50, MODEL)) == 10
     await moving
 
 
@@ -486,7 +486,7 @@ async def test_a_move_that_was_cut_short_at_its_end_is_finished(tmp_path: Path, 
 async def test_equal_scores_are_ordered_by_document_and_position(engine: Retrieval) -> None:
     for name in ("b", "c", "a"):
         await put(engine, "c", name, "same text", "same text")
-    found = await engine.candidates("c", "same", vector("q"), 50, MODEL)
+    found = await engine.candidates(Query("c", "same"), vector("q"), 50, MODEL)
     assert [c.key for c, _ in rank(found, 0.3, 6)] == [(d, p) for d in "abc" for p in (0, 1)]
     near = await engine.nearest("c", "", vector("same text"), 3, MODEL)
     assert [c.key for c in near] == [("a", 0), ("a", 1), ("b", 0)]
@@ -499,7 +499,7 @@ async def test_another_model_is_refused(engine: Retrieval) -> None:
     with pytest.raises(FailedPrecondition, match=r"with another model \(a model\) than .*: run `fusionkv move c`"):
         await put(engine, "c", "e", "text", model=other)
     with pytest.raises(FailedPrecondition, match="another prompt template"):
-        await engine.candidates("c", "q", vector("q"), 5, replace(MODEL, tokenizer=b"u" * 32))
+        await engine.candidates(Query("c", "q"), vector("q"), 5, replace(MODEL, tokenizer=b"u" * 32))
     for embedder, now in (("another", "the gateway's embedder is another"), ("", "the gateway has no embedder")):
         with pytest.raises(FailedPrecondition, match=f"with embeddings of an embedder, but {now}: run"):
             await engine.chunks("c", "d", replace(MODEL, embedder=embedder))
@@ -519,7 +519,7 @@ async def test_what_is_not_there_is_not_found(engine: Retrieval) -> None:
     assert await engine.delete("c", "d") == (1, 1)
     assert await engine.delete("c") == (0, 0)
     with pytest.raises(NotFound):
-        await engine.candidates("c", "q", vector("q"), 5, MODEL)
+        await engine.candidates(Query("c", "q"), vector("q"), 5, MODEL)
 
 
 @pytest.mark.long
@@ -651,7 +651,7 @@ async def test_documents_are_packed_and_unpacked_beside_the_event_loop(
     await put(engine, "c", "d", "text")
     for near in (vector("text"), None):
         assert len(await engine.nearest("c", "text", near, 1, MODEL)) == 1
-        assert len(await engine.candidates("c", "text", near, 1, MODEL)) == 1
+        assert len(await engine.candidates(Query("c", "text"), near, 1, MODEL)) == 1
     assert len(await engine.chunks("c", "d", MODEL)) == 1
     if isinstance(engine, EmbeddedRetrieval):
         assert await moved(engine, MODEL, DIM) == [1]
