@@ -75,16 +75,8 @@ async def _serve(config: WorkerConfig) -> None:
         admission = servicer.answerer.admission
         meters.observe(lambda: (admission.waiting, admission.running), servicer.pool)
         returning = asyncio.create_task(process.return_memory())
-        await rpc.serve(
-            "fusionkv-worker",
-            config.listen,
-            {SERVICE.full_name: handler(servicer)},
-            drain_seconds=config.drain_seconds,
-            on_drain=servicer.close,
-            tls=config.server_tls,
-            failure=ranks.lost,
-            health_listen=config.health_listen,
-        )
+        services = {SERVICE.full_name: handler(servicer)}
+        await rpc.serve("fusionkv-worker", config, rpc.Served(services, failure=ranks.lost, on_drain=servicer.close))
         returning.cancel()
 
 

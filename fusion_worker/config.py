@@ -13,7 +13,7 @@ from fusionkv.protos.contract.template import template_error
 from fusionkv.protos.runtime import process, settings
 from fusionkv.protos.runtime.errors import FailedPrecondition
 from fusionkv.protos.runtime.settings import setting
-from fusionkv.protos.runtime.tls import ClientTLS, ServerTLS
+from fusionkv.protos.serving import CallingConfig
 
 log = logging.getLogger(__name__)
 # The default address of `fusionkv serve kvcache`.
@@ -25,7 +25,7 @@ STORES = ("plain", "int8", "fp8", "int4")
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerConfig:
+class WorkerConfig(CallingConfig):
     model: Path = setting(
         _MODEL,
         "model to serve: a directory, a *.gguf file, a Hugging Face hub id, or a name from `fusionkv model list`. "
@@ -120,27 +120,10 @@ class WorkerConfig:
         low=0,
         high=1,
     )
-    drain_seconds: float = setting(30.0, "seconds that running requests may take to finish after SIGTERM", low=0)
-    health_listen: str = setting(
-        "", "host:port that answers gRPC health checks without TLS or token, for probes; empty disables it"
-    )
-    metrics_listen: str = setting(
-        "", "host:port of a Prometheus scrape endpoint (/metrics) without TLS or token; empty disables it"
-    )
     signing_keys: Path | None = setting(
         None,
         "file of keys (64 hex digits a line) that sign stored KV: the first key signs, all keys verify, and an entry "
         "that none of them signed is a miss. Without a file, nothing is signed and every entry is accepted",
-    )
-    tls_cert: Path | None = setting(
-        None, "certificate chain (PEM): enables TLS on ports; also presented to services that ask for a certificate"
-    )
-    tls_key: Path | None = setting(None, "private key (PEM) of tls_cert")
-    tls_client_ca: Path | None = setting(
-        None, "CA certificates (PEM): clients must then present a certificate signed by one of them"
-    )
-    tls_ca: Path | None = setting(
-        None, "CA certificates (PEM) of the services that this one calls; enables TLS for those calls"
     )
 
     def __post_init__(self) -> None:
@@ -154,15 +137,7 @@ class WorkerConfig:
         if error := template_error(self.prompt_template):
             raise ValueError(error)
         date.fromisoformat(self.template_date)
-        ServerTLS.of(self.tls_cert, self.tls_key, self.tls_client_ca)
-
-    @property
-    def server_tls(self) -> ServerTLS | None:
-        return ServerTLS.of(self.tls_cert, self.tls_key, self.tls_client_ca)
-
-    def client_tls(self) -> ClientTLS | None:
-        """TLS for calls to other services, read from the files. Raises BadFile."""
-        return ClientTLS.of(self.tls_ca, self.tls_cert, self.tls_key)
+        CallingConfig.__post_init__(self)
 
 
 def configured(file: Path | None, flags: Mapping[str, Any]) -> WorkerConfig:

@@ -97,18 +97,14 @@ async def _serve(config: GatewayConfig) -> None:
     application = Application(config, tenants, workers, search, engine)
     memory_returner = asyncio.create_task(process.return_memory())
 
-    await rpc.serve(
-        "fusionkv-gateway",
-        config.listen,
+    served = rpc.Served(
         {SERVICE.full_name: handlers(application)},
-        drain_seconds=config.drain_seconds,
-        on_drain=application.close,
-        ready=application.ready,
-        tls=config.server_tls,
         interceptors=[BearerInterceptor(bearer)] if bearer else [],
         beside=_http(config, application, bearer),
-        health_listen=config.health_listen,
+        ready=application.ready,
+        on_drain=application.close,
     )
+    await rpc.serve("fusionkv-gateway", config, served)
     memory_returner.cancel()
 
 

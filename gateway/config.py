@@ -7,7 +7,7 @@ from pathlib import Path
 from fusionkv.protos.contract.names import DEFAULT
 from fusionkv.protos.runtime import process
 from fusionkv.protos.runtime.settings import setting
-from fusionkv.protos.runtime.tls import ClientTLS, ServerTLS
+from fusionkv.protos.serving import CallingConfig
 
 # Values of `embedder` that are not a model.
 AUTO, NONE = "auto", "none"
@@ -26,7 +26,7 @@ def secret(file: Path | None) -> str:
 
 
 @dataclass(frozen=True)
-class GatewayConfig:
+class GatewayConfig(CallingConfig):
     """Settings of the gateway: table [gateway] of the configuration file."""
 
     listen: tuple[str, ...] = setting(("127.0.0.1:7072",), "addresses to listen on: host:port or unix:/path")
@@ -143,13 +143,6 @@ class GatewayConfig:
     precompute_concurrency: int = setting(
         4, "number of chunks that one Precompute call encodes at the same time", low=1
     )
-    drain_seconds: float = setting(30.0, "seconds that running calls may take to finish after SIGTERM", low=0)
-    health_listen: str = setting(
-        "", "host:port that answers gRPC health checks without TLS or token, for probes; empty disables it"
-    )
-    metrics_listen: str = setting(
-        "", "host:port of a Prometheus scrape endpoint (/metrics) without TLS or token; empty disables it"
-    )
 
     auth_tokens: Path | None = setting(
         None, "file of bearer tokens (TOML, docs/security.md); calls then require a token"
@@ -169,21 +162,10 @@ class GatewayConfig:
     )
     quotas: Path | None = setting(None, "file of limits per tenant (TOML, docs/security.md)")
 
-    tls_cert: Path | None = setting(
-        None, "certificate chain (PEM): enables TLS on ports; also presented to services that ask for a certificate"
-    )
-    tls_key: Path | None = setting(None, "private key (PEM) of tls_cert")
-    tls_client_ca: Path | None = setting(
-        None, "CA certificates (PEM): clients must then present a certificate signed by one of them"
-    )
-    tls_ca: Path | None = setting(
-        None, "CA certificates (PEM) of the services that the gateway calls; enables TLS for those calls"
-    )
-
     def __post_init__(self) -> None:
         if bool(self.auth_jwks) != bool(self.auth_issuer) or bool(self.auth_jwks) != bool(self.auth_audience):
             raise ValueError("auth_jwks, auth_issuer and auth_audience must be set together")
-        ServerTLS.of(self.tls_cert, self.tls_key, self.tls_client_ca)
+        super().__post_init__()
         self._check_limits()
         self._check_engines()
         for origin in self.http_allowed_origins:
@@ -226,11 +208,3 @@ class GatewayConfig:
     def several_tenants(self) -> bool:
         """Whether bearer tokens identify tenants; otherwise all calls belong to one tenant."""
         return bool(self.auth_tokens or self.auth_jwks)
-
-    @property
-    def server_tls(self) -> ServerTLS | None:
-        return ServerTLS.of(self.tls_cert, self.tls_key, self.tls_client_ca)
-
-    def client_tls(self) -> ClientTLS | None:
-        """The TLS settings for calls to other services. Reads the files; raises BadFile."""
-        return ClientTLS.of(self.tls_ca, self.tls_cert, self.tls_key)

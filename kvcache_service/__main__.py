@@ -164,17 +164,13 @@ async def run(config: Config) -> None:
         servicer.data_plane = DataPlane(
             f"{NAME}-data", servicer, config.listen, config.data_port, config.data_host, config.server_tls
         )
-        await rpc.serve(
-            NAME,
-            config.listen,
+        served = rpc.Served(
             {SERVICE.full_name: handler(servicer)},
             beside=[servicer.data_plane],
-            drain_seconds=config.drain_seconds,
-            on_stop=sharing.write_backs.flush if sharing else None,
-            tls=config.server_tls,
             failure=asyncio.create_task(_after(loading, asyncio.Event().wait)),
-            health_listen=config.health_listen,
+            on_stop=sharing.write_backs.flush if sharing else None,
         )
+        await rpc.serve(NAME, config, served)
     finally:
         for file_server in file_servers:
             file_server.close()

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fusionkv.protos.runtime.settings import setting
-from fusionkv.protos.runtime.tls import ServerTLS
+from fusionkv.protos.serving import ServingConfig
 
 GIB = 1 << 30
 OBJECT_SCHEMES = ("s3", "gs", "az", "file")
@@ -12,7 +12,7 @@ _SCHEMES = ("redis", "rediss", "unix", "mooncake", *OBJECT_SCHEMES)
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
+class Config(ServingConfig):
     listen: tuple[str, ...] = setting(("127.0.0.1:7070",), "addresses to listen on: host:port or unix:/path")
     data_port: int = setting(
         0,
@@ -88,28 +88,13 @@ class Config:
         0.95, "used share of the last tier at which that eviction stops", low=0.0, high=1.0
     )
     drain_seconds: float = setting(10.0, "seconds that running calls may take to finish after SIGTERM", low=0)
-    health_listen: str = setting(
-        "", "host:port that answers gRPC health checks without TLS or token, for probes; empty disables it"
-    )
-    metrics_listen: str = setting(
-        "", "host:port of a Prometheus scrape endpoint (/metrics) without TLS or token; empty disables it"
-    )
-    tls_cert: Path | None = setting(None, "certificate chain (PEM): enables TLS on ports")
-    tls_key: Path | None = setting(None, "private key (PEM) of tls_cert")
-    tls_client_ca: Path | None = setting(
-        None, "CA certificates (PEM): clients must then present a certificate signed by one of them"
-    )
 
     def __post_init__(self) -> None:
         if self.low_watermark > self.high_watermark:
             raise ValueError(
                 f"low_watermark ({self.low_watermark:g}) exceeds high_watermark ({self.high_watermark:g})"
             )
-        ServerTLS.of(self.tls_cert, self.tls_key, self.tls_client_ca)
+        ServingConfig.__post_init__(self)
         scheme, _, _ = self.remote_url.partition("://")
         if self.remote_url and scheme not in _SCHEMES:
             raise ValueError(f"remote_url must begin with one of {', '.join(f'{scheme}://' for scheme in _SCHEMES)}")
-
-    @property
-    def server_tls(self) -> ServerTLS | None:
-        return ServerTLS.of(self.tls_cert, self.tls_key, self.tls_client_ca)

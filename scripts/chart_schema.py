@@ -1,12 +1,12 @@
 """Prints the chart's values.schema.json, updated with the services' current settings (`make docs`)."""
 
-import dataclasses
 import json
 from pathlib import Path
 
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.kvcache_service.config import Config
+from fusionkv.protos.runtime.settings import declared
 
 SCHEMA = Path(__file__).parent.parent / "k8s/fusionkv/values.schema.json"
 # Settings that the chart sets itself.
@@ -22,7 +22,7 @@ def schema() -> str:
     for section, config, own in OWN:
         settings = made["properties"][section]["properties"]["config"]["allOf"]
         names = next(part["propertyNames"] for part in settings if "propertyNames" in part)
-        names["enum"] = [field.name for field in dataclasses.fields(config) if field.name not in own]
+        names["enum"] = [field.name for field in declared(config) if field.name not in own]
     return json.dumps(made, indent=2) + "\n"
 
 

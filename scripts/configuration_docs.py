@@ -40,7 +40,7 @@ def page() -> str:
         parts += [f"## [{section}]", "", f"{title}.", ""]
         parts += ["| name | default | kind | what it does |", "|---|---|---|---|"]
         hints = typing.get_type_hints(config)
-        for field in dataclasses.fields(config):
+        for field in settings.declared(config):
             what = f"{kind(field, hints[field.name])}{bounds(field)} | {field.metadata['help']}"
             parts.append(f"| `{field.name}` | `{settings.shown(field)}` | {what} |")
         parts.append("")

@@ -64,9 +64,9 @@ class FusedPrefill(FusionServicer):
         self._serving: asyncio.Task[None] | None = None
         if listen:
             process.check_ports([listen], "listen")
-            services, tls = {SERVICE.full_name: handler(self)}, config.server_tls
-            serving = rpc.serve("fusionkv-vllm", [listen], services, drain_seconds=0, tls=tls, stop=self._stop)
-            self._serving = asyncio.create_task(serving)
+            alone = replace(config, listen=(listen,), drain_seconds=0.0, health_listen="")
+            served = rpc.Served({SERVICE.full_name: handler(self)})
+            self._serving = asyncio.create_task(rpc.serve("fusionkv-vllm", alone, served, self._stop))
 
     def run_steps(self, busy: bool, loading: Callable[[], bool]) -> None:
         """As `VLLMSteps.run`. While vLLM is busy, steps are shorter (the worker's `max_mixed_tokens`)."""

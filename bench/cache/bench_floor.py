@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 
 from fusionkv.protos.runtime import frames, process, rpc
+from fusionkv.protos.serving import ServingConfig
 
 _MIB = 1 << 20
 
@@ -35,7 +36,7 @@ class Floor(grpc.GenericRpcHandler):
 
 async def serve(addresses: Sequence[str]) -> None:
     process.keep_freed_memory()
-    await rpc.serve("floor", addresses, {"floor": Floor()}, drain_seconds=0)
+    await rpc.serve("floor", ServingConfig(tuple(addresses), drain_seconds=0), rpc.Served({"floor": Floor()}))
 
 
 class FloorClient:

@@ -9,6 +9,7 @@ import shlex
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import quote
 
@@ -22,7 +23,8 @@ from fusionkv.protos.observe import logs, rejected, telemetry
 from fusionkv.protos.runtime import errors, fields, process
 from fusionkv.protos.runtime.admission import PROBE_PLACES, Admit, Arrivals, following, write
 from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted, ServiceError
-from fusionkv.protos.runtime.tls import MAX_AGE_SECONDS, ClientTLS, ServerTLS
+from fusionkv.protos.runtime.tls import MAX_AGE_SECONDS, ClientTLS
+from fusionkv.protos.serving import ServingConfig
 
 log = logging.getLogger(__name__)
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
@@ -403,49 +405,51 @@ class Beside(Protocol):
         """Refuses new calls; calls in flight may take `seconds` to complete."""
 
 
-async def serve(
-    name: str,
-    addresses: Sequence[str],
-    services: Mapping[str, grpc.GenericRpcHandler],
-    *,
-    drain_seconds: float,
-    on_stop: Callable[[float], Awaitable[None]] | None = None,
-    on_drain: Callable[[], Awaitable[None]] | None = None,
-    tls: ServerTLS | None = None,
-    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
-    beside: Sequence[Beside] = (),
-    failure: "asyncio.Future[None] | None" = None,
-    ready: Callable[[], Awaitable[bool]] | None = None,
-    health_listen: str = "",
-    stop: asyncio.Event | None = None,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a process serves.
+
+    Attributes:
+        services: handlers of gRPC services, by name.
+        interceptors: run after those of telemetry.
+        beside: other listeners of the process.
+        ready: whether `services` can be used now, asked every 2 s: while they can't, their health is NOT_SERVING.
+            The health of the server, which has no name, says only that it takes calls.
+        failure: when it fails, health becomes NOT_SERVING, calls in flight end with UNAVAILABLE, neither callback
+            runs, and its error is raised.
+        on_stop: called with half of the drain's seconds, while new calls are still accepted.
+        on_drain: called after all calls have ended.
+    """
+
+    services: Mapping[str, grpc.GenericRpcHandler]
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
+    beside: Sequence[Beside] = ()
+    ready: Callable[[], Awaitable[bool]] | None = None
+    failure: "asyncio.Future[None] | None" = None
+    on_stop: Callable[[float], Awaitable[None]] | None = None
+    on_drain: Callable[[], Awaitable[None]] | None = None
+
+
+async def serve(name: str, config: ServingConfig, served: Served, stop: asyncio.Event | None = None) -> None:
     """Serves until SIGTERM or SIGINT, then drains: health becomes NOT_SERVING, calls in flight get `drain_seconds`.
 
     Prints one line `<name> serving on <address> [<address>]` once it accepts calls, with port 0 resolved, and one
-    line for each other listener of the process, in `beside`. Raises OSError if an address can't be bound, or a
-    certificate can't be used.
+    line for each listener beside. `health_listen` answers health checks alone, and never speaks TLS.
 
-    Args:
-        on_stop: called with half of the drain's seconds, while new calls are still accepted.
-        on_drain: called after all calls have ended.
-        tls: applies to all ports, but not to unix sockets.
-        interceptors: run after those of telemetry.
-        failure: when it fails, health becomes NOT_SERVING, calls in flight end with UNAVAILABLE, neither callback
-            runs, and its error is raised.
-        ready: whether `services` can be used now, asked every 2 s: while they can't, their health is NOT_SERVING.
-            The health of the server, which has no name, says only that it takes calls.
-        health_listen: a further address, which answers health checks alone and never speaks TLS; empty for none.
-        stop: serves until it is set, and leaves signals and the loop's errors to the process.
+    stop: serves until it is set, and leaves signals and the loop's errors to the process.
+
+    Raises OSError if an address can't be bound, or a certificate can't be used.
     """
     # Clients need not load these.
     from grpc_reflection.v1alpha import reflection, reflection_pb2
     from opentelemetry.instrumentation.grpc import aio_server_interceptor, filters
 
+    tls, services = config.server_tls, served.services
     credentials = tls.credentials() if tls else None
     traced = aio_server_interceptor(filter_=filters.negate(filters.health_check()))
     server = grpc.aio.server(
         options=[*_SERVER_OPTIONS, *(_TLS_OPTIONS if tls else [])],
-        interceptors=[traced, *interceptors],
+        interceptors=[traced, *served.interceptors],
     )
     described = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
     checks = _Health()
@@ -453,8 +457,10 @@ async def serve(
     reflected = _Reflection(reflection.aio.ReflectionServicer([*names, reflection.SERVICE_NAME]))
     probes = handlers(_HEALTH, checks, arrivals=_Probes(PROBE_PLACES))
     server.add_generic_rpc_handlers((*services.values(), probes, handlers(described, reflected)))
-    bound = [_bind(server, address, credentials) for address in addresses]
-    beside = [*beside, _PlainHealth(name, checks, health_listen)] if health_listen else beside
+    bound = [_bind(server, address, credentials) for address in config.listen]
+    beside: list[Beside] = [*served.beside]
+    if config.health_listen:
+        beside.append(_PlainHealth(name, checks, config.health_listen))
     others = [(other.name, await other.start()) for other in beside]
     loop = asyncio.get_running_loop()
     if stop is None:
@@ -464,31 +470,32 @@ async def serve(
             loop.add_signal_handler(number, stop.set)
     await server.start()
     for service in ("", *names):
-        await checks.set(service, _NOT_SERVING if ready and service in services else _SERVING)
-    following = asyncio.create_task(checks.follow(services, ready)) if ready else None
+        await checks.set(service, _NOT_SERVING if served.ready and service in services else _SERVING)
+    following = asyncio.create_task(checks.follow(services, served.ready)) if served.ready else None
     for listener, where in ((name, bound), *others):
         # A shell's words: the path of a unix socket may have a space.
         process.say(f"{listener} serving on {shlex.join(where)}", sys.stdout)
     stopping = asyncio.create_task(stop.wait())
-    awaited: list[asyncio.Future[Any]] = [stopping, *([failure] if failure is not None else [])]
+    awaited: list[asyncio.Future[Any]] = [stopping, *([served.failure] if served.failure is not None else [])]
     await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
     if following is not None:
         following.cancel()
-    if failure is not None and failure.done():
+    if served.failure is not None and served.failure.done():
         stopping.cancel()
         await checks.enter_graceful_shutdown()
         await asyncio.gather(server.stop(0), *(other.stop(0) for other in beside))
-        failure.result()
+        served.failure.result()
+    drain_seconds = config.drain_seconds
     log.info("%s is draining for up to %g s", name, drain_seconds)
     await checks.enter_graceful_shutdown()
-    if on_stop is not None:
+    if served.on_stop is not None:
         started = loop.time()
-        await on_stop(drain_seconds / 2)
+        await served.on_stop(drain_seconds / 2)
         drain_seconds -= loop.time() - started
     drain_seconds = max(drain_seconds, 0.0)
     await asyncio.gather(server.stop(drain_seconds), *(other.stop(drain_seconds) for other in beside))
-    if on_drain is not None:
-        await on_drain()
+    if served.on_drain is not None:
+        await served.on_drain()
     process.say(f"{name} stopped", sys.stderr)
 
 

@@ -81,7 +81,7 @@ def load(
 
     Raises SettingsError for an unknown key, a value of the wrong type or out of bounds, or an unreadable file.
     """
-    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    fields = {f.name: f for f in declared(cls)}
     hints = typing.get_type_hints(cls)
     values: dict[str, Any] = {}
     for key, value in _file_table(file, section).items():
@@ -107,10 +107,16 @@ def load(
         raise SettingsError(f"[{section}]: {error}") from error
 
 
+def declared(cls: type) -> list[dataclasses.Field[Any]]:
+    """The settings of a configuration: its own, and then those that it shares with others."""
+    every = {f.name: f for f in dataclasses.fields(cls)}
+    return [every[name] for name in dict.fromkeys((*cls.__annotations__, *every))]
+
+
 def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
     """Adds a flag for each field, with its default in the help text; absent flags stay None."""
     hints = typing.get_type_hints(cls)
-    for f in dataclasses.fields(cls):
+    for f in declared(cls):
         kind = plain(hints[f.name])
         help = f"{f.metadata['help']} (default: {shown(f)})".replace("%", "%%")
         flag = "--" + f.name.replace("_", "-")

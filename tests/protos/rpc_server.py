@@ -11,7 +11,7 @@ from typing import Any
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.observe import handshakes, logs
 from fusionkv.protos.runtime import errors, rpc
-from fusionkv.protos.runtime.tls import ServerTLS
+from fusionkv.protos.serving import ServingConfig
 
 TLS = ("TLS_CERT", "TLS_KEY", "TLS_CLIENT_CA")
 
@@ -73,14 +73,10 @@ async def main(drain_seconds: float, *addresses: str) -> None:
     async def on_drain() -> None:
         print("drained", flush=True)
 
-    await rpc.serve(
-        "test",
-        addresses,
-        {service.full_name: rpc.handlers(service, Servicer())},
-        drain_seconds=drain_seconds,
-        on_drain=on_drain,
-        tls=ServerTLS.of(*(Path(os.environ[name]) if name in os.environ else None for name in TLS)),
-    )
+    tls = {name.lower(): Path(os.environ[name]) for name in TLS if name in os.environ}
+    config = ServingConfig(addresses, drain_seconds, **tls)
+    services = {service.full_name: rpc.handlers(service, Servicer())}
+    await rpc.serve("test", config, rpc.Served(services, on_drain=on_drain))
 
 
 if __name__ == "__main__":
