@@ -179,7 +179,7 @@ class Answerer:
         self.admission = Admission(config.max_requests, config.max_queue)
         self._ratio_guard = RatioGuard(config.shadow_floor)
         self.shadow = Shadow(
-            config.shadow_share, self._ratio_guard, pool, engine, loader, self._planner, self.admission.idle
+            config.shadow_share, self._ratio_guard, engine, loader, self._planner, self.admission.idle
         )
         self.handover = Handover(pool, model, engine.tp, config.prefill_bytes, config.prefill_seconds)
 

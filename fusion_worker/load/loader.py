@@ -75,6 +75,10 @@ class Loader:
             self.write_back.close()
         self.fetcher.close()
 
+    def has_room(self, tokens: int) -> bool:
+        """Whether `plain` would get its slots now."""
+        return self._pool.slots_for(tokens) <= self._pool.free + self._pool.idle
+
     @asynccontextmanager
     async def plain(self, tokens: int) -> AsyncIterator[PromptLayout]:
         """Fresh slots for `tokens` tokens, without reused parts.

@@ -12,7 +12,6 @@ from opentelemetry import metrics
 
 from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.jobs import Logits, Nothing
-from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.compute.planner import Planner
 from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.prompt import Prompt
@@ -53,7 +52,6 @@ class Shadow:
         self,
         share: float,
         ratio_guard: RatioGuard,
-        pool: KVPool,
         engine: Engine,
         loader: Loader,
         planner: Planner,
@@ -62,7 +60,6 @@ class Shadow:
         """idle: set while no request runs or waits."""
         self._share = share
         self._ratio_guard = ratio_guard
-        self._pool = pool
         self._engine = engine
         self._loader = loader
         self._planner = planner
@@ -103,8 +100,7 @@ class Shadow:
                 self._waiting.task_done()
 
     async def _compare(self, sample: Sample) -> None:
-        tokens = sample.prompt.tokens + len(sample.tokens)
-        if self._pool.slots_for(tokens) > self._pool.free + self._pool.idle:
+        if not self._loader.has_room(sample.prompt.tokens + len(sample.tokens)):
             _skipped.add(1, {"fusionkv.reason": "no room"})
             return
         likely, kl = list[int](), 0.0
