@@ -9,6 +9,7 @@ import ipaddress
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
@@ -58,6 +59,33 @@ class Connections:
             del self._open[address]
 
 
+class Timers:
+    """Limits on the time of a connection's phases. One that expires is counted by name, and ends the connection."""
+
+    def __init__(self, abort: Callable[[], None]) -> None:
+        self._abort = abort
+        self._running: dict[str, asyncio.TimerHandle] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._running
+
+    def start(self, name: str, seconds: float, *, counted: bool = True) -> None:
+        self.stop(name)
+        self._running[name] = asyncio.get_running_loop().call_later(seconds, self._expired, name, counted)
+
+    def stop(self, *names: str) -> None:
+        """Stops these timers; without a name, all."""
+        for name in names or [*self._running]:
+            if timer := self._running.pop(name, None):
+                timer.cancel()
+
+    def _expired(self, name: str, counted: bool) -> None:
+        del self._running[name]
+        if counted:
+            rejected.note(name)
+        self._abort()
+
+
 class HTTPConnection(web.RequestHandler):
     """One connection. Malformed input is counted, but never logged."""
 
@@ -77,7 +105,7 @@ class HTTPConnection(web.RequestHandler):
         self.opened = time.monotonic()
         self._socket: asyncio.Transport | None = None
         self._address: str | None = None  # None if the connection was refused
-        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._timers = Timers(self._abort)
         self._head_bytes = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -92,11 +120,10 @@ class HTTPConnection(web.RequestHandler):
         super().connection_made(transport)
         assert self._task_handler is not None
         self._task_handler.add_done_callback(self._ended)
-        self._start_timer("http_head_timeout", self._config.http_head_seconds)
+        self._timers.start("http_head_timeout", self._config.http_head_seconds)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        for name in list(self._timers):
-            self._stop_timer(name)
+        self._timers.stop()
         self._socket = None
         if self._address is None:
             self._connections.refused -= 1
@@ -116,22 +143,22 @@ class HTTPConnection(web.RequestHandler):
             self._abort()
         elif self._request_count > parsed:
             self._head_bytes = 0
-            self._stop_timer("http_head_timeout")
+            self._timers.stop("http_head_timeout")
         elif idle or "http_head_timeout" in self._timers:
             self._head_bytes += len(data)
             if self._head_bytes > _MAX_HEAD:
                 rejected.note("http_head")
                 self._abort()
             elif "http_head_timeout" not in self._timers:
-                self._start_timer("http_head_timeout", self._config.http_head_seconds)
+                self._timers.start("http_head_timeout", self._config.http_head_seconds)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._start_timer("http_send_timeout", self._config.http_send_seconds)
+        self._timers.start("http_send_timeout", self._config.http_send_seconds)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._stop_timer("http_send_timeout")
+        self._timers.stop("http_send_timeout")
 
     def handle_error(
         self,
@@ -171,25 +198,12 @@ class HTTPConnection(web.RequestHandler):
             self._socket.write_eof()
         else:
             self._socket.close()
-        self._timers[full] = self._loop.call_later(_DISCARD_SECONDS, self._abort)
+        self._timers.start(full, _DISCARD_SECONDS, counted=False)
 
     def _ended(self, task: object) -> None:
         """Limits the time for sending what remains: there will be no more requests."""
         if self._socket is not None:
-            self._start_timer("http_send_timeout", self._config.http_send_seconds)
-
-    def _start_timer(self, name: str, seconds: float) -> None:
-        self._stop_timer(name)
-        self._timers[name] = self._loop.call_later(seconds, self._expired, name)
-
-    def _stop_timer(self, name: str) -> None:
-        if timer := self._timers.pop(name, None):
-            timer.cancel()
-
-    def _expired(self, name: str) -> None:
-        self._timers.pop(name, None)
-        rejected.note(name)
-        self._abort()
+            self._timers.start("http_send_timeout", self._config.http_send_seconds)
 
     def _abort(self) -> None:
         if self._socket is not None:

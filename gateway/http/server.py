@@ -38,7 +38,7 @@ class HTTPServer(Listener):
         super().__init__(config.http_listen, config, bearer, config.http_allowed_origins)
         self._application = application
         # Names of Kubernetes; vLLM's /health fails when its engine can't answer.
-        self.get("/livez", self._alive)
+        self.get("/livez", _alive)
         for path in ("/readyz", "/health"):
             self.get(path, self._ready)
         self.get("/v1/models", self._admitted("List", self._models))
@@ -68,10 +68,6 @@ class HTTPServer(Listener):
         body = replies.error_body(error)
         return web.json_response(body, status=replies.status(error), headers=replies.headers(error))
 
-    async def _alive(self, request: web.Request) -> web.Response:
-        """Reports that the gateway takes requests, to probes without a token."""
-        return web.json_response({"status": "ok"})
-
     async def _ready(self, request: web.Request) -> web.Response:
         """Reports whether questions would be answered, to probes without a token."""
         if await self._application.ready():
@@ -86,7 +82,7 @@ class HTTPServer(Listener):
         async with contextlib.aclosing(self._application.generate(call, completion.request)) as responses:
             events = (results.event(response) async for response in responses)
             if completion.stream:
-                return await self._stream(request, replies.chunks(completion, events))
+                return await _stream(request, replies.chunks(completion, events))
             return web.json_response(await replies.whole(completion, events))
 
     async def _pass_on(
@@ -97,27 +93,9 @@ class HTTPServer(Listener):
         async with contextlib.aclosing(self._application.passed(call, *asked)) as responses:
             chunks = replies.passed(completion, responses)
             if completion.stream:
-                return await self._stream(request, chunks)
+                return await _stream(request, chunks)
             (whole,) = [chunk async for chunk in chunks]
             return web.json_response(whole)
-
-    async def _stream(self, request: web.Request, chunks: AsyncIterator[dict[str, Any]]) -> web.StreamResponse:
-        """Streams server-sent events. An error after the first event is sent as the last one."""
-        response = web.StreamResponse(headers=_STREAM)
-        try:
-            async for chunk in chunks:
-                if not response.prepared:
-                    await response.prepare(request)
-                await response.write(_event(json.dumps(chunk)))
-        except Exception as error:
-            if not response.prepared or isinstance(error, ConnectionError):
-                raise
-            replies.record(error)
-            await response.write(_event(json.dumps(replies.error_body(error))))
-        else:
-            await response.write(_event("[DONE]"))
-        await response.write_eof()
-        return response
 
     async def _embed(self, request: web.Request, call: AdmittedCall) -> web.Response:
         embedding = requests.embeddings(await self._json(request))
@@ -152,6 +130,30 @@ class HTTPServer(Listener):
 
     async def _json(self, request: web.Request) -> Any:
         return parse(await self.body(request, "application/json"))
+
+
+async def _alive(request: web.Request) -> web.Response:
+    """Reports that the gateway takes requests, to probes without a token."""
+    return web.json_response({"status": "ok"})
+
+
+async def _stream(request: web.Request, chunks: AsyncIterator[dict[str, Any]]) -> web.StreamResponse:
+    """Streams server-sent events. An error after the first event is sent as the last one."""
+    response = web.StreamResponse(headers=_STREAM)
+    try:
+        async for chunk in chunks:
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write(_event(json.dumps(chunk)))
+    except Exception as error:
+        if not response.prepared or isinstance(error, ConnectionError):
+            raise
+        replies.record(error)
+        await response.write(_event(json.dumps(replies.error_body(error))))
+    else:
+        await response.write(_event("[DONE]"))
+    await response.write_eof()
+    return response
 
 
 class _Refusal(InvalidArgument):

@@ -144,6 +144,20 @@ class _Answer:
         return details is not None and 2 * (details.get("cached_tokens") or 0) < self.usage.get("prompt_tokens", 0)
 
 
+class _Prompts(OrderedDict[str, tuple[str, answer_pb2.Summary]]):
+    """Prompts whose KV vLLM received, and keeps in its prefix cache until it needs the room: the last ones.
+
+    By their fused salt, with the salt of their KV, and the summary of their prefill. A repeated prompt needs no
+    prefill by a worker; if vLLM has evicted its KV, vLLM computes it.
+    """
+
+    def add(self, prompt: str, salt: str, summary: answer_pb2.Summary) -> None:
+        self[prompt] = salt, summary
+        self.move_to_end(prompt)
+        if len(self) > _MAX_REMEMBERED:
+            self.popitem(last=False)
+
+
 class VLLMEngine:
     """Decodes with a vLLM server, which prefills the prompt itself if no worker can, or if the KV can't be used."""
 
@@ -161,10 +175,7 @@ class VLLMEngine:
         self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(ssl=trusted))
         self._vocabulary: Vocabulary | None = None
         self._max_tokens = _MAX_TOKENS
-        # Prompts whose KV vLLM received, and keeps in its prefix cache until it needs the room. A repeated prompt
-        # needs no prefill by a worker; if vLLM has evicted its KV, vLLM computes it.
-        # By their fused salt, with the salt of their KV, and the summary of their prefill.
-        self._remembered: OrderedDict[str, tuple[str, answer_pb2.Summary]] = OrderedDict()
+        self._remembered = _Prompts()
 
     async def model(self, deadline: Deadline, check: Check = lambda _: None) -> Vocabulary:
         """The workers' model; the last known one while no worker describes its own."""
@@ -286,7 +297,7 @@ class VLLMEngine:
         if answer.prefilled is not None:
             summary = await answer.prefilled.summary()
             if answer.tokens > 1 and not (summary.degraded or answer.prefilled.promised):
-                self._remember(answer.fused_salt, answer.salt, summary)
+                self._remembered.add(answer.fused_salt, answer.salt, summary)
         elif answer.remembered is not None:
             if answer.evicted:
                 self._remembered.pop(answer.fused_salt, None)
@@ -301,12 +312,6 @@ class VLLMEngine:
             summary.tokens_recomputed = context
         summary.finish_reason, summary.tokens_generated = answer.finish or "max_tokens", answer.tokens
         return summary
-
-    def _remember(self, prompt: str, salt: str, summary: answer_pb2.Summary) -> None:
-        self._remembered[prompt] = salt, summary
-        self._remembered.move_to_end(prompt)
-        if len(self._remembered) > _MAX_REMEMBERED:
-            self._remembered.popitem(last=False)
 
     def _body(self, answer: _Answer) -> dict[str, Any]:
         sampling = answer.request.sampling
