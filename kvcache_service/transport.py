@@ -24,27 +24,118 @@ T = TypeVar("T")
 RESERVED = "fusionkv-reserved"
 
 
+class GRPCCalls:
+    """The calls of a client to one service by gRPC."""
+
+    def __init__(self, address: str, tls: ClientTLS | None) -> None:
+        self._address, self._tls = address, tls
+        self._channels: list[grpc.aio.Channel] = []
+        self._stub: Any = None
+        self._closed = False
+        self._puts: set[asyncio.Timeout] = set()
+
+    async def close(self) -> None:
+        self._closed = True
+        for put in self._puts:
+            put.reschedule(0)  # grpc.aio would let it wait for ever
+        for channel in self._channels:
+            await channel.close()
+
+    async def put(self, header: pb.PutHeader, data: memoryview, deadline: Deadline) -> pb.PutResponse:
+        """As `Transport.send`."""
+        with self.reported("put at"):
+            async with asyncio.timeout(None) as put:
+                self._puts.add(put)
+                try:
+                    return await self._put(header, data, deadline)
+                finally:
+                    self._puts.discard(put)
+
+    @contextlib.contextmanager
+    def reported(self, doing: str) -> Iterator[None]:
+        """Raises gRPC's errors as this client's, which say what was done: "put at", for example."""
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise errors.from_rpc(error, f"{doing} the cache service at {self._address}") from error
+        except (TimeoutError, asyncio.CancelledError) as error:
+            # `close` ends Puts by a timeout, and grpc.aio may cancel other calls.
+            if not self._closed or cancellation.requests():
+                raise
+            raise self._unavailable(doing) from error
+
+    def _unavailable(self, doing: str) -> errors.Unavailable:
+        return errors.Unavailable(f"{doing} the cache service at {self._address}: the client is closed")
+
+    def check(self, method: str, deadline: Deadline) -> None:
+        """Raises DeadlineExceeded or Unavailable if a call is not worth a try."""
+        if deadline.passed:
+            raise errors.DeadlineExceeded(f"no time left for {method} at the cache service at {self._address}")
+        if self._closed:
+            raise self._unavailable(f"{method} at")
+
+    def begin(self, method: str, request: Any, deadline: Deadline, **more: Any) -> Any:
+        """Starts a call. The channel is created here, since it binds to the running event loop."""
+        self.check(method.lower(), deadline)
+        if not self._channels:
+            process.keep_freed_memory()
+            channel = rpc.dial(self._address, tls=self._tls)
+            put_channel = rpc.dial(self._address, tls=self._tls, traced=False)
+            self._channels, self._stub = [channel, put_channel], KVCacheServiceStub(channel)
+            # KV bytes bypass protobuf (frames.py).
+            self._stub.Fetch = channel.unary_stream(
+                SERVICE + "Fetch", request_serializer=pb.FetchRequest.SerializeToString, response_deserializer=None
+            )
+            self._stub.Put = put_channel.stream_unary(
+                SERVICE + "Put", request_serializer=_put_message, response_deserializer=pb.PutResponse.FromString
+            )
+        return getattr(self._stub, method)(request, timeout=deadline.remaining(), **more)
+
+    async def _put(self, header: pb.PutHeader, data: memoryview, deadline: Deadline) -> pb.PutResponse:
+        """Data that the server does not need would lose the status.
+
+        grpc.aio reports INTERNAL for a write after the end of its call.
+        """
+        rpc_of = {"rpc.system": "grpc", "rpc.service": "kvcache.v1.KVCacheService", "rpc.method": "Put"}
+        put = tracer.start_as_current_span(SERVICE + "Put", kind=trace.SpanKind.CLIENT, attributes=rpc_of)
+        with put, self.reported("put at"):
+            metadata: dict[str, str] = {}
+            propagate.inject(metadata)
+            call = self.begin("Put", None, deadline, metadata=tuple(metadata.items()))
+            try:
+                # The call has ended, and its status has the reason. InternalError: directly before the half-close.
+                with suppress(asyncio.InvalidStateError, grpc.aio.InternalError):
+                    await call.write(pb.PutRequest(header=header))
+                    if RESERVED in await call.initial_metadata():
+                        for frame in frames.split(data):
+                            await call.write(frame)
+                        await call.done_writing()
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.INTERNAL:
+                    raise
+                # A write on a broken connection: a server that ends cancels calls after its drain time.
+                why = f"put at the cache service at {self._address}: it stopped during the call"
+                raise errors.Unavailable(why) from error
+            else:
+                return await call
+            finally:
+                call.cancel()
+
+
 class Transport:
     """The connections of a client to one service. Errors are raised as `fusionkv.protos.runtime.errors`."""
 
     def __init__(self, address: str, tls: ClientTLS | None) -> None:
         self.address = address
         self._tls = tls
-        self._channels: list[grpc.aio.Channel] = []
-        self._stub: Any = None
-        self._closed = False
-        self._puts: set[asyncio.Timeout] = set()
+        self._grpc = GRPCCalls(address, tls)
         self._data: Connections | None = None
 
     async def close(self) -> None:
         """Closes the connections; calls in progress and later ones raise Unavailable."""
-        self._closed = True
         if self._data is not None:
             self._data.close()
-        for put in self._puts:
-            put.reschedule(0)  # grpc.aio would let it wait for ever
-        for channel in self._channels:
-            await channel.close()
+        await self._grpc.close()
 
     async def exchange(self, name: str, request: Any, deadline: Deadline) -> Any:
         """A call with one response: on the data plane, or by gRPC if that is not possible."""
@@ -54,6 +145,11 @@ class Transport:
         except Broken:
             return await self.call(name.capitalize(), request, deadline)
         return getattr(response, name)
+
+    async def call(self, method: str, request: Any, deadline: Deadline) -> Any:
+        """A call by gRPC."""
+        with self._grpc.reported(f"{method.lower()} at"):
+            return await self._grpc.begin(method, request, deadline)
 
     async def receive(self, request: pb.FetchRequest, into: memoryview, deadline: Deadline) -> bytes | None:
         """Fills `into` with the bytes of an entry; returns their checksum, or None if the sizes differ."""
@@ -67,9 +163,9 @@ class Transport:
 
         with suppress(Broken):
             return await self._on_data_plane(asked, receive, deadline)
-        call = self._begin("Fetch", request, deadline)
+        call = self._grpc.begin("Fetch", request, deadline)
         try:
-            with self._errors("fetch from"):
+            with self._grpc.reported("fetch from"):
                 return await frames.fill(into, call)
         except ValueError as error:
             raise errors.DataLoss(f"fetch from the cache service at {self.address}: {error}") from error
@@ -137,20 +233,14 @@ class Transport:
 
         with suppress(Broken):
             return await self._on_data_plane(asked, send, deadline)
-        with self._errors("put at"):
-            async with asyncio.timeout(None) as put:
-                self._puts.add(put)
-                try:
-                    return await self._send_by_grpc(header, data, deadline)
-                finally:
-                    self._puts.discard(put)
+        return await self._grpc.put(header, data, deadline)
 
     async def _on_data_plane(
         self, request: pb.DataRequest, work: Callable[[Connection], Awaitable[T]], deadline: Deadline
     ) -> T:
         """Runs `work` on a connection, which makes this request there. Raises Broken if gRPC is to be used."""
         name = str(request.WhichOneof("call"))
-        self._check(name, deadline)
+        self._grpc.check(name, deadline)
         if self._data is None:
             # Here, since it binds to the running event loop.
             self._data = Connections(self.address, partial(self.call, "Connect", pb.ConnectRequest()), self._tls)
@@ -165,79 +255,6 @@ class Transport:
                 raise errors.of_number(error.status, f"{doing}: {error}") from error
             except TimeoutError as error:
                 raise errors.DeadlineExceeded(f"{doing}: no response in time") from error
-
-    async def _send_by_grpc(self, header: pb.PutHeader, data: memoryview, deadline: Deadline) -> pb.PutResponse:
-        """As `_send`. Data that the server does not need would lose the status.
-
-        grpc.aio reports INTERNAL for a write after the end of its call.
-        """
-        rpc_of = {"rpc.system": "grpc", "rpc.service": "kvcache.v1.KVCacheService", "rpc.method": "Put"}
-        put = tracer.start_as_current_span(SERVICE + "Put", kind=trace.SpanKind.CLIENT, attributes=rpc_of)
-        with put, self._errors("put at"):
-            metadata: dict[str, str] = {}
-            propagate.inject(metadata)
-            call = self._begin("Put", None, deadline, metadata=tuple(metadata.items()))
-            try:
-                # The call has ended, and its status has the reason. InternalError: directly before the half-close.
-                with suppress(asyncio.InvalidStateError, grpc.aio.InternalError):
-                    await call.write(pb.PutRequest(header=header))
-                    if RESERVED in await call.initial_metadata():
-                        for frame in frames.split(data):
-                            await call.write(frame)
-                        await call.done_writing()
-            except grpc.RpcError as error:
-                if error.code() is not grpc.StatusCode.INTERNAL:
-                    raise
-                # A write on a broken connection: a server that ends cancels calls after its drain time.
-                why = f"put at the cache service at {self.address}: it stopped during the call"
-                raise errors.Unavailable(why) from error
-            else:
-                return await call
-            finally:
-                call.cancel()
-
-    async def call(self, method: str, request: Any, deadline: Deadline) -> Any:
-        with self._errors(f"{method.lower()} at"):
-            return await self._begin(method, request, deadline)
-
-    @contextlib.contextmanager
-    def _errors(self, doing: str) -> Iterator[None]:
-        try:
-            yield
-        except grpc.RpcError as error:
-            raise errors.from_rpc(error, f"{doing} the cache service at {self.address}") from error
-        except (TimeoutError, asyncio.CancelledError) as error:
-            # `close` ends Puts by a timeout, and grpc.aio may cancel other calls.
-            if not self._closed or cancellation.requests():
-                raise
-            raise self._unavailable(doing) from error
-
-    def _unavailable(self, doing: str) -> errors.Unavailable:
-        return errors.Unavailable(f"{doing} the cache service at {self.address}: the client is closed")
-
-    def _check(self, method: str, deadline: Deadline) -> None:
-        """Raises DeadlineExceeded or Unavailable if a call is not worth a try."""
-        if deadline.passed:
-            raise errors.DeadlineExceeded(f"no time left for {method} at the cache service at {self.address}")
-        if self._closed:
-            raise self._unavailable(f"{method} at")
-
-    def _begin(self, method: str, request: Any, deadline: Deadline, **more: Any) -> Any:
-        """Starts a call. The channel is created here, since it binds to the running event loop."""
-        self._check(method.lower(), deadline)
-        if not self._channels:
-            process.keep_freed_memory()
-            channel = rpc.dial(self.address, tls=self._tls)
-            put_channel = rpc.dial(self.address, tls=self._tls, traced=False)
-            self._channels, self._stub = [channel, put_channel], KVCacheServiceStub(channel)
-            # KV bytes bypass protobuf (frames.py).
-            self._stub.Fetch = channel.unary_stream(
-                SERVICE + "Fetch", request_serializer=pb.FetchRequest.SerializeToString, response_deserializer=None
-            )
-            self._stub.Put = put_channel.stream_unary(
-                SERVICE + "Put", request_serializer=_put_message, response_deserializer=pb.PutResponse.FromString
-            )
-        return getattr(self._stub, method)(request, timeout=deadline.remaining(), **more)
 
 
 def _put_message(message: pb.PutRequest | memoryview) -> bytes:

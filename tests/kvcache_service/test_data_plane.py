@@ -21,7 +21,7 @@ from fusionkv.kvcache_service.data_plane import listener, tickets
 from fusionkv.kvcache_service.data_plane.connection import Broken, Connection, connect
 from fusionkv.kvcache_service.data_plane.messages import MAX_MESSAGE_BYTES, SIZE, encode
 from fusionkv.kvcache_service.data_plane.tickets import Tickets
-from fusionkv.kvcache_service.transport import Transport
+from fusionkv.kvcache_service.transport import GRPCCalls
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.runtime import errors
 from tests.kvcache_service.tools import MIB, NAMESPACE, Clock, Service, digest, nearby, payload, serving
@@ -36,13 +36,13 @@ def start(start: Any, authority: Any, request: Any) -> Any:
 @pytest.fixture
 async def counted(service: Service, monkeypatch: Any) -> tuple[Service, list[str]]:
     """A service, and the names of its client's calls by gRPC."""
-    calls, begin = [], Transport._begin
+    calls, begin = [], GRPCCalls.begin
 
-    def count(self: Transport, method: str, *args: Any, **more: Any) -> Any:
+    def count(self: GRPCCalls, method: str, *args: Any, **more: Any) -> Any:
         calls.append(method)
         return begin(self, method, *args, **more)
 
-    monkeypatch.setattr(Transport, "_begin", count)
+    monkeypatch.setattr(GRPCCalls, "begin", count)
     # However busy the machine is.
     monkeypatch.setattr(connections, "_WAIT_SECONDS", 30)
     return service, calls
