@@ -6,8 +6,8 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
 
@@ -33,6 +33,69 @@ _CHECK_SECONDS = 5.0
 _RETRIES = 1
 # Refusals by the store itself; all other statuses, and connections that fail, may be over at the next try.
 _REFUSED = re.compile(r"status code: 4(?!08|29)\d\d")
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """The objects of a bucket, or the files of a directory. device: number of the directory's file system."""
+
+    url: str
+    store: Any
+    directory: str
+    device: int
+
+    def get(self, name: str) -> bytes | None:
+        with contextlib.suppress(FileNotFoundError):
+            return obstore.get(self.store, _path(name)).bytes().to_bytes()
+        return None
+
+    def get_range(self, piece: tuple[str, int, int]) -> tuple[int, Any] | None:
+        """Size of a value, and some of its bytes."""
+        name, start, length = piece
+        try:
+            reply = obstore.get(self.store, _path(name), options={"range": (start, start + length)})
+            return reply.meta["size"], reply.bytes()
+        except FileNotFoundError:
+            return None
+
+    def put(self, value: tuple[str, bytes]) -> None:
+        name, data = value
+        # A local file is written elsewhere and renamed, in one piece or in many.
+        parts = {"use_multipart": False} if self.directory else {"chunk_size": _PART_BYTES, "max_concurrency": _PARTS}
+        try:
+            obstore.put(self.store, _path(name), data, **parts)
+        except FileNotFoundError as error:
+            raise OSError(f"{self.url} takes no object: {_reason(error)}") from error
+
+    def exists(self, name: str) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            return bool(obstore.head(self.store, _path(name)))
+        return False
+
+    def remove(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            obstore.delete(self.store, path)
+
+    @contextlib.contextmanager
+    def errors(self) -> Iterator[None]:
+        """Translates the errors of obstore."""
+        self._check_mount()
+        try:
+            yield
+        except BaseError as error:
+            told = f"{self.url} can't be used: {_reason(error)}"
+            refused = self.directory or _REFUSED.search(str(error))
+            raise (OSError if refused else Unreachable)(told) from error
+
+    def _check_mount(self) -> None:
+        """Raises Unreachable if the directory's file system is not mounted: files would fill the disk below it."""
+        if self.directory:
+            try:
+                mounted = os.stat(self.directory).st_dev == self.device
+            except OSError as error:
+                raise Unreachable(f"{self.directory} can't be used: {error}") from error
+            if not mounted:
+                raise Unreachable(f"{self.directory} is in another file system than at the start")
 
 
 class ObjectEngine(RemoteEngine):
@@ -62,19 +125,18 @@ class ObjectEngine(RemoteEngine):
         self._others = ThreadPoolExecutor(_OTHERS, "kvcache-objects")
         self._ended = 0  # calls
         parts = _checked(url)
-        self._directory = unquote(parts.path) if parts.scheme == "file" else ""
-        self._device = 0
-        if self._directory:
+        directory, device = unquote(parts.path) if parts.scheme == "file" else "", 0
+        if directory:
             try:
-                self._device = self._lookups.submit(_device, self._directory).result(_CHECK_SECONDS)
+                device = self._lookups.submit(_device, directory).result(_CHECK_SECONDS)
             except TimeoutError as error:
-                raise OSError(f"{self._directory} does not answer") from error
-        self._store = _opened(url, parts.scheme, timeout)
+                raise OSError(f"{directory} does not answer") from error
+        self._bucket = _Bucket(url, _opened(url, parts.scheme, timeout), directory, device)
         with contextlib.suppress(Unreachable, TimeoutError):
             self._lookups.submit(self.probe).result(_CHECK_SECONDS)
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
-        return list(self._each(self._lookups, self._get, names))
+        return list(self._each(self._lookups, self._bucket.get, names))
 
     def get_into(self, names: Sequence[str], into: Sequence[memoryview]) -> bool:
         """In ranges at the same time. Copies what has arrived: what comes too late must change no buffer."""
@@ -83,7 +145,9 @@ class ObjectEngine(RemoteEngine):
             for name, view in zip(names, into, strict=True)
             for at in range(0, len(view), _PART_BYTES)
         ]
-        arrived = self._each(self._copies, self._get_range, [(name, at, len(part)) for name, _, part, at in ranges])
+        arrived = self._each(
+            self._copies, self._bucket.get_range, [(name, at, len(part)) for name, _, part, at in ranges]
+        )
         for (_, size, part, _), value in zip(ranges, arrived, strict=True):
             if value is None or value[0] != size or len(value[1]) != len(part):
                 return False
@@ -91,74 +155,41 @@ class ObjectEngine(RemoteEngine):
         return True
 
     def put(self, values: Sequence[tuple[str, bytes]]) -> None:
-        list(self._each(self._copies, self._put, values))
+        list(self._each(self._copies, self._bucket.put, values))
 
     def touch(self, names: Sequence[str]) -> list[bool]:
         """Says whether each exists, and renews nothing."""
-        return list(self._each(self._others, self._exists, names))
+        return list(self._each(self._others, self._bucket.exists, names))
 
     def remove(self, names: Sequence[str]) -> None:
-        list(self._each(self._others, self._remove, names))
+        list(self._each(self._others, self._bucket.remove, list(map(_path, names))))
 
     def remove_all(self, prefix: str) -> None:
         """prefix: ends before a ":", where folders end."""
-        with self._errors():
-            for batch in obstore.list(self._store, _path(prefix.rstrip(":")), chunk_size=_BATCH):
+        with self._bucket.errors():
+            for batch in obstore.list(self._bucket.store, _path(prefix.rstrip(":")), chunk_size=_BATCH):
                 paths = [entry["path"] for entry in batch]
                 try:
-                    obstore.delete(self._store, paths)
+                    obstore.delete(self._bucket.store, paths)
                 except FileNotFoundError:  # of a directory that another service deletes, too
-                    list(self._each(self._others, partial(_remove, self._store), paths))
+                    list(self._each(self._others, self._bucket.remove, paths))
 
     def probe(self) -> None:
         """Lists the bucket: the absence of an object says nothing, since a missing bucket has none either."""
-        with self._errors():
-            for _ in obstore.list(self._store, _path("fusionkv:probe"), chunk_size=1):
+        with self._bucket.errors():
+            for _ in obstore.list(self._bucket.store, _path("fusionkv:probe"), chunk_size=1):
                 break
 
     def close(self) -> None:
         for threads in (self._lookups, self._copies, self._others):
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def _get(self, name: str) -> bytes | None:
-        with contextlib.suppress(FileNotFoundError):
-            return obstore.get(self._store, _path(name)).bytes().to_bytes()
-        return None
-
-    def _get_range(self, piece: tuple[str, int, int]) -> tuple[int, Any] | None:
-        """Size of a value, and some of its bytes."""
-        name, start, length = piece
-        try:
-            reply = obstore.get(self._store, _path(name), options={"range": (start, start + length)})
-            return reply.meta["size"], reply.bytes()
-        except FileNotFoundError:
-            return None
-
-    def _put(self, value: tuple[str, bytes]) -> None:
-        name, data = value
-        # A local file is written elsewhere and renamed, in one piece or in many.
-        parts = (
-            {"use_multipart": False} if self._directory else {"chunk_size": _PART_BYTES, "max_concurrency": _PARTS}
-        )
-        try:
-            obstore.put(self._store, _path(name), data, **parts)
-        except FileNotFoundError as error:
-            raise OSError(f"{self._url} takes no object: {_reason(error)}") from error
-
-    def _exists(self, name: str) -> bool:
-        with contextlib.suppress(FileNotFoundError):
-            return bool(obstore.head(self._store, _path(name)))
-        return False
-
-    def _remove(self, name: str) -> None:
-        _remove(self._store, _path(name))
-
     def _each(self, threads: ThreadPoolExecutor, call: Callable[[A], R], given: Sequence[A]) -> Iterator[R]:
         """Results in order, of calls at the same time."""
 
         def one(argument: A) -> R:
             try:
-                with self._errors():
+                with self._bucket.errors():
                     return call(argument)
             finally:
                 self._ended += 1
@@ -179,27 +210,6 @@ class ObjectEngine(RemoteEngine):
                 raise Unreachable(f"{self._url} does not answer within {self._patience:g} s")
             if running.done():
                 return running.result()
-
-    @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
-        """Translates the errors of obstore."""
-        self._check_mount()
-        try:
-            yield
-        except BaseError as error:
-            told = f"{self._url} can't be used: {_reason(error)}"
-            refused = self._directory or _REFUSED.search(str(error))
-            raise (OSError if refused else Unreachable)(told) from error
-
-    def _check_mount(self) -> None:
-        """Raises Unreachable if the directory's file system is not mounted: files would fill the disk below it."""
-        if self._directory:
-            try:
-                mounted = os.stat(self._directory).st_dev == self._device
-            except OSError as error:
-                raise Unreachable(f"{self._directory} can't be used: {error}") from error
-            if not mounted:
-                raise Unreachable(f"{self._directory} is in another file system than at the start")
 
 
 def _checked(url: str) -> SplitResult:
@@ -235,11 +245,6 @@ def _device(directory: str) -> int:
     """Number of a directory's file system. Raises OSError if it is none."""
     with os.scandir(directory):
         return os.stat(directory).st_dev
-
-
-def _remove(store: Any, path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        obstore.delete(store, path)
 
 
 def _path(name: str) -> str:

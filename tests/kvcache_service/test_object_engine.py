@@ -235,14 +235,14 @@ def test_a_directory_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.
     released = threading.Event()
     with connected(f"file://{tmp_path}", timeout=0.05) as engine:
         engine.put([("a", b"1")])
-        get_range, late = engine._get_range, list[Any]()
+        get_range, late = object_engine._Bucket.get_range, list[Any]()
 
-        def hang(wanted: Any) -> Any:
+        def hang(bucket: Any, wanted: Any) -> Any:
             released.wait(60)
-            late.append(get_range(wanted))
+            late.append(get_range(bucket, wanted))
             return late[0]
 
-        monkeypatch.setattr(engine, "_get_range", hang)
+        monkeypatch.setattr(object_engine._Bucket, "get_range", hang)
         buffer = bytearray(1)
         with pytest.raises(Unreachable, match="does not answer"):
             engine.get_into(["a"], [memoryview(buffer)])
