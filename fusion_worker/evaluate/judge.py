@@ -137,7 +137,6 @@ def recommend(tallies: Sequence[Tally]) -> Default:
 
 
 def _in_turn(tasks: Sequence[Task]) -> Iterator[Block]:
-    """Yields blocks of all tasks in turn."""
     return (block for block in chain(*zip_longest(*(task.blocks(ROUND) for task in tasks))) if block is not None)
 
 

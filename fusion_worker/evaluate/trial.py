@@ -130,7 +130,6 @@ class Trial:
         return Answer({name: answer.values[name] for name in names})
 
     async def _alone(self, cell: Cell, given: Given | None, picture: bool) -> Answer:
-        """Answers in one cell, with times."""
         answer = Answer()
         async with self._placed(cell.recipe, cell.ratio) as layout:
             with clock(answer, "select"):

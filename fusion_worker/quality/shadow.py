@@ -135,7 +135,6 @@ class Shadow:
 
 
 def _most_likely(logits: torch.Tensor) -> list[int]:
-    """The most likely token of each row."""
     tokens: list[int] = logits.argmax(-1).tolist()
     return tokens
 

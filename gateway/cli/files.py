@@ -169,7 +169,6 @@ def _opened(path: Path) -> AbstractContextManager[BinaryIO]:
 
 
 def _checked(name: str, lines: Sequence[bytes], start: int, ids: dict[str, int]) -> Part:
-    """The part of these lines."""
     content = b"".join(lines)
     documents = json_lines(parse.utf8(content), start)
     for document in documents:

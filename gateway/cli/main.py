@@ -34,16 +34,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given[:1] == ["serve"] and given[1:2] and given[1] in MODULES:
         # Replace this process by the service, which parses its own flags.
         _replace(f"serve {given[1]}", MODULES[given[1]], given[2:])
-    if given and given[0] in LOCAL:
-        return _run_local(given[0], given[1:])
-    parser = _parser()
-    args = parser.parse_args(given)
-    if args.command == "serve" and args.service != "all":  # its name did not come first
-        parser.error(f"put the service before its flags: fusionkv serve {args.service} ...")
     try:
+        if given and given[0] in LOCAL:
+            return _run_local(given[0], given[1:])
+        parser = _parser()
+        args = parser.parse_args(given)
+        if args.command == "serve" and args.service != "all":  # its name did not come first
+            parser.error(f"put the service before its flags: fusionkv serve {args.service} ...")
         return _run(args)
     except ModuleNotFoundError as error:
-        print(missing_package(args.command, error), file=sys.stderr)
+        print(missing_package(given[0], error), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return _INTERRUPTED
@@ -65,25 +65,17 @@ def _replace(command: str, module: str, flags: Sequence[str]) -> NoReturn:
 
 def _run_local(command: str, flags: Sequence[str]) -> int:
     """Runs a command of `LOCAL`. The worker's engine takes seconds to load, so other commands do not."""
-    try:
-        if command == "check" and any(flag.partition("=")[0] == "--corpus" for flag in flags):
-            from fusionkv.gateway.cli.check_corpus import main as run
-        elif command == "check":
-            from fusionkv.fusion_worker.evaluate.check import main as run
-        elif command == "eval":
-            from fusionkv.fusion_worker.evaluate.evaluation import main as run
-        elif command == "size":
-            from fusionkv.fusion_worker.evaluate.sizing import main as run
-        else:
-            from fusionkv.fusion_worker.library.__main__ import main as run
-        return run(flags)
-    except ModuleNotFoundError as error:
-        print(missing_package(command, error), file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return _INTERRUPTED
-    finally:
-        _drop_output()
+    if command == "check" and any(flag.partition("=")[0] == "--corpus" for flag in flags):
+        from fusionkv.gateway.cli.check_corpus import main as run
+    elif command == "check":
+        from fusionkv.fusion_worker.evaluate.check import main as run
+    elif command == "eval":
+        from fusionkv.fusion_worker.evaluate.evaluation import main as run
+    elif command == "size":
+        from fusionkv.fusion_worker.evaluate.sizing import main as run
+    else:
+        from fusionkv.fusion_worker.library.__main__ import main as run
+    return run(flags)
 
 
 def _run(args: argparse.Namespace) -> int:

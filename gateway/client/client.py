@@ -338,7 +338,6 @@ class Client(_BaseClient):
     def _stream(
         self, method: str, request: Message, read: Callable[[Any], T], timeout: float | None = None
     ) -> Generator[T]:
-        """As `AsyncClient._stream`."""
         call = self._start(method, request, timeout)
         try:
             with _errors(self.address):

@@ -264,7 +264,6 @@ def _passed(fields: dict[str, Any], extension: dict[str, Any]) -> dict[str, Any]
 
 
 def _usage(fields: Mapping[str, Any], stream: bool) -> bool:
-    """Whether a stream ends with a usage chunk."""
     field = "stream_options"
     options = {name: value for name, value in _typed(fields, field, dict, {}).items() if value is not None}
     if options and not stream:

@@ -207,7 +207,6 @@ class FusionKVL2Adapter(L2AdapterInterface):
     def _of_objects(
         self, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]
     ) -> tuple[list[bytes], list[memoryview]]:
-        """The names of objects, and their bytes."""
         layouts = [MemoryLayoutDesc(each.get_shapes(), each.get_dtypes()) for each in objects]
         names = [self._name(key, layout) for key, layout in zip(keys, layouts, strict=True)]
         return names, [memoryview(each.byte_array).cast("B") for each in objects]

@@ -94,7 +94,6 @@ class _Pages:
         return indices[:: self._size].tolist() if len(indices) == len(keys) * self._size else None
 
     def _parts(self, starts: Sequence[int]) -> list[memoryview]:
-        """Views of the parts of pages."""
         tokens = torch.arange(self._size)
         found = self._pool.get_page_buffer_meta(torch.cat([tokens + start for start in starts]))
         return [memoryview(_array(size).from_address(at)).cast("B") for at, size in zip(*found, strict=True)]
@@ -239,7 +238,6 @@ def _restorable(transfer: PoolTransfer, there: Sequence[bool]) -> set[int]:
 
 
 def _bytes(page: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor."""
     return page.view(-1).view(torch.uint8).numpy().data
 
 

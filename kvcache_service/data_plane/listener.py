@@ -223,7 +223,7 @@ class DataPlane:
         ticket = bytearray(TICKET_BYTES)
         async with asyncio.timeout(TICKET_SECONDS):
             if isinstance(wire.socket, ssl.SSLSocket):
-                await wire.attempt(wire.socket.do_handshake, None)
+                await wire.ready.attempt(wire.socket.do_handshake, None)
             await wire.fill(memoryview(ticket))
         if not self._tickets.redeem(bytes(ticket)):
             return False
@@ -250,12 +250,12 @@ class DataPlane:
     async def _call(self, request: pb.DataRequest, call: str | None, connection: "_Connection", near: bool) -> None:
         match call:
             case "lookup":
-                hits = await self._calls.lookup(request.lookup, near=near, waiting=connection.wire.cancelling)
+                hits = await self._calls.lookup(request.lookup, near=near, waiting=connection.wire.ready.cancelling)
                 await self._answer_leased(hits.lease, connection, lookup=hits)
             case "find":
-                stored = await self._calls.find(request.find, near=near, waiting=connection.wire.cancelling)
+                stored = await self._calls.find(request.find, near=near, waiting=connection.wire.ready.cancelling)
                 if request.find.sizes:
-                    with connection.wire.cancelling():
+                    with connection.wire.ready.cancelling():
                         async with self._calls.reading_found(stored, request.find.sizes) as frames:
                             await connection.send_entries(frames, find=stored)
                 else:
@@ -264,11 +264,11 @@ class DataPlane:
                 await connection.answer(release=self._calls.release(request.release))
             case "fetch":
                 # A caller that is gone may leave a full window, into which nothing can be sent.
-                with connection.wire.cancelling():
+                with connection.wire.ready.cancelling():
                     async with self._calls.reading(request.fetch) as (size, frames):
                         await connection.send_entries(frames, bytes=size)
             case "fetch_all":
-                with connection.wire.cancelling():
+                with connection.wire.ready.cancelling():
                     async with self._calls.reading_all(request.fetch_all) as (sizes, frames):
                         await connection.send_entries(frames, sizes=pb.Sizes(bytes=sizes))
             case "put":

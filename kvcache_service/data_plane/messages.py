@@ -53,27 +53,107 @@ def shut_down(connected: socket.socket) -> None:
         socket.socket.shutdown(connected, socket.SHUT_RDWR)
 
 
-class Wire:
-    """A connected socket of the running event loop, for one call at a time. Methods raise OSError, and HungUp.
+class Readiness:
+    """Waits until a connected socket can be read or written, for one call at a time.
 
-    The event loop watches the socket from the first wait on until `close`: to begin and to end this takes as long as
-    the rest of a wait.
+    The running event loop watches it from the first wait on until `unwatch`: to begin and to end this takes as long
+    as the rest of a wait.
     """
 
-    def __init__(self, connected: socket.socket, seconds: float | None = None) -> None:
-        """seconds: maximum wait for a piece that is received or sent, after which methods raise TimeoutError."""
-        self.socket = connected
-        self._seconds = seconds
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
         self._loop = asyncio.get_running_loop()
-        self._scratch = memoryview(bytearray(_AHEAD_BYTES))
-        self._ahead = self._scratch[:0]  # received, and not taken yet
         self._watched = False
         self._receiving: Callable[[], None] | None = None  # what waits until the socket can be read
         self._cancelled: asyncio.Task[Any] | None = None  # if the other end hangs up
 
+    async def attempt(self, operation: Callable[[], T], seconds: float | None, *, writes: bool = False) -> T:
+        """The result of an operation on the socket, which is tried whenever the socket is ready for it.
+
+        Between these tries, which go on from where the last one stopped, the caller is not resumed: a MiB arrives in
+        dozens of pieces.
+
+        seconds: maximum wait, after which it raises TimeoutError.
+        writes: whether it waits until it can write, unless TLS says what it waits for.
+        """
+        while True:
+            try:
+                return operation()
+            except ssl.SSLWantReadError:
+                writes = False
+            except ssl.SSLWantWriteError:
+                writes = True
+            except BlockingIOError:
+                pass
+            done: asyncio.Future[tuple[T] | None] = self._loop.create_future()
+            timer = None if seconds is None else self._loop.call_later(seconds, _expire, done)
+            again = partial(_try_again, operation, writes, done)
+            try:
+                if writes:
+                    self._loop.add_writer(self._socket, again)
+                else:
+                    self._receiving = again
+                    self._watch()
+                if (result := await done) is not None:
+                    return result[0]
+            finally:
+                self._receiving = None
+                if writes:
+                    self._loop.remove_writer(self._socket)
+                if timer is not None:
+                    timer.cancel()
+
+    @contextlib.contextmanager
+    def cancelling(self) -> Iterator[None]:
+        """Cancels the current task if the other end hangs up, before it sends anything else."""
+        self._cancelled = asyncio.current_task()
+        self._watch()
+        try:
+            yield
+        finally:
+            self._cancelled = None
+
+    def _watch(self) -> None:
+        if not self._watched:
+            self._loop.add_reader(self._socket, self._readable)
+            self._watched = True
+
+    def unwatch(self) -> None:
+        if self._watched:
+            self._loop.remove_reader(self._socket)
+            self._watched = False
+
+    def _readable(self) -> None:
+        if self._receiving is not None:
+            self._receiving()
+            return
+        self.unwatch()  # until it is waited for, what there is would call this again and again
+        if self._cancelled is not None and self._hung_up():
+            self._cancelled.cancel()
+
+    def _hung_up(self) -> bool:
+        try:
+            # What arrives on the network, which with TLS is not what was sent.
+            return not socket.socket.recv(self._socket, 1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+
+class Wire:
+    """A connected socket of the running event loop, for one call at a time. Methods raise OSError, and HungUp."""
+
+    def __init__(self, connected: socket.socket, seconds: float | None = None) -> None:
+        """seconds: maximum wait for a piece that is received or sent, after which methods raise TimeoutError."""
+        self.socket, self.ready = connected, Readiness(connected)
+        self._seconds = seconds
+        self._scratch = memoryview(bytearray(_AHEAD_BYTES))
+        self._ahead = self._scratch[:0]  # received, and not taken yet
+
     def close(self) -> None:
         """Closes the socket, which nothing uses."""
-        self._unwatch()
+        self.ready.unwatch()
         self.socket.close()
 
     async def send(self, data: bytes | memoryview) -> None:
@@ -84,7 +164,7 @@ class Wire:
             while rest:
                 rest = rest[self.socket.send(rest) :]
 
-        await self.attempt(send, self._seconds, writes=True)
+        await self.ready.attempt(send, self._seconds, writes=True)
 
     async def message(self) -> bytes:
         """The next message, without its size."""
@@ -121,7 +201,7 @@ class Wire:
             while rest:
                 rest = rest[self._received(rest) :]
 
-        await self.attempt(receive, self._seconds)
+        await self.ready.attempt(receive, self._seconds)
 
     def take(self, into: memoryview) -> int:
         """Moves bytes that were received already; returns their number."""
@@ -136,86 +216,13 @@ class Wire:
         return await self._some(into, self._seconds)
 
     async def _some(self, into: memoryview, seconds: float | None) -> int:
-        return await self.attempt(lambda: self._received(into), seconds)
+        return await self.ready.attempt(lambda: self._received(into), seconds)
 
     def _received(self, into: memoryview) -> int:
         count = self.socket.recv_into(into)
         if not count:
             raise HungUp("the connection was closed")
         return count
-
-    async def attempt(self, operation: Callable[[], T], seconds: float | None, *, writes: bool = False) -> T:
-        """The result of an operation on the socket, which is tried whenever the socket is ready for it.
-
-        Between these tries, which go on from where the last one stopped, the caller is not resumed: a MiB arrives in
-        dozens of pieces.
-
-        seconds: maximum wait, after which it raises TimeoutError.
-        writes: whether it waits until it can write, unless TLS says what it waits for.
-        """
-        while True:
-            try:
-                return operation()
-            except ssl.SSLWantReadError:
-                writes = False
-            except ssl.SSLWantWriteError:
-                writes = True
-            except BlockingIOError:
-                pass
-            done: asyncio.Future[tuple[T] | None] = self._loop.create_future()
-            timer = None if seconds is None else self._loop.call_later(seconds, _expire, done)
-            again = partial(_try_again, operation, writes, done)
-            try:
-                if writes:
-                    self._loop.add_writer(self.socket, again)
-                else:
-                    self._receiving = again
-                    self._watch()
-                if (result := await done) is not None:
-                    return result[0]
-            finally:
-                self._receiving = None
-                if writes:
-                    self._loop.remove_writer(self.socket)
-                if timer is not None:
-                    timer.cancel()
-
-    @contextlib.contextmanager
-    def cancelling(self) -> Iterator[None]:
-        """Cancels the current task if the other end hangs up, before it sends anything else."""
-        self._cancelled = asyncio.current_task()
-        self._watch()
-        try:
-            yield
-        finally:
-            self._cancelled = None
-
-    def _watch(self) -> None:
-        if not self._watched:
-            self._loop.add_reader(self.socket, self._readable)
-            self._watched = True
-
-    def _unwatch(self) -> None:
-        if self._watched:
-            self._loop.remove_reader(self.socket)
-            self._watched = False
-
-    def _readable(self) -> None:
-        if self._receiving is not None:
-            self._receiving()
-            return
-        self._unwatch()  # until it is waited for, what there is would call this again and again
-        if self._cancelled is not None and self._hung_up():
-            self._cancelled.cancel()
-
-    def _hung_up(self) -> bool:
-        try:
-            # What arrives on the network, which with TLS is not what was sent.
-            return not socket.socket.recv(self.socket, 1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
 
 
 def _expire(done: "asyncio.Future[Any]") -> None:

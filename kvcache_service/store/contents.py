@@ -7,7 +7,6 @@ from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 
 import numpy as np
-import numpy.typing as npt
 
 from fusionkv.kvcache_service.index.heat import ColdQueue
 from fusionkv.kvcache_service.index.rows import PROTECTED, Rows
@@ -131,11 +130,9 @@ class TierContents:
         self._probation.check_integrity()
         self._protected.check_integrity()
         assert len(self) == visible
-        members = np.flatnonzero((np.frombuffer(self._offsets, np.int64) >= 0) & (self._uses() < PROTECTED))
+        there, uses = np.frombuffer(self._offsets, np.int64) >= 0, np.frombuffer(self._rows.uses, np.uint8)
+        members = np.flatnonzero(there & (uses < PROTECTED))
         assert self._probation_bytes == sum(aligned(self._rows.size(row)) for row in members.tolist())
-
-    def _uses(self) -> npt.NDArray[np.uint8]:
-        return np.frombuffer(self._rows.uses, np.uint8)
 
     def _leave_probation(self, row: int) -> None:
         self._probation.remove(row)

@@ -103,10 +103,9 @@ class ChatFusionKV(QuestionFields, BaseChatModel):
 
     def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
         """The key of LangChain's cache for an answer beside the messages: all else that determines it."""
-        options = self._call(kwargs, stop)
+        options, metadata = self._request((), stop, kwargs)
         options.pop("timeout", None)
-        passages, metadata = self._passages(options)
-        request = requests.generate(self.corpus, "", **{**options, "passages": passages})
+        request = requests.generate(self.corpus, "", **options)
         sent = hashlib.sha256(request.SerializeToString(deterministic=True))
         sent.update(json.dumps(metadata, sort_keys=True, default=repr).encode())
         return json.dumps([self._llm_type, self.address, self.caller(), self.output_version, sent.hexdigest()])
@@ -162,19 +161,13 @@ class ChatFusionKV(QuestionFields, BaseChatModel):
     def _request(
         self, messages: Sequence[BaseMessage], stop: list[str] | None, arguments: dict[str, Any]
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """The options of a call, with its messages and passages, and the metadata of each passage."""
+        """The options of a call, with its messages and passages, and the metadata of each passage, kept here."""
         turns = [_turn(number, message) for number, message in enumerate(messages)]
         options = self._call(arguments, stop)
-        passages, metadata = self._passages(options)
-        return {**options, "passages": passages, "messages": turns}, metadata
-
-    def _passages(self, options: dict[str, Any]) -> tuple[list[str | Passage] | None, list[dict[str, Any]]]:
-        """Takes the passages out of the options of a call; and the metadata of each, which stays here."""
         passages = self.take_passages(options)
-        if passages is None:
-            return None, []
-        metadata = [passage.metadata if isinstance(passage, Document) else {} for passage in passages]
-        return [_passage(passage) for passage in passages], metadata
+        sent = None if passages is None else [_passage(passage) for passage in passages]
+        metadata = [passage.metadata if isinstance(passage, Document) else {} for passage in passages or ()]
+        return {**options, "passages": sent, "messages": turns}, metadata
 
     def _call(self, arguments: dict[str, Any], stop: list[str] | None = None) -> dict[str, Any]:
         """The options of a call; `stream` is LangChain's own."""
