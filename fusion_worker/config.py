@@ -43,8 +43,7 @@ class WorkerConfig(CallingConfig):
     )
     listen: tuple[str, ...] = setting(("127.0.0.1:7071",), "addresses to listen on: host:port or unix:/path")
     cache: str = setting(
-        "",
-        "address of the cache service; empty uses one of this user or root on this machine, `none` uses none",
+        "", "address of the cache service; empty uses one of this user or root on this machine, `none` uses none"
     )
     device: str = setting("auto", "device to compute on: auto, cpu or cuda[:N]")
     dtype: str = setting(

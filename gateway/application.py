@@ -57,12 +57,7 @@ class Application:
     """
 
     def __init__(
-        self,
-        config: GatewayConfig,
-        tenants: Tenants,
-        workers: WorkerPool,
-        search: HybridSearch,
-        engine: AnswerEngine,
+        self, config: GatewayConfig, tenants: Tenants, workers: WorkerPool, search: HybridSearch, engine: AnswerEngine
     ) -> None:
         """`engine` answers prompts."""
         self.admission = CallAdmission(config, tenants)

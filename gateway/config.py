@@ -60,8 +60,7 @@ class GatewayConfig(CallingConfig):
         Path(".fusionkv/gateway"), "directory of the embedded retrieval engine, which stores the corpora"
     )
     milvus_url: str = setting(
-        "",
-        "http:// or https:// URL of a Milvus server that stores the corpora instead; several gateways may use it",
+        "", "http:// or https:// URL of a Milvus server that stores the corpora instead; several gateways may use it"
     )
     milvus_token: Path | None = setting(None, "file with the credentials for Milvus: user:password or an API key")
     milvus_database: str = setting("default", "name of the Milvus database")

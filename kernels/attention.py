@@ -76,12 +76,7 @@ class Temper:
 
 
 def tempered_attention(
-    q: torch.Tensor,
-    k_pool: torch.Tensor,
-    v_pool: torch.Tensor,
-    span: QuerySpan,
-    temper: Temper,
-    spec: AttentionSpec,
+    q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, span: QuerySpan, temper: Temper, spec: AttentionSpec
 ) -> torch.Tensor:
     """Attention of a span's rows with another temperature and weight for a range of keys (APE).
 

@@ -76,12 +76,7 @@ class CacheClient:
         self._local = LocalTiers(address)
 
     async def lookup(
-        self,
-        namespace: bytes,
-        path: Sequence[tuple[bytes, Sequence[bytes]]],
-        *,
-        lease_ms: int = 0,
-        timeout: float,
+        self, namespace: bytes, path: Sequence[tuple[bytes, Sequence[bytes]]], *, lease_ms: int = 0, timeout: float
     ) -> Lookup:
         """Finds and leases a prompt's entries; `path` contains (digest, variants), system prompt first."""
         elements = [pb.PathElement(digest=digest, variants=variants) for digest, variants in path]

@@ -71,12 +71,7 @@ class Batch:
         return replace(self, ids=ids, positions=positions, slots=slots)
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        spec: AttentionSpec,
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
         """Writes a layer's keys and values to the pool, and attends to it. As `Attending.attend`."""
         k_pool, v_pool = self.pool[layer, 0], self.pool[layer, -1]

@@ -117,11 +117,7 @@ class Engine:
         except Exception as error:
             unfinished = [one for one in slices if not one.queued.future.done()]
             if len(slices) > 1:
-                log.warning(
-                    "a step of %d jobs failed and is repeated one by one: %s",
-                    len(slices),
-                    logs.kind(error),
-                )
+                log.warning("a step of %d jobs failed and is repeated one by one: %s", len(slices), logs.kind(error))
                 for one in unfinished:
                     self._compute([one])
                 return

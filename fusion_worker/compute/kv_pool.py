@@ -84,12 +84,7 @@ class KVPool:
 
     @classmethod
     def of(
-        cls,
-        shape: KVShape,
-        pool_bytes: int,
-        page_tokens: int,
-        device: torch.device,
-        setting: str = "pool_bytes",
+        cls, shape: KVShape, pool_bytes: int, page_tokens: int, device: torch.device, setting: str = "pool_bytes"
     ) -> "KVPool":
         """A pool of at most `pool_bytes`, and one slot: `[layers, tensors, slots, kv_heads, head_dim]` by `shape`."""
         pages = pool_bytes // (shape.token_bytes * page_tokens)

@@ -100,12 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         default=512,
         help="size of chunks of an unsplit context (default: %(default)s)",
     )
-    add(
-        "--out",
-        type=Path,
-        default=Path("build/eval"),
-        help="folder of the results (default: %(default)s)",
-    )
+    add("--out", type=Path, default=Path("build/eval"), help="folder of the results (default: %(default)s)")
     command.add_engine(parser)
     add(
         "--pool-bytes",

@@ -48,11 +48,7 @@ async def compare(directory: Path, model: Model, config: WorkerConfig) -> Oracle
     prompt = Prompt(Chunk(()), tuple(map(Chunk, chunks)), _draw(model, _QUESTION, chance))
     computed = await _by_engine(model, prompt, config)
     network: Any = AutoModelForCausalLM.from_pretrained(
-        directory,
-        dtype=model.kv.dtype,
-        attn_implementation="eager",
-        use_safetensors=True,
-        trust_remote_code=False,
+        directory, dtype=model.kv.dtype, attn_implementation="eager", use_safetensors=True, trust_remote_code=False
     )
     network = network.to(model.device).eval()
     block = torch.tensor([i for i, c in enumerate(chunks) for _ in c] + [-1] * _QUESTION, device=model.device)

@@ -33,13 +33,7 @@ _MAX_GROUPS_WITH_LIBRARY = 2
 class Runner:
     """Measures with one model, pool and engine. Create and use it inside one event loop."""
 
-    def __init__(
-        self,
-        model: Model,
-        config: WorkerConfig,
-        chunk_tokens: int,
-        auxiliary: Model | None = None,
-    ) -> None:
+    def __init__(self, model: Model, config: WorkerConfig, chunk_tokens: int, auxiliary: Model | None = None) -> None:
         self._model = model
         # No answers are streamed, so steps need not be shorter during decoding.
         config = replace(config, max_mixed_tokens=config.max_step_tokens)
@@ -123,11 +117,7 @@ class Runner:
         return primers + sum(sorted(sizes)[-count:])
 
     async def _group(
-        self,
-        group: Sequence[Asked],
-        cells: Sequence[Cell],
-        alone: bool,
-        picture: bool,
+        self, group: Sequence[Asked], cells: Sequence[Cell], alone: bool, picture: bool
     ) -> list[list[Answer]]:
         prompts = [asked.prompt for asked in group]
         library = group[0].task.library

@@ -98,12 +98,7 @@ class ChunkLoads:
             self._pool.hide(pooled)
             load.task.cancel()
 
-    async def _load(
-        self,
-        part: LoadedChunk,
-        before: Sequence[LoadedChunk],
-        namespace: bytes,
-    ) -> None:
+    async def _load(self, part: LoadedChunk, before: Sequence[LoadedChunk], namespace: bytes) -> None:
         done = part.pooled.ready
         try:
             with trace.use_span(trace.get_current_span()):  # the load's, in which it records errors

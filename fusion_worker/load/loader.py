@@ -100,11 +100,7 @@ class Loader:
 
     @asynccontextmanager
     async def prompt(
-        self,
-        prompt: Prompt,
-        fresh: Fresh,
-        stopwatch: Stopwatch,
-        encode: Encode = ISOLATED,
+        self, prompt: Prompt, fresh: Fresh, stopwatch: Stopwatch, encode: Encode = ISOLATED
     ) -> AsyncIterator[LoadedPrompt]:
         """The prompt's parts in the pool and `fresh(stale tokens)` fresh slots; all released on exit.
 

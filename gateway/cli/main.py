@@ -16,11 +16,7 @@ from fusionkv.gateway.client import DEFAULT_ADDRESS, ORDER_NAMES, UNREACHED_HINT
 from fusionkv.gateway.ingest.media_types import ENDINGS, MEDIA_TYPES
 from fusionkv.protos.runtime.settings import SettingsError, positive
 
-MODULES = {
-    "kvcache": "fusionkv.kvcache_service",
-    "worker": "fusionkv.fusion_worker",
-    "gateway": "fusionkv.gateway",
-}
+MODULES = {"kvcache": "fusionkv.kvcache_service", "worker": "fusionkv.fusion_worker", "gateway": "fusionkv.gateway"}
 # Commands that need no gateway, and parse their own flags.
 LOCAL = ("eval", "check", "model", "size")
 _USAGE = 2

@@ -315,9 +315,7 @@ class Client(_BaseClient):
         token = ""
         while True:
             r = self._call(
-                "List",
-                requests.of(pb.ListRequest, corpus=corpus, page_size=_PAGE, page_token=token),
-                timeout,
+                "List", requests.of(pb.ListRequest, corpus=corpus, page_size=_PAGE, page_token=token), timeout
             )
             items.extend(map(results.item, r.items))
             if not (token := r.next_page_token):

@@ -226,10 +226,7 @@ def _load(task: str, directory: Path, threads: int) -> tuple[Answer, dict[str, A
         pairs = CrossEncoder(directory)
         return lambda m: ({"scores": pairs.score(m["question"], m["texts"])}, b""), {"name": pairs.name}
     model = SentenceModel(directory)
-    return (
-        lambda m: ({}, model.embed(m["texts"], m["question"]).tobytes()),
-        {"name": model.name, "dim": model.dim},
-    )
+    return (lambda m: ({}, model.embed(m["texts"], m["question"]).tobytes()), {"name": model.name, "dim": model.dim})
 
 
 if __name__ == "__main__":

@@ -190,12 +190,7 @@ def _listed(sources: Iterable[Passage]) -> dict[str, Any]:
 
 def _frame(request: CompletionRequest, kind: str) -> dict[str, Any]:
     name, kind = ("cmpl", "text_completion") if request.text else ("chatcmpl", kind)
-    return {
-        "id": f"{name}-{uuid.uuid4().hex}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": request.model,
-    }
+    return {"id": f"{name}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": request.model}
 
 
 def _delta(request: CompletionRequest, **delta: str) -> dict[str, Any]:

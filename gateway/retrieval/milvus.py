@@ -8,15 +8,7 @@ import asyncio
 import contextlib
 import hashlib
 import weakref
-from collections.abc import (
-    AsyncGenerator,
-    AsyncIterator,
-    Callable,
-    Collection,
-    Coroutine,
-    Iterator,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np

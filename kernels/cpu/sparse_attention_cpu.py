@@ -106,11 +106,7 @@ def prefill_attention(
 
 
 def _fused(
-    rows: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    spec: AttentionSpec,
+    rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, spec: AttentionSpec
 ) -> torch.Tensor:
     """torch's operator over [1, heads, tokens, head_dim]; causal without a mask."""
     causal = mask is None
@@ -239,12 +235,7 @@ class _Plan(NamedTuple):
 
 
 def decode_attention(
-    q: torch.Tensor,
-    k_pool: torch.Tensor,
-    v_pool: torch.Tensor,
-    few: Spans,
-    spec: AttentionSpec,
-    out: torch.Tensor,
+    q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, few: Spans, spec: AttentionSpec, out: torch.Tensor
 ) -> None:
     """`sparse_attention` for spans of a few rows; writes their rows of `out`."""
     kv_heads = k_pool.shape[1]

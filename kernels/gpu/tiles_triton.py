@@ -124,12 +124,7 @@ def walk(  # type: ignore[no-untyped-def]
 
 
 def constants(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    block: int,
-    turns: Rotation | None,
-    tile: int = 0,
-    window: int | None = None,
+    q: torch.Tensor, keys: torch.Tensor, block: int, turns: Rotation | None, tile: int = 0, window: int | None = None
 ) -> dict[str, Any]:
     """The constants that kernels are compiled with.
 

@@ -148,11 +148,7 @@ class Extents:
         """Allocated bytes; each place is rounded up to a multiple of 4096."""
 
     def coldest_range(
-        self,
-        size: int,
-        starts: npt.NDArray[np.int64],
-        sizes: npt.NDArray[np.int64],
-        heats: npt.NDArray[np.float64],
+        self, size: int, starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], heats: npt.NDArray[np.float64]
     ) -> tuple[int, int]:
         """Finds a range for `size` bytes whose hottest place is as cold as possible, in 0.2 us per place.
 

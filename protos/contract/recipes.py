@@ -276,12 +276,7 @@ def _evicting(recipe: Recipe, tokens: int) -> Recipe:
 MODIFIERS: dict[str, Modifier] = {
     modifier.name: modifier
     for modifier in (
-        Modifier(
-            "isolated",
-            "chunks encoded alone",
-            lambda r: replace(r, encode=Isolated()),
-            neighbours=0,
-        ),
+        Modifier("isolated", "chunks encoded alone", lambda r: replace(r, encode=Isolated()), neighbours=0),
         Modifier(
             "similarity_guided",
             "chunks encoded together with N similar ones (FusionRAG 3.1)",

@@ -448,8 +448,7 @@ async def serve(name: str, config: ServingConfig, served: Served, stop: asyncio.
     credentials = tls.credentials() if tls else None
     traced = aio_server_interceptor(filter_=filters.negate(filters.health_check()))
     server = grpc.aio.server(
-        options=[*_SERVER_OPTIONS, *(_TLS_OPTIONS if tls else [])],
-        interceptors=[traced, *served.interceptors],
+        options=[*_SERVER_OPTIONS, *(_TLS_OPTIONS if tls else [])], interceptors=[traced, *served.interceptors]
     )
     described = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
     checks = _Health()
