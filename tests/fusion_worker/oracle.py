@@ -138,7 +138,8 @@ def network(family: str, dtype: torch.dtype = torch.float32) -> Any:
     """
     name, more = FAMILIES[family]
     if dtype == torch.bfloat16 and "num_experts" in more:
-        more = {**more, "num_experts_per_tok": more["num_experts"]}
+        groups = {"topk_group": more["n_group"]} if "n_group" in more else {}
+        more = {**more, **groups, "num_experts_per_tok": more["num_experts"]}
     torch.manual_seed(1)
     config = getattr(transformers, name)(**{**BASE, **more})
     made = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
