@@ -37,8 +37,11 @@ build/tools/.done: scripts/setup.sh
 	@scripts/setup.sh tools
 	@touch $@
 
+.PHONY: venv
+venv: .venv/.services .venv/.stubs ## The services and the command `fusionkv` in .venv, without what tests need
+
 .PHONY: demo
-demo: .venv/.services .venv/.stubs ## Fetches SmolLM2, starts the three services, asks questions with full attention and with the default
+demo: venv ## Fetches SmolLM2, starts the three services, asks questions with full attention and with the default
 	@$(PY) examples/demo.py $(ARGS)
 
 .PHONY: cluster
