@@ -46,8 +46,8 @@ _CELL = re.compile("<td>(.*?)</td>", re.DOTALL)
 _TAG = re.compile("<[^>]*>")
 # Characters from which a cell stays readably wide on a phone; its table scrolls.
 _LONG = 60
-# Notes for contributors are no part of the site: there, a link to them is its text alone.
-_NOTES = re.compile(r"\[([^\]]+)\]\([^)\s]*\bjournal\b[^)\s]*\)")
+# Notes for contributors are no part of the site: there, a link to them is its text alone, or nothing in brackets.
+_NOTES = re.compile(r"\s\(\[[^\]]+\]\({0}\)\)|\[([^\]]+)\]\({0}\)".format(r"[^)\s]*\bjournal\b[^)\s]*"))
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -139,6 +139,7 @@ def test_every_file_that_a_page_needs_is_there(site: Path) -> None:
 def test_every_link_of_the_site_leads_to_a_file(site: Path) -> None:
     """mkdocs does not warn of links to pages that it excludes."""
     for name, page in pages(site).items():
+        assert "(notes)" not in page.get_text(), f"{name} names notes that the site does not have"
         for element in page.select("a[href]"):
             target = str(element["href"]).partition("#")[0]
             if target and ":" not in target and name != "404.html":
