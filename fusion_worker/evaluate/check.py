@@ -153,12 +153,18 @@ def _table(model: Model, oracles: Oracles, verdict: Verdict) -> Table:
         f"{oracles.full_reuse:.1e} with full reuse",
     )
     for column in ("recipe", "ratio", "verdict", "KL", "95%", "top-1", "n", "off", "kept"):
-        table.add_column(column, justify="left" if column in ("recipe", "verdict") else "right")
+        left = column in ("recipe", "verdict")
+        table.add_column(column, justify="left" if left else "right", no_wrap=column != "verdict")
     for name, judged in verdict.judged:
         figures = list[str]()
         if judged.agreement is not None:
             figures = [f"{judged.kl:.3f}", f"{judged.low:.3f}-{judged.high:.3f}", f"{judged.agreement:.0%}"]
             figures += map(str, (judged.answers, judged.off, judged.kept))
         table.add_row(name, f"{judged.ratio:g}", judged.verdict, *figures)
-    table.caption = f"for this model, use {verdict.default}" if oracles.held else next(verdict.judged)[1].why
+    if not oracles.held:
+        table.caption = next(verdict.judged)[1].why
+    else:
+        default = verdict.default
+        unsafe = verdict.unsafe(find_recipe(default.choice.recipe), default.choice.ratio)
+        table.caption = f"for this model, use {'full_attention' if unsafe else default.choice}: {default.why}"
     return table

@@ -127,7 +127,8 @@ def recommend(tallies: Sequence[Tally]) -> Default:
     ]
     if not good:
         why = f"of {answers} answers no recipe up to a ratio of 0.3 is safe and keeps as many as {PRIMED}"
-        return Default(PRIMED, f"by `fusionkv check`, {why}")
+        replaced = ", which is unsafe: full attention answers instead" * (base.judge().verdict == UNSAFE)
+        return Default(PRIMED, f"by `fusionkv check`, {why}{replaced}")
     best = min(good, key=lambda tally: tally.order)
     why = (
         f"by `fusionkv check`, the cheapest safe recipe of those that keep at least as many of {answers} answers as "

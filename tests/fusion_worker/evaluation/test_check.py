@@ -158,6 +158,7 @@ def test_where_nothing_is_safe_and_where_too_few_were_asked() -> None:
     found = recommend([tally("deeplayer+primed", 0.2, kl=0.3), tally("deeplayer", 0.3, kl=0.2)])
     assert found.choice == PRIMED
     assert "no recipe up to a ratio of 0.3 is safe" in found.why
+    assert found.why.endswith("deeplayer+primed at 0.2, which is unsafe: full attention answers instead")
     better = recommend([tally("deeplayer+primed", 0.2, kl=0.3), tally("prophetkv", 0.3, kl=0.01)])
     assert better.choice == Choice("prophetkv", 0.3)
     assert recommend([tally("deeplayer+primed", 0.2, answers=11, kept=5), tally("prophetkv", 0.2)]) == UNMEASURED
