@@ -7,6 +7,8 @@
 ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm@sha256:593bd06efe90efa80dc4eee3948be7c0fde4134606dd40d8dd8dbcade98e669c
 # Without CUDA's runtime, which torch brings.
 ARG CUDA_IMAGE=nvidia/cuda:13.0.1-base-ubuntu24.04@sha256:f8ef28f579ea42a44b415d2c5d46f788e6a9b395c6c83f2929416e1fc192c143
+# SOURCE_DATE_EPOCH, where packages are installed: bytecode is then checked by a hash of its source. Layers may round the
+# times of files, by which half of it would be stale, and be compiled anew at each start (read-only, it can't be kept).
 # Labels that each build changes come by `--label` (k8s/fusionkv/README.md): an argument would be part of the layers below.
 
 # --- what the package and each of its extras require: only a change of these installs packages anew
@@ -19,6 +21,7 @@ lists = {'package': project['dependencies'], **project['optional-dependencies']}
 
 # --- the package itself, the same in all images and the last layer of each
 FROM ${PYTHON_IMAGE} AS application
+ENV SOURCE_DATE_EPOCH=315532800
 WORKDIR /src
 COPY constraints.txt ./
 RUN --mount=type=cache,target=/root/.cache/pip pip install -c constraints.txt setuptools wheel grpcio-tools
@@ -36,6 +39,7 @@ RUN pip wheel --no-cache-dir --no-build-isolation --no-deps --wheel-dir /wheels 
 
 # --- packages: each image holds only what its service imports
 FROM ${PYTHON_IMAGE} AS packages
+ENV SOURCE_DATE_EPOCH=315532800
 COPY --from=requirements /requirements /requirements
 WORKDIR /requirements
 # The package is found in a folder of its own.
@@ -68,6 +72,7 @@ RUN --mount=type=cache,target=/root/.cache/pip pip --python /opt/fusionkv/bin/py
 
 # Of the CUDA image's own Python (3.12 on Ubuntu 24.04).
 FROM ${CUDA_IMAGE} AS worker-gpu-packages
+ENV SOURCE_DATE_EPOCH=315532800
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends python3 python3-pip python3-venv \

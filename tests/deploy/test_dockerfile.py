@@ -87,6 +87,17 @@ def test_a_change_of_the_source_changes_the_last_layer_alone(text: str, target: 
     assert "COPY constraints.txt pyproject.toml ./" in requirements
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_bytecode_is_valid_whatever_the_times_of_files(text: str, target: str) -> None:
+    """Python's compiler then writes hashes; without them, builders that round times make half of it stale."""
+    for base in re.findall(r"^COPY --from=(\S+) ", stage(text, target)[1], re.MULTILINE):
+        earlier = ""
+        while not base.startswith("${"):
+            base, lines = stage(text, base)
+            earlier = lines + earlier
+        assert "ENV SOURCE_DATE_EPOCH=" in earlier.partition("pip ")[0]
+
+
 def test_the_documented_build_says_what_it_was_made_of(root: Path) -> None:
     page = (root / "k8s/fusionkv/README.md").read_text()
     match = re.search(r"docker buildx build (.+?) \.\n", page, re.DOTALL)
