@@ -69,6 +69,13 @@ class Config(ServingConfig):
         "events in vLLM's format over ZeroMQ; replays are at the next port. Empty publishes nothing",
     )
     max_entry_bytes: int = setting(GIB, "maximum size of an entry", bytes=True, low=1, high=GIB)
+    tenant_share: float = setting(
+        1.0,
+        "share of the memory tier, and of the disk tier, that one tenant's entries may take: beyond it, its own "
+        "coldest entries are evicted for its new ones; 1 sets no limit",
+        low=0.001,
+        high=1.0,
+    )
     max_path: int = setting(256, "maximum number of elements in a path", low=1, high=65535)
     max_puts: int = setting(64, "maximum number of Puts at the same time", low=1)
     max_fetches: int = setting(256, "maximum number of Fetches at the same time", low=1)

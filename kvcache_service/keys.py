@@ -11,10 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from fusionkv.protos.contract import limits
 
 DIGEST_BYTES = limits.DIGEST_BYTES
+_TENANT_BYTES = 8
 
 
 def namespace(model: bytes, settings: Mapping[str, str], tenant: str) -> bytes:
-    """Digest of everything but the tokens that affects KV bytes.
+    """Digest of everything but the tokens that affects KV bytes. It begins with that of the tenant.
 
     Args:
         model: Fingerprint of weights, configuration and tokenizer.
@@ -22,7 +23,13 @@ def namespace(model: bytes, settings: Mapping[str, str], tenant: str) -> bytes:
         tenant: Isolates users from each other.
     """
     pairs = [text for key in sorted(settings) for text in (key.encode(), settings[key].encode())]
-    return _digest(b"namespace", [model, tenant.encode(), *pairs])
+    name = tenant.encode()
+    return tenant_of(_digest(b"tenant", [name])) + _digest(b"namespace 2", [model, name, *pairs])[_TENANT_BYTES:]
+
+
+def tenant_of(namespace: bytes) -> bytes:
+    """The part of a namespace that all namespaces of its tenant begin with."""
+    return namespace[:_TENANT_BYTES]
 
 
 def chunk_digest(tokens: Sequence[int]) -> bytes:

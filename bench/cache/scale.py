@@ -118,7 +118,7 @@ def add(store: Store, chunks: int) -> float:
     start = time.process_time()
     for number in range(chunks, chunks + ADDED):
         entry = StoredEntry(record_at(number), float(number))
-        place, _ = residents.reserve(home, entry.record.size)
+        place, _ = residents.reserve(home, entry.record)
         home.commit(entry.record, place, entry.heat)
         residents.add_copy(entry, home, place)
         residents.publish(entry)

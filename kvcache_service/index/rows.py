@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fusionkv.kvcache_service.index.record import MAX_SIGNATURE_BYTES, OFFERED, VARIANT, EntryRecord
-from fusionkv.kvcache_service.keys import DIGEST_BYTES
+from fusionkv.kvcache_service.keys import DIGEST_BYTES, tenant_of
 
 # key, chunk, variant, checksum, size, tokens, base, flags
 _FIXED = struct.Struct("<32s32s32s16sIIIB3x")
@@ -140,6 +140,9 @@ class Rows:
     def size(self, row: int) -> int:
         at = row * _FIXED.size + _SIZE_AT
         return int.from_bytes(self._fixed[at : at + 4], "little")
+
+    def tenant(self, row: int) -> bytes:
+        return tenant_of(self._prefix_table[self._prefixes[row]][0])
 
     def sizes(self) -> npt.NDArray[np.uint32]:
         """Sizes by row number. While this view exists, no row can be added."""

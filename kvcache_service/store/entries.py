@@ -13,10 +13,11 @@ from fusionkv.kvcache_service.index.heat import FrequencySketch
 from fusionkv.kvcache_service.index.index import Index
 from fusionkv.kvcache_service.index.record import EntryRecord, HitKind
 from fusionkv.kvcache_service.index.rows import PROTECTED
-from fusionkv.kvcache_service.keys import entry_key, path_keys
+from fusionkv.kvcache_service.keys import entry_key, path_keys, tenant_of
 from fusionkv.kvcache_service.metrics import Counters
 from fusionkv.kvcache_service.store.contents import TierContents
 from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier
+from fusionkv.kvcache_service.tiers.extents import ALIGNMENT, aligned
 from fusionkv.protos.runtime.errors import ResourceExhausted
 
 
@@ -114,8 +115,12 @@ class Residents:
     Must be used on the event loop's thread. Moves no bytes.
     """
 
-    def __init__(self, tiers: Sequence[Tier], counters: Counters) -> None:
+    def __init__(self, tiers: Sequence[Tier], counters: Counters, tenant_share: float = 1.0) -> None:
+        """tenant_share: the part of each tier that a tenant's entries may take; 1 sets no limit."""
         self.tiers, self.home = tuple(tiers), tiers[-1]
+        self._tenant_share = tenant_share
+        # Bytes of a tenant's places in a tier, also of reserved ones, and of invisible entries that are held.
+        self._taken: Counter[tuple[str, bytes]] = Counter()
         self.index = Index(len(tiers))
         self._counters = counters
         self.listener: TierListener | None = None
@@ -130,7 +135,9 @@ class Residents:
         rows = self.index.rows
         self._places = {tier.name: column for tier, column in zip(self.tiers, rows.places, strict=True)}
         self._contents = {
-            tier.name: TierContents(tier, rows, self._places[tier.name], self._evictable, self._held)
+            tier.name: TierContents(
+                tier, rows, self._places[tier.name], self._evictable, self._held, shared=tenant_share < 1
+            )
             for tier in tiers
         }
 
@@ -182,10 +189,21 @@ class Residents:
         """Keys of the `count` hottest entries."""
         return [self.index.rows.key(row) for row in self._contents[self.home.name].hottest(count)]
 
+    def share(self, tier: Tier) -> int:
+        """Maximum bytes of a tenant's entries in a tier."""
+        return int(self._tenant_share * tier.capacity_bytes) // ALIGNMENT * ALIGNMENT
+
+    def excess(self, tier: Tier, record: EntryRecord) -> int:
+        """Bytes by which a tenant exceeds its share of a tier with one more entry; at most 0 without shares."""
+        taken = self._taken[tier.name, tenant_of(record.namespace)] + aligned(record.size)
+        return taken - self.share(tier) if self._tenant_share < 1 else 0
+
     def reserve(
-        self, tier: Tier, size: int, colder_than: float = math.inf
+        self, tier: Tier, record: EntryRecord, colder_than: float = math.inf
     ) -> tuple[Place, list[tuple[bytes, Place]]]:
         """Reserves a place, if needed by evicting entries that are not held and are colder than `colder_than`.
+
+        Those are the tenant's own while it would exceed its share of the tier.
 
         Raises NoSpace if evicting all these is not enough; nothing was changed then.
 
@@ -193,10 +211,12 @@ class Residents:
             The place, and key and place of entries evicted from the home tier. `Tier.forget` must be called for these
             before the place is written.
         """
-        place, rows = self._contents[tier.name].reserve(size, colder_than)
+        place, rows = self._contents[tier.name].reserve(record, colder_than, self.excess(tier, record))
+        self._count(tier, record, 1)
         evicted: list[tuple[bytes, Place]] = []
         for entry in map(self._entry, rows):
             vacated = self._remove_from_tier(entry, tier)
+            self._count(tier, entry.record, -1)
             if tier is self.home:
                 self._counters.add("evictions", tier=tier.name)
                 self._remember(entry)
@@ -232,7 +252,11 @@ class Residents:
             places = {entry.places[tier.name]: entry.record.key if entry.visible else None for entry in owners}
             assert len(places) == len(owners), "two entries at one place"
             assert all(entry.places[tier.name].size == entry.record.size for entry in owners)
-            self._contents[tier.name].check_integrity(places, sum(entry.visible for entry in owners))
+            contents, taken = self._contents[tier.name], Counter[tuple[str, bytes]]()
+            contents.check_integrity(places, sum(entry.visible for entry in owners))
+            for record in [*(entry.record for entry in owners), *contents.reserved.values()]:
+                taken[tier.name, tenant_of(record.namespace)] += aligned(record.size)
+            assert taken == {key: size for key, size in self._taken.items() if key[0] == tier.name}
         if idle:
             assert not self.reserved, "a reservation leaked"
             assert all(entry.pins == 0 for entry in self.with_withdrawn()), "a pin leaked"
@@ -246,7 +270,7 @@ class Residents:
 
     def unreserve(self, tier: Tier, place: Place) -> None:
         """Frees a reserved place."""
-        del self._contents[tier.name].reserved[place.offset]
+        self._count(tier, self._contents[tier.name].reserved.pop(place.offset), -1)
         tier.free(place)
 
     def add_copy(self, entry: StoredEntry, tier: Tier, place: Place) -> None:
@@ -260,8 +284,7 @@ class Residents:
         """Makes persisted entries of the home tier visible."""
         for recovered in entries:
             try:
-                row = self.index.add(recovered.record, recovered.heat)
-                self._add_to_tier(row, self.home.name, recovered.place)
+                self._add_recovered(recovered)
             except KeyError:  # already found by key
                 known = self.index.row(recovered.record.key)
                 if known is not None and self._places[self.home.name][known] == recovered.place.offset:
@@ -273,6 +296,7 @@ class Residents:
         for entry in map(self._entry, self._unrecovered):
             if not self.home.claim(entry.places[self.home.name]):
                 self._remove_from_tier(entry, self.home)
+                self._count(self.home, entry.record, -1)
             self.withdraw(entry)
         self._unrecovered.clear()
 
@@ -306,12 +330,12 @@ class Residents:
         """Makes a visible entry invisible, and frees its places unless it is held."""
         assert entry.row is not None
         row, entry.row = entry.row, None
-        self.index.remove(entry.record.key)
         del self._entries[row]
         for name in entry.places:
             self._contents[name].remove(row)
             if self.listener is not None:
                 self.listener.removed(entry.record.key, name)
+        self.index.remove(entry.record.key)
         self._withdrawn.add(entry)
         self.reclaim(entry)
 
@@ -323,14 +347,21 @@ class Residents:
         for tier in self.tiers:
             place = entry.places.pop(tier.name, None)
             if place is not None:
+                self._count(tier, entry.record, -1)
                 tier.free(place)
 
     def _row(self, key: bytes) -> int | None:
         row = self.index.row(key)
         if row is None and self.finder is not None and (persisted := self.finder(key)) is not None:
-            row = self.index.add(persisted.record, persisted.heat)
-            self._add_to_tier(row, self.home.name, persisted.place)
+            row = self._add_recovered(persisted)
             self._unrecovered.add(row)
+        return row
+
+    def _add_recovered(self, recovered: Recovered) -> int:
+        """Makes a persisted entry visible; returns its row. Raises KeyError if it is."""
+        row = self.index.add(recovered.record, recovered.heat)
+        self._count(self.home, recovered.record, 1)
+        self._add_to_tier(row, self.home.name, recovered.place)
         return row
 
     def _entry(self, row: int) -> StoredEntry:
@@ -362,6 +393,13 @@ class Residents:
         self._contents[name].add(row, place)
         if self.listener is not None:
             self.listener.stored(self.index.rows.record(row), name)
+
+    def _count(self, tier: Tier, record: EntryRecord, places: int) -> None:
+        """Counts places of an entry that were taken, or freed (-1), as its tenant's."""
+        tenant = (tier.name, tenant_of(record.namespace))
+        self._taken[tenant] += places * aligned(record.size)
+        if not self._taken[tenant]:
+            del self._taken[tenant]
 
     def _remove_from_tier(self, entry: StoredEntry, tier: Tier) -> Place:
         """Removes a visible entry from a tier; returns the place, for the caller to free."""

@@ -129,7 +129,7 @@ class Reader:
             if tier.name in entry.places:
                 break
             with contextlib.suppress(NoSpace):
-                return {tier: self._residents.reserve(tier, entry.record.size, entry.heat)[0]}
+                return {tier: self._residents.reserve(tier, entry.record, entry.heat)[0]}
         return {}
 
     def _start_read(self, entry: StoredEntry, copies: dict[Tier, Place]) -> None:

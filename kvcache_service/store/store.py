@@ -57,7 +57,7 @@ class Store:
     ) -> None:
         self.config = config
         self.counters = Counters()
-        self.residents = Residents(tiers, self.counters)
+        self.residents = Residents(tiers, self.counters, config.tenant_share)
         # In-progress commits by group (index.py).
         self.committing: dict[bytes, asyncio.Event] = {}
         self.reader = Reader(self.residents, self.counters, self.in_thread, self.delete_damaged)

@@ -47,22 +47,24 @@ def reserve(store: Store, record: EntryRecord, *, from_remote: bool = False) -> 
     store.leases.expire()
     home = residents.home
     try:
-        place, evicted = residents.reserve(home, record.size)
+        place, evicted = residents.reserve(home, record)
     except NoSpace:
-        if record.size > home.capacity_bytes:
+        where, setting, limit = f"the {home.name} tier", f"{home.name}_bytes", home.capacity_bytes
+        if residents.excess(home, record) > 0:
+            where, setting, limit = f"the tenant's share of {where}", "tenant_share", residents.share(home)
+        if record.size > limit:
             raise ResourceExhausted(
-                f"an entry of {record.size} bytes is larger than the {home.name} tier of {home.capacity_bytes}: "
-                f"raise {home.name}_bytes in [kvcache]"
+                f"an entry of {record.size} bytes is larger than {where} of {limit}: raise {setting} in [kvcache]"
             ) from None
         raise ResourceExhausted(
-            f"no room for {record.size} bytes in the {home.name} tier of {home.capacity_bytes}: its entries "
-            f"are leased or in use; try again later, or raise {home.name}_bytes in [kvcache]"
+            f"no room for {record.size} bytes in {where} of {limit}: its entries are leased or in use; try again "
+            f"later, or raise {setting} in [kvcache]"
         ) from None
     entry = StoredEntry(record, store.now / store.config.half_life_seconds)
     places: dict[Tier, Place] = {home: place}
     for tier in residents.tiers[:-1]:
         with contextlib.suppress(NoSpace):
-            places[tier] = residents.reserve(tier, record.size, entry.heat)[0]
+            places[tier] = residents.reserve(tier, record, entry.heat)[0]
     return Writer(store, entry, places, evicted, from_remote=from_remote)
 
 

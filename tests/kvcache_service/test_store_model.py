@@ -1,6 +1,7 @@
 """Random sequences of everything a store can do, against a model that is a dictionary."""
 
 import asyncio
+import itertools
 import shutil
 import tempfile
 from pathlib import Path
@@ -15,6 +16,7 @@ from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.index.record import EntryRecord, HitKind
 from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.store.writing import reserve
+from fusionkv.kvcache_service.tiers.extents import aligned
 from fusionkv.protos.runtime.errors import NotFound, ResourceExhausted
 from tests.examples import examples
 from tests.kvcache_service import tools
@@ -31,7 +33,7 @@ variants = st.sampled_from(["", "", "v", "w"])
 namespaces = st.sampled_from([NAMESPACES[0], *NAMESPACES])
 
 
-def make_machine(memory: int, disk: int) -> type[RuleBasedStateMachine]:
+def make_machine(memory: int, disk: int, share: float) -> type[RuleBasedStateMachine]:
     class StoreMachine(RuleBasedStateMachine):
         def __init__(self) -> None:
             super().__init__()
@@ -45,7 +47,7 @@ def make_machine(memory: int, disk: int) -> type[RuleBasedStateMachine]:
 
         def open(self) -> None:
             tiers = tools.make_tiers(self.directory, memory, disk)
-            self.store = Store(Config(max_leases=6), tiers, clock=self.clock, wall=self.clock)
+            self.store = Store(Config(max_leases=6, tenant_share=share), tiers, clock=self.clock, wall=self.clock)
             self.loop.run_until_complete(self.store.open())
 
         def leased(self) -> set[bytes]:
@@ -68,7 +70,8 @@ def make_machine(memory: int, disk: int) -> type[RuleBasedStateMachine]:
             try:
                 writer = self.loop.run_until_complete(begin())
             except ResourceExhausted:
-                assert size > self.store.residents.home.capacity_bytes or leased or self.store.leases
+                home = self.store.residents.home
+                assert size > self.store.residents.share(home) or leased or self.store.leases
                 self.assert_content(set())
                 return
             assert (writer is None) == (new.key in self.content)
@@ -197,6 +200,13 @@ def make_machine(memory: int, disk: int) -> type[RuleBasedStateMachine]:
             self.loop.run_until_complete(until(lambda: not self.store.residents.reserved))
             self.store.check_integrity(idle=True)
             assert len(self.store.leases) >= len(self.leases)
+            for tier, namespace in itertools.product(self.store.residents.tiers, NAMESPACES):
+                sizes = [
+                    e.record.size
+                    for e in self.store.residents.with_withdrawn()
+                    if e.record.namespace == namespace and tier.name in e.places
+                ]
+                assert sum(map(aligned, sizes)) <= self.store.residents.share(tier)
 
         def teardown(self) -> None:
             self.loop.run_until_complete(self.store.close())
@@ -208,10 +218,14 @@ def make_machine(memory: int, disk: int) -> type[RuleBasedStateMachine]:
 
 @pytest.mark.hypothesis
 @pytest.mark.slow
-@pytest.mark.parametrize(("memory", "disk"), [(8, 16), (12, 0), (16, 8)], ids=["memory+disk", "memory", "small disk"])
-def test_store_behaves_as_its_model(memory: int, disk: int) -> None:
+@pytest.mark.parametrize(
+    ("memory", "disk", "share"),
+    [(8, 16, 1), (12, 0, 1), (16, 8, 1), (12, 16, 0.6)],
+    ids=["memory+disk", "memory", "small disk", "shares"],
+)
+def test_store_behaves_as_its_model(memory: int, disk: int, share: float) -> None:
     run_state_machine_as_test(
-        make_machine(memory * BLOCK, disk * BLOCK),
+        make_machine(memory * BLOCK, disk * BLOCK, share),
         settings=settings(
             max_examples=examples(100, few=8),
             stateful_step_count=40,

@@ -43,6 +43,12 @@ def test_the_order_of_settings_does_not_matter(settings: dict[str, str], random:
     assert keys.namespace(b"m", dict(items), "") == keys.namespace(b"m", settings, "")
 
 
+@given(namespaces, namespaces)
+def test_a_namespace_begins_with_its_tenant(one: Any, other: Any) -> None:
+    tenants = [keys.tenant_of(keys.namespace(*parts)) for parts in (one, other)]
+    assert (tenants[0] == tenants[1]) == (one[2] == other[2])
+
+
 @given(digests, st.lists(digests, min_size=1, max_size=5))
 def test_the_keys_of_a_path_are_those_of_its_prefixes(namespace: bytes, path: list[bytes]) -> None:
     assert keys.path_keys(namespace, path) == [keys.entry_key(namespace, path[: n + 1]) for n in range(len(path))]
@@ -86,11 +92,11 @@ def test_golden_vectors() -> None:
 
 
 GOLDEN = {
-    "namespace": "c950c9ceb3c67317b7d283e799bb87029a50d32c584455d6415ed0d324a0ed74",
+    "namespace": "1a51bace374f73fa95fba6d3e76c81ea882c11a791d488eadc213513b42a16b4",
     "empty chunk": "6396e45b7a6e073fe5e640e0048dfc83923017116d886f74ce5c67e3f6241610",
     "chunk": "1819c54651015f7fe94e0f2f406cf8e1bbb2118e10477770336de3b681c31954",
-    "exact": "d793b541aec53401febed9f712a5f1ffe0456946e74a8c74f57778a3c0a81be6",
-    "variant": "5e21025cbf39306fec913d9de1f5912cebcdda36e63d09825a20a0ba3640f033",
-    "replicas": "7c787af856d849edbddae4a2f0df2599eaa284313b2bb639abcf9d4f0ed1c623",
+    "exact": "eefad014407acce71ed27a7bc9214ea400fcf399a87e06405655b93a628f8814",
+    "variant": "3fdbc25a2b5ccbcd2fd57d93b7aa6ffaa0c5ed1784877f9c74b09b8f7cce2cab",
+    "replicas": "5c8a4c65dff4b0de4b88697a5b4199ffc8f1dcf2ec74891741d59e79cfa5d6f2",
     "versions": "29113b319c30b84fcf34b09cdb130be4d080e74fe983b0fe1a68b70e21b31ffb",
 }

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import os
 import random
 import resource
@@ -13,13 +14,17 @@ from typing import Any
 import grpc
 import pytest
 
+from fusionkv.kvcache_service.__main__ import make_store
 from fusionkv.kvcache_service.client import CacheClient, HitKind
+from fusionkv.kvcache_service.config import Config
+from fusionkv.kvcache_service.keys import namespace
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.kvcache.v1 import kvcache_pb2_grpc
 from fusionkv.protos.runtime import errors
 from fusionkv.protos.runtime.checksum import checksum as checksum_of
 from tests.commands import run_python
 from tests.system.cache_process import MIB, MODULE, NAMESPACE, check_stopped, find, flags, get, path_to, payload, put
+from tests.waiting import until
 
 pytestmark = pytest.mark.system
 
@@ -106,6 +111,42 @@ async def test_kill_9_in_the_middle_of_puts_loses_nothing_acknowledged(
     assert present > 3
     assert (await client.stats()).checksum_failures == 0
     assert service.stop() == 0
+
+
+async def test_a_tenants_share_is_counted_right_after_kill_9(start: Any, cache_client: Any, tmp_path: Path) -> None:
+    """Four clients of one tenant are cut off in puts that evict, three times; another's entries stay."""
+    share, size = ("--tenant-share", "0.5"), 300_000
+    ours, other = (namespace(b"model", {}, name) for name in ("ours", "other"))
+    names, put_by_now = itertools.count(), 0
+
+    async def put_one(client: CacheClient, tenant: bytes, name: object) -> bytes:
+        fields = {"path": path_to(name), "tokens": 1, "base": 0, "data": memoryview(payload(name, size))}
+        return (await client.put(namespace=tenant, timeout=30, **fields))[0]  # type: ignore[arg-type]
+
+    async def put_many(client: CacheClient) -> None:
+        nonlocal put_by_now
+        with contextlib.suppress(errors.Unavailable):
+            while True:
+                await put_one(client, ours, next(names))
+                put_by_now += 1
+
+    service = start(*share, disk="16MiB")
+    kept = [await put_one(cache_client(service), other, f"kept {n}") for n in range(16)]
+    for _ in range(3):
+        enough = put_by_now + 60
+        work = asyncio.gather(*(put_many(cache_client(service)) for _ in range(4)))
+        await until(lambda enough=enough: put_by_now >= enough)
+        service.kill9()
+        await work
+        store = make_store(Config(data_dir=tmp_path / "data", disk_bytes=16 * MIB, tenant_share=0.5))
+        await store.open()
+        store.check_integrity(idle=True)
+        tenants = [entry.record.namespace for entry in store.residents]
+        # A place has a multiple of 4096 bytes; an entry that was being put when the process ended is not there.
+        assert 8 * MIB // 303_104 - 4 <= tenants.count(ours) <= 8 * MIB // 303_104
+        assert all(store.residents.get(key) is not None for key in kept)
+        await store.close()
+        service = start(*share, disk="16MiB")
 
 
 async def test_sigterm_lets_a_put_in_flight_finish(start: Any, cache_client: Any) -> None:
