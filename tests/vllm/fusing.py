@@ -66,7 +66,8 @@ class Checks:
         self.listen = f"unix:/tmp/fusing-{os.getpid()}.sock"
         options = {"cache": cache, "pool_bytes": 1 << 26, "separator": "</s>", "listen": self.listen}
         transfer["kv_connector_extra_config"] = options
-        flags: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "max_model_len": 4096, "max_num_seqs": 8}
+        limit = min(4096, json.loads((model / "config.json").read_text())["max_position_embeddings"])
+        flags: dict[str, Any] = {"dtype": "float32", "enforce_eager": True, "max_model_len": limit, "max_num_seqs": 8}
         # Prompts are longer than a step of vLLM, and few long answers fit its 48 pages of 128 tokens.
         flags |= {"max_num_batched_tokens": 256, "enable_chunked_prefill": True, "num_gpu_blocks_override": 48}
         flags |= {"kv_transfer_config": transfer}
