@@ -167,11 +167,11 @@ print(first["question"], first["answers"][0], sep="\n")' "$work/corpus/questions
 echo "${asked[0]} (${asked[1]})"
 answers
 say "sending SIGTERM"
-# Only to the services, not to the processes of buildah, nor to other containers on this machine.
+# To each container's first process, as Kubernetes does, not to those of buildah nor to others on this machine.
 services=()
 for job in $(jobs -p); do
     for pid in $(below "$job"); do
-        [[ $(tr '\0' ' ' <"/proc/$pid/cmdline") != "/opt/fusionkv/bin/python -P -m fusionkv."* ]] || services+=("$pid")
+        [[ $(tr '\0' ' ' <"/proc/$pid/cmdline") != "/usr/bin/tini -- python -P -m fusionkv."* ]] || services+=("$pid")
     done
 done
 kill -TERM "${services[@]}"
