@@ -8,9 +8,10 @@ from typing import Any, Protocol
 import torch
 from transformers import AttentionInterface
 
-from fusionkv.fusion_worker.compute import fused_norms, latent
+from fusionkv.fusion_worker.compute import latent
 from fusionkv.fusion_worker.compute.batch import Batch
 from fusionkv.fusion_worker.models import Model, Ranks
+from fusionkv.kernels import norms
 from fusionkv.kernels.segments import AttentionSpec, KVSegment, QuerySpan, Rotation, Spans
 from fusionkv.kernels.upload import upload
 from fusionkv.protos.runtime.errors import FailedPrecondition
@@ -54,7 +55,7 @@ def install(model: Model) -> None:
     # Without a mask function of this name, transformers makes no mask; positions and spans take its place.
     model.network.config._attn_implementation = NAME
     latent.install(model.network)
-    fused_norms.install(model.network)
+    norms.install(model.network)
     near, far = (_keys(model, start) for start in (0, _FAR))
     for rotation in set(model.rotations):
         layer = model.rotations.index(rotation)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusionkv.fusion_worker.compute import fused_norms
+from fusionkv.kernels.norms import install
 from tests.fusion_worker.oracle import network
 
 
@@ -17,7 +17,7 @@ def norms(of: torch.nn.Module) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_norm_but_gemmas_is_torchs(family: str, dtype: torch.dtype) -> None:
     ours, theirs = (copy.deepcopy(network(family, dtype)) for _ in range(2))
-    fused_norms.install(ours)
+    install(ours)
     replaced = [name for name, norm in norms(ours).items() if type(norm) is torch.nn.RMSNorm]
     assert replaced == ([] if family.startswith("gemma") else [*norms(theirs)])
     assert {*ours.state_dict()} == {*theirs.state_dict()}
@@ -42,5 +42,5 @@ def test_a_norm_that_computes_something_else_stays() -> None:
             self.norm = ShiftedRMSNorm(16)
 
     made = Network()
-    fused_norms.install(made)
+    install(made)
     assert type(made.norm) is ShiftedRMSNorm
