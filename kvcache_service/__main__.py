@@ -136,9 +136,7 @@ def make_events(config: Config, store: Store) -> "EventPublisher | None":
     except ImportError as error:
         raise OSError(f"events_endpoint needs a package: pip install 'fusionkv[kv-events]' ({error})") from error
     # A topic as llm-d reads it: the pod, and what would be the model.
-    publisher = store.residents.listener = EventPublisher(
-        config.events_endpoint, f"kv@{socket.gethostname()}@fusionkv"
-    )
+    publisher = store.entries.listener = EventPublisher(config.events_endpoint, f"kv@{socket.gethostname()}@fusionkv")
     return publisher
 
 

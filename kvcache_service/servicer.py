@@ -223,7 +223,7 @@ class KVCacheServicer:
         _check_digests([request.key], "the key")
         if len(request.checksum) not in (0, records.CHECKSUM_BYTES):
             raise InvalidArgument(f"the checksum has {len(request.checksum)} bytes, 16 are required")
-        if self._sharing is not None and self._store.residents.get(request.key) is None:
+        if self._sharing is not None and self._store.entries.get(request.key) is None:
             await self._sharing.pull(request.key)
         with self._store.reader.pinned(request.key, request.checksum) as entry:
             yield entry.record.size, self._store.reader.frames(entry)
@@ -234,7 +234,7 @@ class KVCacheServicer:
             raise InvalidArgument(f"{len(request.keys)} keys at once; at most {self._config.max_path}")
         with self._fetching():
             await asyncio.gather(*map(self._promote, request.keys))
-        residents = map(self._store.residents.get, request.keys)
+        residents = map(self._store.entries.get, request.keys)
         entries = [pb.Prefetched(arena_offset=_arena_offset(entry)) for entry in residents]
         return pb.PrefetchResponse(entries=entries, arena=self._arena)
 
@@ -277,7 +277,7 @@ class KVCacheServicer:
             self._puts -= 1
             if writer is not None:
                 writer.abort()
-        superfluous = record.offered and self._store.residents.get(record.key) is None
+        superfluous = record.offered and self._store.entries.get(record.key) is None
         outcome = "stored" if stored else "superfluous" if superfluous else "exists"
         self._store.counters.add("puts", kind=outcome)
         if stored:
@@ -307,11 +307,11 @@ class KVCacheServicer:
         sharing = None if request.here else self._sharing
         await self._store.wait_until_open()  # before, not all keys of a namespace are known
         shared = await sharing.records(keys, namespace) if sharing is not None else []
-        deleted = await self._store.delete(keys or self._store.residents.index.namespace_keys(namespace))
+        deleted = await self._store.delete(keys or self._store.entries.index.namespace_keys(namespace))
         if sharing is not None:
             await sharing.delete(shared, namespace)
             # A Lookup may have found entries there after the first deletion, and copied them here.
-            await self._store.delete(keys or self._store.residents.index.namespace_keys(namespace))
+            await self._store.delete(keys or self._store.entries.index.namespace_keys(namespace))
         return pb.DeleteResponse(deleted=deleted)
 
     async def Stats(self, request: pb.StatsRequest, context: grpc.aio.ServicerContext) -> pb.StatsResponse:
@@ -320,7 +320,7 @@ class KVCacheServicer:
         tiers = [
             pb.TierStats(
                 tier=_TIERS[tier.name],
-                entries=residents.count(tier),
+                entries=len(residents.contents[tier.name]),
                 used_bytes=tier.used_bytes,
                 capacity_bytes=tier.capacity_bytes,
                 promotions=counters.get("promotions", tier.name),
@@ -364,7 +364,7 @@ class KVCacheServicer:
             self._fetches -= 1
 
     async def _promote(self, key: bytes) -> None:
-        if (entry := self._store.residents.get(key)) is not None:
+        if (entry := self._store.entries.get(key)) is not None:
             await self._store.reader.promote(entry)
         elif self._sharing is not None:
             with contextlib.suppress(ResourceExhausted):  # it is not in memory then

@@ -57,7 +57,7 @@ async def simulate(workload: Workload, scans: bool) -> list[Row]:
         cache = Service(Store(Config(), both, clock=lambda: now))
         residents = cache.store.residents
         for number, path in enumerate(paths, 1):
-            entries = [residents.get(keys.entry_key(NAMESPACE, [SYSTEM, chunk])) for chunk in path[1:]]
+            entries = [residents.entries.get(keys.entry_key(NAMESPACE, [SYSTEM, chunk])) for chunk in path[1:]]
             tiers.append([residents.fastest(entry).name if entry else "" for entry in entries])
             await cache.ask(path)
             for entry in filter(None, entries):  # as a Fetch would

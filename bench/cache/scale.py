@@ -163,7 +163,7 @@ async def measure(directory: Path, chunks: int) -> Row:
     del found
     await loading
     restart = time.process_time() - start
-    assert len(store.residents) == chunks
+    assert len(store.entries) == chunks
     gc.collect()
     memory = anonymous_bytes() - before
     took = ask(store, chunks)

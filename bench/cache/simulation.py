@@ -82,7 +82,7 @@ class Service:
         return cls(Store(Config(), [WithoutBytes(entries * ALIGNMENT)]), in_place=in_place)
 
     def __len__(self) -> int:
-        return len(self.store.residents)
+        return len(self.store.entries)
 
     async def ask(self, path: Sequence[bytes]) -> list[HitKind]:
         found, lease = self.store.lookup(NAMESPACE, path, [()] * len(path), 30.0)

@@ -135,7 +135,7 @@ class Sharing:
         remote = {key: record for key, record in self._found.items() if key in named or record.namespace == namespace}
         if pulls := [pull for key in remote if (pull := self._pulls.get(key)) is not None]:
             await asyncio.wait(pulls)
-        local = [(key, self._store.residents.get(key)) for key in keys]
+        local = [(key, self._store.entries.get(key)) for key in keys]
         records = (remote.get(key) if entry is None else entry.record for key, entry in local)
         return [record for record in records if record is not None]
 

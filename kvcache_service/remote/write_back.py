@@ -96,7 +96,7 @@ class WriteBackQueue:
                     await asyncio.sleep(0.02)
 
     async def _write_back(self, key: bytes) -> None:
-        entry, scheduled = self._store.residents.get(key), self._to_write.get(key)
+        entry, scheduled = self._store.entries.get(key), self._to_write.get(key)
         try:
             if entry is not None and not (await self._access.run(self._access.tier.touch, [entry.record]))[0]:
                 await self._copy(entry.record)
@@ -139,14 +139,14 @@ class WriteBackQueue:
             await write()
         await run(tier.commit, record)
         self._store.counters.add("remote.writes")
-        if self._store.residents.get(record.key) is None:  # deleted meanwhile
+        if self._store.entries.get(record.key) is None:  # deleted meanwhile
             await run(tier.delete, [record])
 
     async def _renew_used(self) -> None:
         """Renews entries used here in the remote tier, and schedules the write-back of missing ones."""
         while self._to_renew:
             keys = list(islice(self._to_renew, _RENEW_BATCH))
-            entries = [entry for key in keys if (entry := self._store.residents.get(key)) is not None]
+            entries = [entry for key in keys if (entry := self._store.entries.get(key)) is not None]
             try:
                 present = await self._access.run(self._access.tier.touch, [entry.record for entry in entries])
             except OSError as error:

@@ -9,7 +9,8 @@ from typing import Any
 from opentelemetry import trace
 
 from fusionkv.kvcache_service.metrics import Counters
-from fusionkv.kvcache_service.store.entries import Residents, StoredEntry
+from fusionkv.kvcache_service.store.entries import StoredEntry
+from fusionkv.kvcache_service.store.residents import Residents
 from fusionkv.kvcache_service.tiers.base import Place, Tier, Unreachable
 from fusionkv.kvcache_service.tiers.extents import NoSpace
 from fusionkv.protos.observe import logs
@@ -49,7 +50,7 @@ class Reader:
     @contextlib.contextmanager
     def pinned(self, key: bytes, checksum: bytes = b"") -> Iterator[StoredEntry]:
         """Pins an entry for reading. Raises NotFound if there is none, or none with this checksum."""
-        candidates = (self._residents.get(key), self._residents.replaced.get(key))
+        candidates = (self._residents.entries.get(key), self._residents.replaced.get(key))
         readable = [entry for entry in candidates if entry is not None and (entry.visible or entry.leases)]
         entry = next((entry for entry in readable if checksum in (b"", entry.record.checksum)), None)
         if entry is None:
@@ -159,7 +160,7 @@ class Reader:
                         residents.add_copy(entry, above, place)
                         self._counters.add("promotions", tier=above.name)
                     else:
-                        residents.unreserve(above, place)
+                        residents.contents[above.name].unreserve(place)
             if not intact and not isinstance(fault, Unreachable):
                 self._counters.add("checksum.failures", tier=tier.name)
                 _faults.warning(f"entry {record.key.hex()} was damaged in the {tier.name} tier and is deleted", fault)

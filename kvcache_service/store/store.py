@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 from typing import Any, TypeVar
 
 from fusionkv.kvcache_service.config import Config
@@ -14,9 +13,11 @@ from fusionkv.kvcache_service.index import heat
 from fusionkv.kvcache_service.index.record import EntryRecord, HitKind
 from fusionkv.kvcache_service.keys import entry_key
 from fusionkv.kvcache_service.metrics import Counters
-from fusionkv.kvcache_service.store.entries import Leases, Residents, StoredEntry
+from fusionkv.kvcache_service.store.entries import Leases, StoredEntry
 from fusionkv.kvcache_service.store.reading import Reader
-from fusionkv.kvcache_service.tiers.base import Recovered, Tier
+from fusionkv.kvcache_service.store.recovery import Recovery
+from fusionkv.kvcache_service.store.residents import Residents
+from fusionkv.kvcache_service.tiers.base import Tier
 from fusionkv.protos.runtime.cancellation import background
 from fusionkv.protos.runtime.errors import ResourceExhausted, Unavailable
 
@@ -29,8 +30,6 @@ _SWEEP_SECONDS = 1.0
 _DELETE_BATCH = 1024
 # Maximum wait of a Put or Delete for the index, in which a few hundred thousand entries are loaded.
 _OPEN_SECONDS = 10.0
-# Entries that a thread reads per batch at start, and that become visible per slice: 0.3 ms on the event loop.
-_LOAD_BATCH, _LOAD_SLICE = 512, 32
 # Limit of plausible heat above that of the clock: log2 of accesses. Above it, the clock was ahead.
 _MAX_LOG_ACCESSES = 40.0
 # Interval in which heat is saved: kill -9 loses the accesses since, but no entries.
@@ -58,6 +57,7 @@ class Store:
         self.config = config
         self.counters = Counters()
         self.residents = Residents(tiers, self.counters, config.tenant_share)
+        self.entries = self.residents.entries
         # In-progress commits by group (index.py).
         self.committing: dict[bytes, asyncio.Event] = {}
         self.reader = Reader(self.residents, self.counters, self.in_thread, self.delete_damaged)
@@ -86,18 +86,12 @@ class Store:
         """
         home = self.residents.home
         self.ready.clear()
-        self.residents.finder = home.finder()
-        entries, batch = home.recover(), list[Recovered]()
-        while batch := await self.in_thread(list, islice(entries, _LOAD_BATCH)):
-            for at in range(0, len(batch), _LOAD_SLICE):
-                self.residents.recover(batch[at : at + _LOAD_SLICE])
-                await asyncio.sleep(0)  # serves calls, each of which takes several rounds of the event loop
-        self.residents.end_recovery()
+        await Recovery(self.residents).run(self.in_thread)
         self.ready.set()
-        hottest, half_life = max(self.residents.index.rows.heats, default=0.0), self.config.half_life_seconds
+        hottest, half_life = max(self.entries.index.rows.heats, default=0.0), self.config.half_life_seconds
         if hottest > self._wall() / half_life + _MAX_LOG_ACCESSES:
             self._epoch = hottest * half_life - self._clock()
-        log.info("%d entries, %d bytes in the %s tier", len(self.residents), home.used_bytes, home.name)
+        log.info("%d entries, %d bytes in the %s tier", len(self.entries), home.used_bytes, home.name)
 
     async def wait_until_open(self) -> None:
         """Waits until `open` has ended. Before, it is unknown which space of the home tier is free.
@@ -155,7 +149,7 @@ class Store:
         Returns:
             Kind of hit and entry for each element, and the lease: 0 if nothing was found.
         """
-        hits = self.residents.lookup(namespace, path, variants)
+        hits = self.entries.lookup(namespace, path, variants)
         lease = self._lease([entry for _, entry, _ in hits], lease_seconds)
         for _, _, key in hits[2:]:
             self.demand.add(key)
@@ -165,7 +159,7 @@ class Store:
         self, namespace: bytes, digests: Sequence[bytes], lease_seconds: float
     ) -> tuple[list[tuple[HitKind, StoredEntry | None]], int]:
         """As `lookup`, for entries with a path of one digest each."""
-        entries = [self.residents.get(entry_key(namespace, [digest])) for digest in digests]
+        entries = [self.entries.get(entry_key(namespace, [digest])) for digest in digests]
         lease = self._lease(entries, lease_seconds)
         return [(HitKind.MISS if entry is None else HitKind.EXACT, entry) for entry in entries], lease
 
@@ -187,7 +181,7 @@ class Store:
             AssertionError: a check failed.
         """
         self.residents.check_integrity(idle)
-        self.leases.check_integrity(self.residents.with_withdrawn())
+        self.leases.check_integrity([*self.entries, *self.entries.withdrawn])
         assert not self.committing
 
     def withdraw(self, entries: Sequence[StoredEntry]) -> Coroutine[Any, Any, None]:
@@ -223,7 +217,7 @@ class Store:
         deleted, names = 0, list(dict.fromkeys(keys))
         for at in range(0, len(names), _DELETE_BATCH):
             batch = names[at : at + _DELETE_BATCH]
-            entries = [entry for key in batch if (entry := self.residents.get(key)) is not None]
+            entries = [entry for key in batch if (entry := self.entries.get(key)) is not None]
             try:
                 await self.to_the_end(self.withdraw(entries))
             except OSError as error:
@@ -247,7 +241,7 @@ class Store:
 
     async def save_heat(self) -> None:
         touched, self.residents.touched = self.residents.touched, set()
-        rows = self.residents.index.rows
+        rows = self.entries.index.rows
         heats = [(rows.key(row), rows.heats[row]) for row in touched if row in rows]
         if heats:
             try:

@@ -32,7 +32,7 @@ def reserve(store: Store, record: EntryRecord, *, from_remote: bool = False) -> 
     Raises ResourceExhausted if there is no room, or the entry exceeds the limit.
     """
     residents = store.residents
-    if residents.get(record.key) is not None:
+    if store.entries.get(record.key) is not None:
         if not from_remote:
             store.on_used(record.key)
         return None
@@ -50,8 +50,8 @@ def reserve(store: Store, record: EntryRecord, *, from_remote: bool = False) -> 
         place, evicted = residents.reserve(home, record)
     except NoSpace:
         where, setting, limit = f"the {home.name} tier", f"{home.name}_bytes", home.capacity_bytes
-        if residents.excess(home, record) > 0:
-            where, setting, limit = f"the tenant's share of {where}", "tenant_share", residents.share(home)
+        if (tenants := residents.contents[home.name].tenants).excess(record) > 0:
+            where, setting, limit = f"the tenant's share of {where}", "tenant_share", tenants.limit
         if record.size > limit:
             raise ResourceExhausted(
                 f"an entry of {record.size} bytes is larger than {where} of {limit}: raise {setting} in [kvcache]"
@@ -77,7 +77,7 @@ def _worth_storing(store: Store, record: EntryRecord) -> bool:
     """
     if not record.offered or record.depth == 1 or record.variant:
         return True
-    others = store.residents.replicas(record)
+    others = store.entries.replicas(record)
     return all(record.depth < other.record.depth for other in others) or store.demand.count(record.key) > 1
 
 
@@ -87,7 +87,7 @@ def _superseded(store: Store, record: EntryRecord) -> list[StoredEntry]:
         return []
     return [
         other
-        for other in store.residents.replicas(record)
+        for other in store.entries.replicas(record)
         if other.record.offered and other.record.depth > record.depth and store.demand.count(other.record.key) <= 1
     ]
 
@@ -97,7 +97,7 @@ def _excess_versions(store: Store, record: EntryRecord) -> list[StoredEntry]:
     limit = VERSIONS.get(record.variant)
     if limit is None:
         return []
-    others = sorted(store.residents.replicas(record), key=lambda other: other.heat, reverse=True)
+    others = sorted(store.entries.replicas(record), key=lambda other: other.heat, reverse=True)
     return others[limit - 1 :]
 
 
@@ -220,7 +220,7 @@ class Writer:
             if pending is not None and not pending.cancelled():
                 pending.exception()  # marks it as retrieved
             for tier, place in places.items():
-                self._store.residents.unreserve(tier, place)
+                self._store.residents.contents[tier.name].unreserve(place)
 
         if self._pending is not None and not self._pending.done():
             self._pending.add_done_callback(free)
@@ -243,7 +243,7 @@ class Writer:
         done = store.committing[group] = asyncio.Event()
         try:
             # Checked again, since others may have been stored since the reservation.
-            stored = residents.get(record.key) is None and (self._from_remote or _worth_storing(store, record))
+            stored = store.entries.get(record.key) is None and (self._from_remote or _worth_storing(store, record))
             if stored:
                 # Lookups that found the replaced entries will find this one.
                 self._entry.heat = max([self._entry.heat, *(other.heat for other in _superseded(store, record))])
@@ -266,7 +266,7 @@ class Writer:
             raise _unwritable(error) from error
         finally:
             for tier, place in places.items():
-                residents.unreserve(tier, place)
+                residents.contents[tier.name].unreserve(place)
             del store.committing[group]
             done.set()
 

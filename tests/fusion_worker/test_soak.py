@@ -188,7 +188,7 @@ async def test_mixed_traffic_over_tiers_that_are_too_small(tmp_path: Path, launc
     store = make_store(Config(data_dir=tmp_path / "kvcache", disk_bytes=disk, memory_bytes=1 << 20))
     await store.open()
     store.check_integrity(idle=True)
-    assert len(store.residents) > 0
+    assert len(store.entries) > 0
     await store.close()
 
 

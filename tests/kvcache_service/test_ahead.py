@@ -64,7 +64,7 @@ async def test_a_lookup_waits_for_nothing_and_too_much_is_not_begun(start: Any, 
     assert {entry.tier for entry in entries} == {"disk"}
     assert slow.waiting == len(service.store.reader.prefetching) == most
     fetching = asyncio.create_task(service.fetch(entries[0]))
-    await until(lambda: service.store.residents.get(entries[0].key).pins == 3)  # the third is that fetch
+    await until(lambda: service.store.entries.get(entries[0].key).pins == 3)  # the third is that fetch
     slow.gate.set()
     assert await fetching == payload("a", SIZE)
     await service.settled()

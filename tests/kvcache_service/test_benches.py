@@ -70,10 +70,10 @@ async def test_the_store_that_it_opens_is_whole(tmp_path: Path, monkeypatch: pyt
     store = scale.make_store(tmp_path, 2000)
     await store.open()
     store.check_integrity()
-    assert len({entry.record.chunk for entry in store.residents}) == 2 * (scale.GROUP - 1)
+    assert len({entry.record.chunk for entry in store.entries}) == 2 * (scale.GROUP - 1)
     scale.add(store, 2000)
     store.check_integrity()
-    assert len(store.residents) == 2100
+    assert len(store.entries) == 2100
     await store.close()
 
 

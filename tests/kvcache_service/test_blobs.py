@@ -149,7 +149,7 @@ async def test_damaged_blobs_are_misses_among_others(start: Any) -> None:
     names = [*given]
     pin = await blobs.pin(names, lease_ms=1)
     service.clock.now += 1
-    entry = service.store.residents.get(pin.entries[3].key)
+    entry = service.store.entries.get(pin.entries[3].key)
     service.store.residents.tiers[1].write(entry.places["disk"], 5, [memoryview(b"??")])
     into = buffers(given)
     expected = [True, True, True, False, True, True]
@@ -236,7 +236,7 @@ async def test_what_is_damaged_in_memory_is_deleted(service: Service, blobs: Blo
     given = named(3)
     await stored(blobs, given)
     pin = await blobs.pin([*given])
-    entry = service.store.residents.get(pin.entries[1].key)  # type: ignore[union-attr]
+    entry = service.store.entries.get(pin.entries[1].key)  # type: ignore[union-attr]
     service.store.residents.tiers[0].write(entry.places["memory"], 5, [memoryview(b"??")])
     assert await blobs.read(pin, buffers(given)) == [True, False, True]
     assert await blobs.touch([*given]) == [True, False, True]

@@ -24,7 +24,7 @@ from fusionkv.kvcache_service.data_plane.tickets import Tickets
 from fusionkv.kvcache_service.transport import GRPCCalls
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.runtime import errors
-from tests.kvcache_service.tools import MIB, NAMESPACE, Clock, Service, digest, nearby, payload, serving
+from tests.kvcache_service.tools import MIB, NAMESPACE, Clock, Service, digest, nearby, payload, reserved, serving
 from tests.waiting import until
 
 
@@ -149,7 +149,7 @@ async def test_what_is_on_disk_is_verified_before_it_is_sent(start: Any) -> None
     entry = await service.entry("S", lease_ms=1)
     assert await service.fetch(entry) == data
     disk = service.store.residents.tiers[1]
-    disk.write(service.store.residents.get(key).places["disk"], 4 * MIB, [memoryview(b"?")])
+    disk.write(service.store.entries.get(key).places["disk"], 4 * MIB, [memoryview(b"?")])
     with pytest.raises(errors.DataLoss, match=r"fetch at the cache service .* was damaged on disk; it is deleted"):
         await service.fetch(entry)
     assert await service.entry("S") is None
@@ -220,8 +220,8 @@ async def test_who_reads_nothing_holds_an_entry_for_a_while_only(start: Any, mon
     key, _ = await service.put("S", data)
     async with opened(service) as connected:
         await asyncio.to_thread(connected.sendall, encode(pb.DataRequest(fetch=pb.FetchRequest(key=key))))
-        await until(lambda: service.store.residents.get(key).pins == 1)
-        await until(lambda: service.store.residents.get(key).pins == 0)
+        await until(lambda: service.store.entries.get(key).pins == 1)
+        await until(lambda: service.store.entries.get(key).pins == 0)
     assert await service.get("S") == data
 
 
@@ -234,8 +234,8 @@ async def test_who_reads_nothing_of_what_was_found_leaves_no_lease(start: Any, m
     find = pb.FindRequest(namespace=NAMESPACE, digests=[digest("S"), digest("T")], sizes=[len(data), 1])
     async with opened(service) as connected:
         await asyncio.to_thread(connected.sendall, encode(pb.DataRequest(find=find)))
-        await until(lambda: service.store.residents.get(key).pins == 1)
-        await until(lambda: service.store.residents.get(key).pins == 0)
+        await until(lambda: service.store.entries.get(key).pins == 1)
+        await until(lambda: service.store.entries.get(key).pins == 0)
         assert len(service.store.leases) == 0
 
 
@@ -251,7 +251,7 @@ async def test_who_sends_a_part_leaves_nothing(start: Any, monkeypatch: Any, sen
         await client.send(memoryview(data)[:sent])
         if hangs_up:
             client.end()
-        await until(lambda: not service.store.residents.reserved)
+        await until(lambda: not reserved(service.store))
         assert await ended(connected)
     assert service.store.residents.home.used_bytes == 0
     assert (await service.put("S", data))[1]
@@ -286,7 +286,7 @@ async def test_a_cancelled_fetch_writes_nothing_afterwards(start: Any) -> None:
         before = bytes(into)
         await asyncio.sleep(0.005)
         assert into == before
-    await until(lambda: service.store.residents.get(key).pins == 0)
+    await until(lambda: service.store.entries.get(key).pins == 0)
     await until(lambda: len(service.plane._connections) <= 1)
     assert await service.fetch(entry) == payload("x", 24 * MIB)
 

@@ -133,7 +133,7 @@ def known(received: list[Any]) -> dict[str, set[bytes]]:
 def held(store: Any) -> dict[str, set[bytes]]:
     tiers = {"memory": "CPU", "disk": "STORAGE"}
     return {
-        medium: {entry.record.key for entry in store.residents if tier in entry.places}
+        medium: {entry.record.key for entry in store.entries if tier in entry.places}
         for tier, medium in tiers.items()
     }
 
@@ -141,7 +141,7 @@ def held(store: Any) -> dict[str, set[bytes]]:
 async def test_a_router_knows_what_each_tier_holds(start: Any, publisher: Any, subscriber: Subscriber) -> None:
     """After puts, evictions from memory and from disk, promotions, and deletions."""
     service = await start(memory=2 * MIB, disk=6 * MIB)
-    service.store.residents.listener = publisher
+    service.store.entries.listener = publisher
     for number in range(24):
         await service.put(["S", f"{number}"], payload(f"{number}", MIB // 2))
     for number in range(24):
@@ -160,7 +160,7 @@ async def test_a_router_knows_what_each_tier_holds(start: Any, publisher: Any, s
 
 async def test_an_event_says_how_its_entry_is_found(start: Any, publisher: Any, subscriber: Subscriber) -> None:
     service = await start()
-    service.store.residents.listener = publisher
+    service.store.entries.listener = publisher
     variant, path = primed_variant(b"p" * 32), [digest(name) for name in "SAB"]
     await service.put("S", b"system", tokens=11)
     await service.put("SAB", b"chunk", variant=variant, tokens=5)

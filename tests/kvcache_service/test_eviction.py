@@ -64,7 +64,7 @@ async def test_entries_encoded_ahead_are_evicted_by_heat_alone(service: Any) -> 
         service.clock.now += 1
         await service.put(["S", f"ahead {n}"], payload(n, SIZE))
     kept = {digest(f"ahead {n}") for n in range(ENTRIES, 2 * ENTRIES)}
-    assert {entry.record.chunk for entry in service.store.residents} == kept
+    assert {entry.record.chunk for entry in service.store.entries} == kept
 
 
 def found(questions: int, scans: bool) -> list[float]:

@@ -141,7 +141,7 @@ async def test_no_more_are_kept_than_their_variant_allows(tmp_path: Path) -> Non
     only = keys.versions_variant(1)
 
     def kept() -> Counter[tuple[bytes, bytes]]:
-        return Counter((e.record.chunk, e.record.variant) for e in service.store.residents)
+        return Counter((e.record.chunk, e.record.variant) for e in service.store.entries)
 
     async def put(names: str, variant: bytes) -> bool:
         more = {"variant": variant, "offered": bool(variant)}

@@ -84,4 +84,4 @@ async def test_the_rest_of_a_later_index_that_is_damaged_is_no_reason(tmp_path: 
         key, value = next(iter(txn.cursor()))
         txn.put(key, LATER + value[1:])
     async with serving(tmp_path) as service:
-        assert len(service.store.residents) == 1
+        assert len(service.store.entries) == 1

@@ -15,7 +15,7 @@ import pytest
 from fusionkv.bench.cache import scale
 from fusionkv.kvcache_service.client import HitKind
 from fusionkv.kvcache_service.index.record import encode
-from fusionkv.kvcache_service.store import store
+from fusionkv.kvcache_service.store import recovery, store
 from fusionkv.kvcache_service.tiers.base import Recovered
 from fusionkv.kvcache_service.tiers.disk import DiskTier
 from fusionkv.kvcache_service.tiers.index_file import HEATS, RECORDS, IndexReader
@@ -45,7 +45,7 @@ class Held(DiskTier):
 @asynccontextmanager
 async def opening(directory: Path, first: int | None, monkeypatch: Any) -> AsyncIterator[tuple[tools.Service, Any]]:
     """A service that loads `first` entries (None: the check of the index goes on), and what lets it load all."""
-    monkeypatch.setattr(store, "_LOAD_BATCH", 1)
+    monkeypatch.setattr(recovery, "_BATCH", 1)
     monkeypatch.setattr(Held, "go", threading.Event(), raising=False)
     monkeypatch.setattr(Held, "later", threading.Event(), raising=False)
     monkeypatch.setattr(Held, "first", first or 0)
@@ -61,7 +61,7 @@ async def opening(directory: Path, first: int | None, monkeypatch: Any) -> Async
             await service.store.ready.wait()
 
         try:
-            await until(lambda: len(service.store.residents) == (first or 0))
+            await until(lambda: len(service.store.entries) == (first or 0))
             assert not service.store.ready.is_set()
             yield service, release
         finally:
@@ -96,7 +96,7 @@ async def test_lookups_and_fetches_are_answered(tmp_path: Path, first: int | Non
             assert await kinds(service, "SZ") == [HitKind.MISS]
             if not loaded:
                 await release()
-        assert len(service.store.residents) == len(DATA) + 1
+        assert len(service.store.entries) == len(DATA) + 1
 
 
 async def test_puts_and_deletes_wait(tmp_path: Path, monkeypatch: Any) -> None:
@@ -115,7 +115,7 @@ async def test_puts_and_deletes_wait(tmp_path: Path, monkeypatch: Any) -> None:
         assert await kinds(service, "SA") == [HitKind.MISS]
     async with tools.serving(tmp_path) as service:
         assert await kinds(service, "SA") == [HitKind.MISS]
-        assert len(service.store.residents) == len(DATA) + 1
+        assert len(service.store.entries) == len(DATA) + 1
 
 
 async def test_all_of_a_namespace_is_deleted(tmp_path: Path, monkeypatch: Any) -> None:
@@ -125,7 +125,7 @@ async def test_all_of_a_namespace_is_deleted(tmp_path: Path, monkeypatch: Any) -
         await until(lambda: len(service.store.ready._waiters or ()) == 1)
         await release()
         assert await deletion == len(DATA) + 1
-        assert len(service.store.residents) == 0
+        assert len(service.store.entries) == 0
 
 
 async def test_what_waits_too_long_is_unavailable(tmp_path: Path, monkeypatch: Any) -> None:
@@ -166,7 +166,7 @@ async def test_a_damaged_index_frees_what_was_found_with_its_lease(tmp_path: Pat
             assert await service.fetch(lookup.hits[1].entry) == DATA[name]
         await release()
         residents = service.store.residents
-        assert len(residents) == 0
+        assert len(residents.entries) == 0
         assert residents.home.used_bytes == len(there) * 8192, "what is leased is not free"
         assert (await service.put(["S", "new"], b"x" * 9000))[1]
         for lookup in found.values():
@@ -185,7 +185,7 @@ async def test_of_two_entries_that_claim_the_same_bytes_one_is_left(tmp_path: Pa
     async with opening(tmp_path, None, monkeypatch) as (service, release):
         assert await kinds(service, "SA", "SB") == [HitKind.EXACT, HitKind.EXACT]
         await release()
-        await until(lambda: len(service.store.residents) == len(DATA))
+        await until(lambda: len(service.store.entries) == len(DATA))
         assert await kinds(service, "SA", "SB") == [HitKind.EXACT, HitKind.MISS]
         assert await service.get(*"SA") == DATA["A"]
 

@@ -62,9 +62,9 @@ def test_a_replica_takes_over_the_heat_of_those_that_it_replaces(replicas: Repli
     replicas.put(path("SABC"), offered=True)
     for _ in range(50):
         replicas.find(path("SXC"))
-    before = next(iter(replicas.store.residents)).heat
+    before = next(iter(replicas.store.entries)).heat
     replicas.put(path("SC"), offered=True)
-    assert next(iter(replicas.store.residents)).heat == before
+    assert next(iter(replicas.store.entries)).heat == before
 
 
 def test_a_path_that_is_asked_for_again_gets_and_keeps_its_own(replicas: Replicas) -> None:
@@ -171,7 +171,7 @@ def test_between_the_watermarks_the_coldest_make_room_ahead_of_need() -> None:
     held = found[1][1]
     replicas.find([SYSTEM, bytes([1]) * 32])
     replicas.loop.run_until_complete(replicas.store.evict_to_watermark())
-    left = {entry.record.chunk[0] for entry in replicas.store.residents}
+    left = {entry.record.chunk[0] for entry in replicas.store.entries}
     assert left == {0, 1, *range(43, 91)}, "the held one, the one asked for, and the last"
     assert held.visible
     assert replicas.store.counters.get("evictions", "memory") == 41
@@ -193,13 +193,13 @@ def test_under_pressure_uploads_of_one_query_go_first() -> None:
         replicas.put([SYSTEM, chunk])
     for query in workload:
         replicas.clock.now += 5
-        before = {entry.record.chunk for entry in replicas.store.residents}
+        before = {entry.record.chunk for entry in replicas.store.entries}
         for chunk, (kind, _) in zip(query, replicas.find(query), strict=True):
             if kind is HitKind.MISS:
                 replicas.put([SYSTEM, chunk], offered=True)
-        gone = before - {entry.record.chunk for entry in replicas.store.residents}
+        gone = before - {entry.record.chunk for entry in replicas.store.entries}
         went.update("lasting" if chunk in lasting else "unique" for chunk in gone)
-    present = {entry.record.chunk for entry in replicas.store.residents}
+    present = {entry.record.chunk for entry in replicas.store.entries}
     assert went["unique"] > 700
     assert went["lasting"] < 0.02 * went["unique"]
     assert len(lasting - present) <= 2

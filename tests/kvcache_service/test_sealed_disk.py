@@ -60,7 +60,7 @@ async def test_an_entry_that_a_thread_fills_comes_back(tmp_path: Path, memory: i
 
         await writer.fill(read, threads, 4 << 20)
         assert await writer.commit()
-        place = store.residents.get(made.key).places["disk"]
+        place = store.entries.get(made.key).places["disk"]
         assert bytes(tier.read(place, 0, size)) == data
         store.residents.tiers[0].close()
         store.threads.shutdown()

@@ -107,7 +107,7 @@ async def test_the_coldest_goes_first(start: Any) -> None:
     assert [hit.kind.value for hit in (await service.find("S", a, lease_ms=1)).hits[1:]] == ["exact"]
     assert service.chunks("disk") == {a, c, d}
     residents = service.store.residents
-    hottest = [[residents.get(key).record.chunk for key in residents.hottest(count)] for count in (0, 2, 9)]
+    hottest = [[residents.entries.get(key).record.chunk for key in residents.hottest(count)] for count in (0, 2, 9)]
     assert hottest == [[], [a, c], [a, c, d]]
     service.clock.now += 1
     await service.put(["S", e], payload(e, MIB))
@@ -163,18 +163,18 @@ async def test_prefetch_brings_up_what_there_is_room_for(start: Any) -> None:
     for name in "SABC":
         keys[name], _ = await service.put(name, payload(name, MIB))
         service.clock.now += 1000
-    residents = service.store.residents
-    assert {n for n, key in keys.items() if "memory" in residents.get(key).places} == {"B", "C"}
+    entries = service.store.entries
+    assert {n for n, key in keys.items() if "memory" in entries.get(key).places} == {"B", "C"}
     found = await service.stub.Prefetch(pb.PrefetchRequest(keys=[keys["S"], keys["C"], b"?" * 32]), timeout=20)
     assert [entry.HasField("arena_offset") for entry in found.entries] == [False, True, False], "S is the coldest"
     for _ in range(3):
         lease = (await service.find("A")).lease
     found = await service.stub.Prefetch(pb.PrefetchRequest(keys=[keys["A"]] * 3), timeout=20)
-    place = residents.get(keys["A"]).places["memory"]
+    place = entries.get(keys["A"]).places["memory"]
     assert {entry.arena_offset for entry in found.entries} == {place.offset}
-    assert found.arena == residents.tiers[0].arena
+    assert found.arena == service.store.residents.tiers[0].arena
     assert service.count("promotions") == 1
-    assert bytes(residents.tiers[0].read(place, 0, MIB)) == payload("A", MIB)
+    assert bytes(service.store.residents.tiers[0].read(place, 0, MIB)) == payload("A", MIB)
     await service.client.release(lease)
 
 
@@ -185,12 +185,12 @@ async def test_what_prefetch_finds_damaged_is_deleted(start: Any, caplog: Any, m
     key, _ = await service.put("S", payload("S", 900_000))
     service.clock.now += 1000
     await service.put("A", payload("A", 900_000))
-    place = service.store.residents.get(key).places["disk"]
+    place = service.store.entries.get(key).places["disk"]
     service.store.residents.home.write(place, 5000, [memoryview(b"?" * 10)])
     await service.find("S")
     found = await service.stub.Prefetch(pb.PrefetchRequest(keys=[key]), timeout=20)
     assert not found.entries[0].HasField("arena_offset")
-    assert service.store.residents.get(key) is None
+    assert service.store.entries.get(key) is None
     assert (await service.client.stats()).checksum_failures == 1
     assert f"entry {key.hex()} was damaged in the disk tier and is deleted: checksum mismatch" in caplog.text
 

@@ -142,7 +142,7 @@ async def test_it_is_copied_by_being_looked_up(serve: Any) -> None:
     await share(a, "S", payload("x", 3 * MIB + 5))
     found = await b.find("S")
     assert (found.hits[0].entry.tier, found.lease, found.hits[0].entry.lease) == ("remote", 0, 0)
-    await until(lambda: len(b.store.residents) == 1)
+    await until(lambda: len(b.store.entries) == 1)
     assert (await b.entry("S")).tier == "memory"
     stats = await b.client.stats()
     assert (stats.remote.read, stats.remote.written, stats.remote.waiting) == (1, 0, 0)
@@ -153,8 +153,8 @@ async def test_a_copy_has_been_used_once(serve: Any) -> None:
     a, b = await serve(), await serve()
     key = await share(a, "S", b"data")
     await b.find("S")
-    await until(lambda: len(b.store.residents) == 1)
-    uses, row = b.store.residents.index.rows.uses, b.store.residents.get(key).row
+    await until(lambda: len(b.store.entries) == 1)
+    uses, row = b.store.entries.index.rows.uses, b.store.entries.get(key).row
     assert uses[row] == 1
     await b.find("S")
     assert uses[row] == PROTECTED
@@ -262,7 +262,7 @@ async def test_while_it_is_away_nobody_asks_and_nothing_is_lost(serve: Any, engi
     a, b = await serve(), await serve()
     await share(a, "S", b"before")
     entry = await b.entry("S")
-    await until(lambda: len(b.store.residents) == 1)
+    await until(lambda: len(b.store.entries) == 1)
     engine.away = True
     assert await kind(b, "T") is HitKind.MISS
     asked = engine.calls.count("get")
@@ -457,7 +457,7 @@ async def test_a_lookup_brings_nothing_back_that_is_being_deleted(
     assert await b.get("S") == b"data"
     go.set()
     assert await deletion == 1
-    assert len(b.store.residents) == 0
+    assert len(b.store.entries) == 0
     assert await kind(b, "S") is HitKind.MISS
 
 

@@ -20,7 +20,7 @@ from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.kvcache.v1.kvcache_pb2_grpc import KVCacheServiceStub
 from fusionkv.protos.runtime import admission, errors, frames
 from fusionkv.protos.runtime.checksum import checksum as checksum_of
-from tests.kvcache_service.tools import MIB, Service, digest, payload
+from tests.kvcache_service.tools import MIB, Service, digest, payload, reserved
 from tests.waiting import until
 
 NAMESPACE, S, A, V = (digest(name) for name in ("namespace", *"SAv"))
@@ -119,7 +119,7 @@ async def test_every_bad_put_has_its_status(start: Any) -> None:
         assert got[0] == status, (text, got)
         assert text in got[1]
         await service.settled()
-    assert len(service.store.residents) == 0
+    assert len(service.store.entries) == 0
     assert (await service.client.stats()).checksum_failures == 1
     response = await service.stub.Put(iter([head(), part(b""), part(b"abc")]), timeout=20)
     assert response.outcome == pb.PutResponse.OUTCOME_STORED
@@ -171,7 +171,7 @@ async def test_limits_on_calls_at_once(start: Any) -> None:
     fetch.cancel()
     put = service.stub.Put(timeout=60)
     await put.write(head(path=[S, A]))
-    await until(lambda: bool(service.store.residents.reserved))
+    await until(lambda: bool(reserved(service.store)))
     with pytest.raises(errors.ResourceExhausted, match="raise max_puts"):
         await service.put("SB", b"b")
     await put.write(part(b"abc"))
@@ -207,7 +207,7 @@ async def test_a_fetch_that_stalls_ends(start: Any, monkeypatch: Any) -> None:
     async with grpc.aio.insecure_channel(service.client.address, options=options) as channel:
         call = KVCacheServiceStub(channel).Fetch(pb.FetchRequest(key=entry.key))
         assert (await call.read()).data == data[:MIB]
-        await until(lambda: service.store.residents.get(entry.key).pins == 0)
+        await until(lambda: service.store.entries.get(entry.key).pins == 0)
         assert await service.fetch(entry) == data
 
         async def rest() -> None:
@@ -236,7 +236,7 @@ async def test_client_errors_are_ours(service: Any, cache_client: Any) -> None:
 async def test_the_client_deletes_what_arrives_damaged(service: Any) -> None:
     await service.put("S", b"abc")
     entry = await service.entry("S")
-    place = next(iter(service.store.residents)).places["memory"]
+    place = next(iter(service.store.entries)).places["memory"]
     service.store.residents.tiers[0].write(place, 1, [memoryview(b"?")])
     with pytest.raises(errors.DataLoss, match="it is deleted there"):
         await service.fetch(entry)
@@ -249,7 +249,7 @@ async def test_of_two_writers_the_first_to_commit_wins(service: Any) -> None:
     for put, content in zip(puts, data, strict=True):
         await put.write(head(content))
     # Both have reserved their space, in memory and on disk.
-    await until(lambda: service.store.residents.reserved == 4)
+    await until(lambda: reserved(service.store) == 4)
     for i in (1, 0):
         await puts[i].write(pb.PutRequest(data=data[i]))
         await puts[i].done_writing()
@@ -263,7 +263,7 @@ async def test_deletions_at_once_share_the_entries(service: Any) -> None:
     keys = [(await service.put(["S", f"{n}"], b"data"))[0] for n in range(20)]
     deleted = await asyncio.gather(*(service.store.delete(keys) for _ in range(5)))
     assert sum(deleted) == 20
-    assert len(service.store.residents) == 0
+    assert len(service.store.entries) == 0
 
 
 async def test_what_is_leased_while_room_is_made_stays(start: Any) -> None:
@@ -286,9 +286,9 @@ async def test_a_caller_that_hangs_up_leaves_nothing(start: Any, sent: int) -> N
     await put.write(head(data))
     for at in range(0, sent, MIB):
         await put.write(pb.PutRequest(data=data[at : min(at + MIB, sent)]))
-    await until(lambda: service.store.residents.reserved == 2)
+    await until(lambda: reserved(service.store) == 2)
     put.cancel()
-    await until(lambda: not service.store.residents.reserved)
+    await until(lambda: not reserved(service.store))
     await service.settled()
     assert service.store.residents.home.used_bytes == 0
     assert (await service.put("S", data))[1]
@@ -323,7 +323,7 @@ async def test_fetches_that_hang_up_hold_nothing(start: Any, memory: int) -> Non
     late = service.stub.Fetch(pb.FetchRequest(key=entry.key), timeout=0.2)
     with contextlib.suppress(grpc.aio.AioRpcError):  # its time may be over before the first bytes come
         await late.read()
-    await until(lambda: all(e.pins == 0 for e in service.store.residents))
+    await until(lambda: all(e.pins == 0 for e in service.store.entries))
     await service.settled()
     assert await service.fetch(entry) == data
 
@@ -360,7 +360,7 @@ async def test_damage_on_disk_is_data_loss_and_deleted(start: Any, at: int | Non
     """at: where a bit is flipped; None: the segment is cut in the middle of the entry."""
     service = await start(memory=1 * MIB, disk=16 * MIB)
     entry = await on_disk_only(service)
-    offset = service.store.residents.get(entry.key).places["disk"].offset
+    offset = service.store.entries.get(entry.key).places["disk"].offset
     if at is None:
         os.truncate(segment(service), offset + 300_000)
     else:
@@ -381,7 +381,7 @@ async def test_damage_on_disk_is_data_loss_and_deleted(start: Any, at: int | Non
 async def test_what_is_damaged_is_deleted_although_its_reader_left(start: Any, monkeypatch: Any) -> None:
     service = await start(memory=1 * MIB, disk=16 * MIB)
     store, key = service.store, (await on_disk_only(service)).key
-    damaged = store.residents.get(key)
+    damaged = store.entries.get(key)
     store.residents.home.write(damaged.places["disk"], 0, [memoryview(b"?")])
     asked, go, copy = threading.Event(), threading.Event(), DiskTier.copy
     monkeypatch.setattr(DiskTier, "copy", lambda *args: (asked.set(), go.wait(20), copy(*args))[-1])
@@ -399,7 +399,7 @@ async def test_what_is_damaged_is_deleted_although_its_reader_left(start: Any, m
     store.leases.expire()
     go.set()
     assert not await loading
-    assert store.residents.get(key) is None
+    assert store.entries.get(key) is None
 
 
 async def test_a_disk_that_can_t_be_written_refuses_and_goes_on(start: Any) -> None:

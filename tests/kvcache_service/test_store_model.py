@@ -71,12 +71,12 @@ def make_machine(memory: int, disk: int, share: float) -> type[RuleBasedStateMac
                 writer = self.loop.run_until_complete(begin())
             except ResourceExhausted:
                 home = self.store.residents.home
-                assert size > self.store.residents.share(home) or leased or self.store.leases
+                assert size > self.store.residents.contents[home.name].tenants.limit or leased or self.store.leases
                 self.assert_content(set())
                 return
             assert (writer is None) == (new.key in self.content)
             if writer is not None:
-                evicted = {key for key in self.content if self.store.residents.get(key) is None}
+                evicted = {key for key in self.content if self.store.entries.get(key) is None}
                 assert not evicted & leased, "a leased entry was evicted"
                 for key in evicted:
                     del self.content[key]
@@ -170,19 +170,19 @@ def make_machine(memory: int, disk: int, share: float) -> type[RuleBasedStateMac
         @rule(namespace=namespaces)
         def delete_namespace(self, namespace: bytes) -> None:
             keys = {key for key, (r, _, _) in self.content.items() if r.namespace == namespace}
-            assert set(self.store.residents.index.namespace_keys(namespace)) == keys
+            assert set(self.store.entries.index.namespace_keys(namespace)) == keys
             assert self.loop.run_until_complete(self.store.delete(list(keys))) == len(keys)
             self.assert_content(keys)
 
         @precondition(lambda self: disk)
         @rule()
         def restart(self) -> None:
-            heats = {entry.record.key: entry.heat for entry in self.store.residents}
+            heats = {entry.record.key: entry.heat for entry in self.store.entries}
             self.loop.run_until_complete(self.store.close())
             self.open()
             self.leases.clear()
             self.assert_content(set())
-            assert {entry.record.key: entry.heat for entry in self.store.residents} == heats
+            assert {entry.record.key: entry.heat for entry in self.store.entries} == heats
 
         def assert_content(self, deleted: set[bytes]) -> None:
             for key in deleted:
@@ -190,23 +190,23 @@ def make_machine(memory: int, disk: int, share: float) -> type[RuleBasedStateMac
                 # A lease holds the deleted entry's bytes, not another entry of its name.
                 for keys, _ in self.leases.values():
                     keys.discard(key)
-            assert {entry.record.key for entry in self.store.residents} == set(self.content)
+            assert {entry.record.key for entry in self.store.entries} == set(self.content)
 
         @invariant()
         def integrity(self) -> None:
             while self.store.reader.reads or self.store.tasks:
                 self.loop.run_until_complete(asyncio.sleep(0))
             # An aborted put gives its place back when its thread is done.
-            self.loop.run_until_complete(until(lambda: not self.store.residents.reserved))
+            self.loop.run_until_complete(until(lambda: not tools.reserved(self.store)))
             self.store.check_integrity(idle=True)
             assert len(self.store.leases) >= len(self.leases)
             for tier, namespace in itertools.product(self.store.residents.tiers, NAMESPACES):
                 sizes = [
                     e.record.size
-                    for e in self.store.residents.with_withdrawn()
+                    for e in (*self.store.entries, *self.store.entries.withdrawn)
                     if e.record.namespace == namespace and tier.name in e.places
                 ]
-                assert sum(map(aligned, sizes)) <= self.store.residents.share(tier)
+                assert sum(map(aligned, sizes)) <= self.store.residents.contents[tier.name].tenants.limit
 
         def teardown(self) -> None:
             self.loop.run_until_complete(self.store.close())

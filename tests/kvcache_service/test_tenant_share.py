@@ -30,14 +30,14 @@ async def put(service: Any, name: str, namespace: bytes = BUSY, size: int = SIZE
 
 def there(service: Any, given: list[bytes]) -> list[int]:
     """Which of these entries are stored, by number."""
-    return [n for n, key in enumerate(given) if service.store.residents.get(key) is not None]
+    return [n for n, key in enumerate(given) if service.store.entries.get(key) is not None]
 
 
 def taken(service: Any, namespace: bytes) -> list[int]:
     """Bytes of a tenant's entries in each tier."""
-    residents = service.store.residents
-    entries = [e for e in residents if keys.tenant_of(e.record.namespace) == keys.tenant_of(namespace)]
-    return [sum(e.places[tier.name].size for e in entries if tier.name in e.places) for tier in residents.tiers]
+    store = service.store
+    entries = [e for e in store.entries if keys.tenant_of(e.record.namespace) == keys.tenant_of(namespace)]
+    return [sum(e.places[tier.name].size for e in entries if tier.name in e.places) for tier in store.residents.tiers]
 
 
 async def test_a_busy_tenant_evicts_its_own_entries(service: Any) -> None:
@@ -84,7 +84,7 @@ async def test_deleted_replaced_and_aborted_entries_give_their_bytes_back(servic
 async def test_a_put_is_refused_while_the_tenants_entries_are_leased(service: Any) -> None:
     busy = [await put(service, f"busy {n}") for n in range(16)]
     await service.settled()
-    leases = [service.store.leases.grant([service.store.residents.get(key)], 30.0) for key in busy]
+    leases = [service.store.leases.grant([service.store.entries.get(key)], 30.0) for key in busy]
     with pytest.raises(ResourceExhausted, match=r"in the tenant's share .* are leased .* raise tenant_share in"):
         await put(service, "one more")
     await put(service, "quiet", QUIET)
@@ -121,5 +121,5 @@ async def test_a_lower_share_after_a_restart(tmp_path: Path) -> None:
             for n, entries in enumerate(kept):
                 await put(service, f"{share} {n}", size=1)
                 service.store.check_integrity(idle=True)
-                assert len(service.store.residents) == entries + 1
-            assert service.store.residents.get(quiet) is not None
+                assert len(service.store.entries) == entries + 1
+            assert service.store.entries.get(quiet) is not None

@@ -106,17 +106,16 @@ class Service(Caller):
 
     def chunks(self, tier: str) -> set[bytes]:
         """The chunks of the entries that are in a tier."""
-        return {entry.record.chunk for entry in self.store.residents if tier in entry.places}
+        return {entry.record.chunk for entry in self.store.entries if tier in entry.places}
 
     def count(self, name: str, tier: str = "memory") -> int:
         return self.store.counters.get(name, tier)
 
     async def settled(self) -> None:
         """Waits until nothing is under way, then asserts that everything agrees."""
-        residents = self.store.residents
         store = self.store
-        await until(lambda: not (store.tasks or store.reader.reads or store.reader.prefetching or residents.reserved))
-        await until(lambda: all(entry.pins == 0 for entry in residents.with_withdrawn()))
+        await until(lambda: not (store.tasks or store.reader.reads or store.reader.prefetching or reserved(store)))
+        await until(lambda: all(entry.pins == 0 for entry in (*store.entries, *store.entries.withdrawn)))
         self.store.check_integrity(idle=True)
 
 
@@ -237,7 +236,12 @@ def common(one: str, other: str) -> int:
     return len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
 
 
+def reserved(store: Store) -> int:
+    """Number of reserved places."""
+    return sum(len(contents.reserved) for contents in store.residents.contents.values())
+
+
 def stored(store: Store) -> set[str]:
     """Paths of a store's entries, of names of one letter."""
-    trails = (entry.record.trail for entry in store.residents)
+    trails = (entry.record.trail for entry in store.entries)
     return {"".join(chr(byte) for byte in trail[::-32]) for trail in trails}

@@ -71,6 +71,6 @@ async def check_stopped(data: Path, disk: int = 256 * MIB) -> int:
     await store.open()
     try:
         store.check_integrity(idle=True)
-        return len(store.residents)
+        return len(store.entries)
     finally:
         await store.close()

@@ -141,10 +141,10 @@ async def test_a_tenants_share_is_counted_right_after_kill_9(start: Any, cache_c
         store = make_store(Config(data_dir=tmp_path / "data", disk_bytes=16 * MIB, tenant_share=0.5))
         await store.open()
         store.check_integrity(idle=True)
-        tenants = [entry.record.namespace for entry in store.residents]
+        tenants = [entry.record.namespace for entry in store.entries]
         # A place has a multiple of 4096 bytes; an entry that was being put when the process ended is not there.
         assert 8 * MIB // 303_104 - 4 <= tenants.count(ours) <= 8 * MIB // 303_104
-        assert all(store.residents.get(key) is not None for key in kept)
+        assert all(store.entries.get(key) is not None for key in kept)
         await store.close()
         service = start(*share, disk="16MiB")
 

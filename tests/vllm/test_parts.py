@@ -337,7 +337,7 @@ async def test_a_request_that_ends_during_its_lookup_leaves_no_lease(
             assert not found.finished(request, (0, 1, 2, 3, 4), completed=False)
             known.set()
             assert await asyncio.wrap_future(looked_up) == 4
-            await until(lambda: not any(entry.leases for entry in service.store.residents))
+            await until(lambda: not any(entry.leases for entry in service.store.entries))
 
 
 async def test_of_a_longer_prompt_than_the_cache_service_takes_the_beginning_is_shared(tmp_path: Path) -> None:
