@@ -10,6 +10,7 @@ import socket
 import stat
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from fusionkv.kvcache_service.remote.sharing import Sharing
 from fusionkv.kvcache_service.remote.tier import RemoteEngine, RemoteTier
 from fusionkv.kvcache_service.servicer import SERVICE, KVCacheServicer, handler
 from fusionkv.kvcache_service.store.store import Store
+from fusionkv.kvcache_service.store.upkeep import sweep
 from fusionkv.kvcache_service.tiers.base import Tier
 from fusionkv.kvcache_service.tiers.disk import SEGMENT_BYTES, DiskTier, readable_files
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
@@ -151,7 +153,7 @@ async def run(config: Config) -> None:
     events = make_events(config, store)
     loading = asyncio.create_task(store.open())
     observe_tiers(lambda: [(tier.name, tier.used_bytes, tier.capacity_bytes) for tier in store.residents.tiers])
-    background = [asyncio.create_task(_after(loading, store.sweep))]
+    background = [asyncio.create_task(_after(loading, partial(sweep, store)))]
     file_servers = start_file_servers(config, store)
     sharing: Sharing | None = None
     try:

@@ -26,7 +26,6 @@ class Residents:
         self.contents = {tier.name: TierContents(tier, self.entries, tenant_share) for tier in tiers}
         """By the tier's name."""
         self._counters = counters
-        self.touched: set[int] = set()  # rows whose heat is to be saved
         self._evicted = FrequencySketch()  # keys that left the home tier for others
         self.replaced: weakref.WeakValueDictionary[bytes, StoredEntry] = weakref.WeakValueDictionary()
         """Invisible entries that were replaced by another; clients with a lease may still fetch them."""
@@ -90,17 +89,17 @@ class Residents:
         for name, place in entry.places.items():
             self.contents[name].add(row, place)
 
-    def use(self, entry: StoredEntry, heat: float) -> None:
-        """Counts a use of a visible entry, and raises its heat."""
+    def use(self, entry: StoredEntry, heat: float) -> int:
+        """Counts a use of a visible entry, and raises its heat; returns its row."""
         assert entry.row is not None
         rows = self.entries.index.rows
         entry.heat = rows.heats[entry.row] = heat
-        self.touched.add(entry.row)
         if rows.uses[entry.row] < PROTECTED:
             rows.uses[entry.row] += 1
             if rows.uses[entry.row] == PROTECTED:
                 for name in entry.places:
                     self.contents[name].order.protect(entry.row)
+        return entry.row
 
     def withdraw(self, entry: StoredEntry) -> None:
         """Makes a visible entry invisible, and frees its places unless it is held."""

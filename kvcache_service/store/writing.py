@@ -60,7 +60,7 @@ def reserve(store: Store, record: EntryRecord, *, from_remote: bool = False) -> 
             f"no room for {record.size} bytes in {where} of {limit}: its entries are leased or in use; try again "
             f"later, or raise {setting} in [kvcache]"
         ) from None
-    entry = StoredEntry(record, store.now / store.config.half_life_seconds)
+    entry = StoredEntry(record, store.heats.initial)
     places: dict[Tier, Place] = {home: place}
     for tier in residents.tiers[:-1]:
         with contextlib.suppress(NoSpace):
@@ -126,7 +126,7 @@ class Writer:
         self._batch: list[memoryview] = []
         self._written = 0
         home = store.residents.home
-        self._pending = store.in_thread(home.forget, evicted) if evicted else None
+        self._pending = store.work.in_thread(home.forget, evicted) if evicted else None
 
     @property
     def size(self) -> int:
@@ -162,7 +162,7 @@ class Writer:
             if self._received - self._written >= _BATCH_BYTES or len(self._batch) == _BATCH_PIECES:
                 # Once the previous batch is written.
                 await self._finished()
-                self._pending = self._store.in_thread(self._take_batch(self._places))
+                self._pending = self._store.work.in_thread(self._take_batch(self._places))
 
     async def fill(self, read: Callable[[int, memoryview], None], threads: Executor, step: int) -> None:
         """Writes all bytes of the entry, in a thread.
@@ -210,7 +210,7 @@ class Writer:
         await self._finished()
         # From here on `_publish` owns the reservations: `abort` by a cancelled caller is a no-op.
         places, self._places = self._places, {}
-        return await self._store.to_the_end(self._publish(places, self._take_batch(places)))
+        return await self._store.work.to_the_end(self._publish(places, self._take_batch(places)))
 
     def abort(self) -> None:
         """Frees the reservations once no thread is writing to them."""
@@ -248,7 +248,7 @@ class Writer:
                 # Lookups that found the replaced entries will find this one.
                 self._entry.heat = max([self._entry.heat, *(other.heat for other in _superseded(store, record))])
                 if home.blocking:
-                    await store.in_thread(finish, places[home])
+                    await store.work.in_thread(finish, places[home])
                 else:
                     finish(places[home])
                 for tier in list(places):

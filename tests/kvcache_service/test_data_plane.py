@@ -120,7 +120,7 @@ async def test_both_planes_answer_alike(start: Any) -> None:
         {"put": pb.PutHeader(**header)},
     ]
     async with opened(service) as connected:
-        client = Connection(connected, service.store.threads)
+        client = Connection(connected, service.store.work.threads)
         for case in cases:
             ((name, request),) = case.items()
             with pytest.raises(connections.Refused) as refused:
@@ -246,7 +246,7 @@ async def test_who_sends_a_part_leaves_nothing(start: Any, monkeypatch: Any, sen
     service, data = await start(memory=16 * MIB, disk=32 * MIB, max_puts=1), payload("x", 10 * MIB)
     header = pb.PutHeader(namespace=NAMESPACE, path=[digest("S")], size_bytes=len(data), tokens=1, checksum=b"c" * 16)
     async with opened(service) as connected:
-        client = Connection(connected, service.store.threads)
+        client = Connection(connected, service.store.work.threads)
         assert (await client.call(pb.DataRequest(put=header))).reserved
         await client.send(memoryview(data)[:sent])
         if hangs_up:
@@ -354,7 +354,7 @@ async def test_a_service_that_drains_ends_what_it_does(start: Any) -> None:
     service, data = await start(memory=64 * MIB, disk=64 * MIB), payload("x", 48 * MIB)
     key, _ = await service.put("S", data)
     async with opened(service) as connected:
-        client = Connection(connected, service.store.threads)
+        client = Connection(connected, service.store.work.threads)
         response = await client.call(pb.DataRequest(fetch=pb.FetchRequest(key=key)))
         stopping = asyncio.create_task(service.plane.stop(20))
         await asyncio.sleep(0.05)

@@ -14,6 +14,7 @@ from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.index.heat import FrequencySketch
 from fusionkv.kvcache_service.index.record import EntryRecord, HitKind
 from fusionkv.kvcache_service.store.store import Store
+from fusionkv.kvcache_service.store.upkeep import evict_to_watermark
 from fusionkv.kvcache_service.store.writing import reserve
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from tests.examples import examples
@@ -163,14 +164,14 @@ def test_between_the_watermarks_the_coldest_make_room_ahead_of_need() -> None:
     for i in range(90):
         replicas.clock.now += 600
         replicas.put([SYSTEM, bytes([i]) * 32])
-    replicas.loop.run_until_complete(replicas.store.evict_to_watermark())
+    replicas.loop.run_until_complete(evict_to_watermark(replicas.store))
     home = replicas.store.residents.home
     assert home.used_bytes == 90 * BLOCK, "not over the high watermark"
     replicas.put([SYSTEM, bytes([90]) * 32])
     found, lease = replicas.store.lookup(NAMESPACE, [SYSTEM, bytes([0]) * 32], [(), ()], 30.0)
     held = found[1][1]
     replicas.find([SYSTEM, bytes([1]) * 32])
-    replicas.loop.run_until_complete(replicas.store.evict_to_watermark())
+    replicas.loop.run_until_complete(evict_to_watermark(replicas.store))
     left = {entry.record.chunk[0] for entry in replicas.store.entries}
     assert left == {0, 1, *range(43, 91)}, "the held one, the one asked for, and the last"
     assert held.visible

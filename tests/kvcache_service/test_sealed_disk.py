@@ -63,7 +63,7 @@ async def test_an_entry_that_a_thread_fills_comes_back(tmp_path: Path, memory: i
         place = store.entries.get(made.key).places["disk"]
         assert bytes(tier.read(place, 0, size)) == data
         store.residents.tiers[0].close()
-        store.threads.shutdown()
+        store.work.threads.shutdown()
 
 
 def unreadable(tier: SealedDiskTier) -> int:

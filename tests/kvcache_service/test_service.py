@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from fusionkv.kvcache_service import metrics
 from fusionkv.kvcache_service.client import Entry, HitKind
-from fusionkv.kvcache_service.store import contents, reading, store
+from fusionkv.kvcache_service.store import contents, reading, upkeep
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime import errors
@@ -292,10 +292,10 @@ async def test_calls_while_their_client_closes_and_afterwards(service: Any) -> N
 
 
 async def test_the_sweep_goes_on_after_an_unexpected_error(start: Any, monkeypatch: Any, caplog: Any) -> None:
-    monkeypatch.setattr(store, "_SWEEP_SECONDS", 0.01)
-    monkeypatch.setattr(store, "_SAVE_HEAT_SECONDS", 0.0)
+    monkeypatch.setattr(upkeep, "_SWEEP_SECONDS", 0.01)
+    monkeypatch.setattr(upkeep, "_SAVE_HEAT_SECONDS", 0.0)
     service = await start()
-    sweep = asyncio.create_task(service.store.sweep())
+    sweep = asyncio.create_task(upkeep.sweep(service.store))
     with monkeypatch.context() as broken:
         broken.setattr(service.store.residents.home, "save_heat", lambda heats: heats.nothing)
         await service.put("S", b"data")

@@ -424,7 +424,7 @@ async def test_a_deletion_reaches_what_is_being_written(serve: Any, engine: Dict
             await asyncio.sleep(0)
         await service.client.delete([key])
         await shared(service)
-        await until(lambda: not service.store.tasks)
+        await until(lambda: not service.store.work.tasks)
         assert engine.values == {}, round
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from fusionkv.kvcache_service import servicer
 from fusionkv.kvcache_service.client import Entry, HitKind
+from fusionkv.kvcache_service.store.upkeep import evict_to_watermark
 from fusionkv.kvcache_service.tiers.disk import DiskTier
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.kvcache.v1.kvcache_pb2_grpc import KVCacheServiceStub
@@ -271,7 +272,7 @@ async def test_what_is_leased_while_room_is_made_stays(start: Any) -> None:
     for chunk in "0123":
         await service.put(["S", chunk], payload(chunk, MIB))
     # The lookup runs after entries were chosen, before any was deleted.
-    making = asyncio.create_task(service.store.evict_to_watermark())
+    making = asyncio.create_task(evict_to_watermark(service.store))
     await asyncio.sleep(0)
     hits, lease = service.store.lookup(NAMESPACE, [digest("S"), digest("0")], [[], []], 30.0)
     await making

@@ -194,7 +194,7 @@ def make_machine(memory: int, disk: int, share: float) -> type[RuleBasedStateMac
 
         @invariant()
         def integrity(self) -> None:
-            while self.store.reader.reads or self.store.tasks:
+            while self.store.reader.reads or self.store.work.tasks:
                 self.loop.run_until_complete(asyncio.sleep(0))
             # An aborted put gives its place back when its thread is done.
             self.loop.run_until_complete(until(lambda: not tools.reserved(self.store)))

@@ -114,7 +114,9 @@ class Service(Caller):
     async def settled(self) -> None:
         """Waits until nothing is under way, then asserts that everything agrees."""
         store = self.store
-        await until(lambda: not (store.tasks or store.reader.reads or store.reader.prefetching or reserved(store)))
+        await until(
+            lambda: not (store.work.tasks or store.reader.reads or store.reader.prefetching or reserved(store))
+        )
         await until(lambda: all(entry.pins == 0 for entry in (*store.entries, *store.entries.withdrawn)))
         self.store.check_integrity(idle=True)
 
