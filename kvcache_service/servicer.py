@@ -224,7 +224,7 @@ class KVCacheServicer:
         if len(request.checksum) not in (0, records.CHECKSUM_BYTES):
             raise InvalidArgument(f"the checksum has {len(request.checksum)} bytes, 16 are required")
         if self._sharing is not None and self._store.entries.get(request.key) is None:
-            await self._sharing.pull(request.key)
+            await self._sharing.pulls.pull(request.key)
         with self._store.reader.pinned(request.key, request.checksum) as entry:
             yield entry.record.size, self._store.reader.frames(entry)
 
@@ -368,7 +368,7 @@ class KVCacheServicer:
             await self._store.reader.promote(entry)
         elif self._sharing is not None:
             with contextlib.suppress(ResourceExhausted):  # it is not in memory then
-                await self._sharing.pull(key)
+                await self._sharing.pulls.pull(key)
 
     def _local_entry(self, entry: StoredEntry) -> pb.Entry:
         fastest, place, extent = self._store.residents.fastest(entry), entry.places.get(DiskTier.name), None
