@@ -24,9 +24,10 @@ from fusionkv.kvcache_service.servicer import SERVICE, KVCacheServicer, handler
 from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.store.upkeep import sweep
 from fusionkv.kvcache_service.tiers.base import Tier
-from fusionkv.kvcache_service.tiers.disk import SEGMENT_BYTES, DiskTier, readable_files
+from fusionkv.kvcache_service.tiers.disk import DiskTier, readable_files
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.kvcache_service.tiers.sealed_disk import DiskKeys, SealedDiskTier
+from fusionkv.kvcache_service.tiers.segments import SEGMENT_BYTES
 from fusionkv.protos.observe import handshakes, telemetry
 from fusionkv.protos.runtime import process, rpc, settings
 
@@ -202,7 +203,7 @@ def start_file_servers(config: Config, store: Store) -> list[FileServer]:
         try:
             file_servers.append(share_memory(path, memory.arena, memory.capacity_bytes, memory.file))
             if files is not None:
-                file_servers.append(share_segments(segments_path(path), memory.arena, files.open_segment))
+                file_servers.append(share_segments(segments_path(path), memory.arena, files.segments.open))
         except OSError as error:
             log.warning("can't share memory and files beside %s, bytes are streamed: %s", path, error)
     return file_servers

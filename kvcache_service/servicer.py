@@ -17,8 +17,9 @@ from fusionkv.kvcache_service.remote.sharing import Sharing
 from fusionkv.kvcache_service.store import writing
 from fusionkv.kvcache_service.store.entries import StoredEntry
 from fusionkv.kvcache_service.store.store import Store
-from fusionkv.kvcache_service.tiers.disk import SEGMENT_BYTES, DiskTier, readable_files
+from fusionkv.kvcache_service.tiers.disk import DiskTier, readable_files
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
+from fusionkv.kvcache_service.tiers.segments import SEGMENT_BYTES
 from fusionkv.kvcache_service.transport import RESERVED
 from fusionkv.protos.contract.limits import MAX_FOUND, MAX_READ, check_variants
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb

@@ -30,10 +30,11 @@ from fusionkv.kvcache_service.index import record
 from fusionkv.kvcache_service.index.record import HitKind
 from fusionkv.kvcache_service.store.entries import StoredEntry
 from fusionkv.kvcache_service.store.store import Store
-from fusionkv.kvcache_service.tiers.disk import SEGMENT_BYTES, DiskTier
+from fusionkv.kvcache_service.tiers.disk import DiskTier
 from fusionkv.kvcache_service.tiers.disk_index import DiskIndex
 from fusionkv.kvcache_service.tiers.extents import ALIGNMENT
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
+from fusionkv.kvcache_service.tiers.segments import SEGMENT_BYTES
 
 NAMESPACE = keys.namespace(b"scale", {}, "")
 SYSTEM = keys.chunk_digest([0])

@@ -5,11 +5,10 @@ leaves bytes without a record, which are free space at the next start. Space is 
 deleted.
 
 With `sync`, both steps are flushed to the device. Without it, they are in the page cache when a Put is acknowledged:
-kill -9 loses nothing, but a crash of the machine may leave a torn index, which is then discarded (`_trusted`).
+kill -9 loses nothing, but a crash of the machine may leave a torn index, which is then discarded (`BootMark`).
 """
 
 import contextlib
-import errno
 import fcntl
 import logging
 import os
@@ -22,19 +21,14 @@ import numpy.typing as npt
 
 from fusionkv.kvcache_service.index.heat import decode as decode_heat
 from fusionkv.kvcache_service.index.record import EntryRecord, decode
-from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier, Unreachable
-from fusionkv.kvcache_service.tiers.disk_index import DiskIndex, sync_directory
+from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier
+from fusionkv.kvcache_service.tiers.boot_mark import BootMark
+from fusionkv.kvcache_service.tiers.disk_index import DiskIndex
 from fusionkv.kvcache_service.tiers.index_file import HEATS, RECORDS, IndexReader
+from fusionkv.kvcache_service.tiers.segments import SEGMENT_BYTES, SegmentFiles
 from fusionkv.protos.runtime.process import data_folder
 
 log = logging.getLogger(__name__)
-
-# The maximum size of an entry, below the 2 GiB that one preadv transfers at most.
-SEGMENT_BYTES = 1 << 30
-_MARK_BYTES = 64
-# Transient reasons why a file cannot be opened: its content may be intact.
-_TRANSIENT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.EROFS}
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class DiskTier(Tier):
@@ -51,9 +45,9 @@ class DiskTier(Tier):
         self._directory = directory
         self._sync = sync
         data_folder(directory, "lock", "boot", "index/data.mdb")
-        (directory / "segments").mkdir(exist_ok=True)
+        self.segments = SegmentFiles(directory / "segments")
         self._lock = _lock(directory / "lock")
-        self._files: dict[tuple[int, str], int] = {}  # (segment, ending) -> file descriptor
+        self._boot_mark = BootMark(directory / "boot", sync)
 
     def check_integrity(self, held: Mapping[Place, bytes | None]) -> None:
         """As `Extents.check_integrity`, and that the index has a record of each place with a key, and no other."""
@@ -71,7 +65,7 @@ class DiskTier(Tier):
 
         Raises OSError if it was written by a later version; nothing was changed then.
         """
-        trusted = self._trusted()
+        trusted = self._boot_mark.trusted()
         if not trusted:
             log.warning(
                 "%s was in use when the machine stopped, without sync: the disk tier starts empty", self._directory
@@ -84,30 +78,18 @@ class DiskTier(Tier):
             map_bytes,
             self._sync,
             discard=not trusted,
-            before_change=lambda: self._mark_boot(_boot_id()),
+            before_change=self._boot_mark.in_use,
         )
 
     def write(self, place: Place, at: int, data: Sequence[memoryview]) -> None:
-        file, offset = self._locate(place, at)
-        pieces = [piece for piece in data if len(piece)]
-        while pieces:
-            written = os.pwritev(file, pieces, offset)
-            offset += written
-            while pieces and written >= len(pieces[0]):
-                written -= len(pieces.pop(0))
-            if written:
-                pieces[0] = pieces[0][written:]
+        self.segments.write(place, at, data)
 
     def read(self, place: Place, at: int, size: int) -> memoryview:
-        file, offset = self._locate(place, at)
-        data = os.pread(file, size, offset)
-        if len(data) != size:
-            raise OSError(f"segment {place.offset // SEGMENT_BYTES} of {self._directory} is truncated")
-        return memoryview(data)
+        return self.segments.read(place, at, size)
 
     def commit(self, record: EntryRecord, place: Place, heat: float) -> None:
         if self._sync:
-            os.fdatasync(self._locate(place, 0)[0])
+            self.segments.sync(place)
         self._index.put([(record, place.offset, heat)])
 
     def forget(self, entries: Sequence[tuple[bytes, Place]]) -> None:
@@ -122,8 +104,7 @@ class DiskTier(Tier):
         Bytes are not read, since every read verifies them, unless records overlap: then only the one whose checksum
         matches is kept. The index is read twice, at first only for the places, to bound memory.
         """
-        files = (p for p in (self._directory / "segments").glob("*.kv") if p.stem.isdecimal() and p.is_file())
-        lengths = {int(p.stem): p.stat().st_size for p in files}
+        lengths = self.segments.lengths()
         places = (
             (offset if offset % SEGMENT_BYTES + size <= lengths.get(offset // SEGMENT_BYTES, 0) else -1, size)
             for offset, size in self._index.places()
@@ -156,7 +137,7 @@ class DiskTier(Tier):
 
     def finder(self) -> Callable[[bytes], Recovered | None]:
         """Finds what `recover` would yield, and, of records that overlap, all."""
-        if not self._trusted():
+        if not self._boot_mark.trusted():
             return super().finder()
         reader = IndexReader(self._directory / "index" / "data.mdb")
 
@@ -165,7 +146,7 @@ class DiskTier(Tier):
             try:
                 record, offset = decode(key, value or b"")
                 segment, at = divmod(offset, SEGMENT_BYTES)
-                whole = at + record.size <= self._path(segment, "kv").stat().st_size
+                whole = at + record.size <= self.segments.length(segment)
             except (ValueError, OSError):
                 return None
             if not whole or not self.fit(np.array([offset]), np.array([record.size])).all():
@@ -174,18 +155,11 @@ class DiskTier(Tier):
 
         return find
 
-    def open_segment(self, segment: int) -> int:
-        """Opens a segment file read-only. Raises OSError if it does not exist."""
-        return os.open(self._path(segment, "kv"), os.O_RDONLY | os.O_CLOEXEC)
-
     def close(self) -> None:
-        for file in self._files.values():
-            os.fsync(file)
-            os.close(file)
-        self._files.clear()
+        self.segments.close()
         if "_index" in self.__dict__:
             self._index.close()
-            self._mark_boot("")
+            self._boot_mark.closed()
         os.close(self._lock)
 
     def _drop_overlapping(
@@ -201,7 +175,11 @@ class DiskTier(Tier):
         doubtful = set(order[np.unique(np.concatenate([overlapping, overlapping + 1]))].tolist())
         for number, (_, entry, _) in enumerate(self._index.load()):
             if number in doubtful:
-                good[number] = entry is not None and self._intact(*entry)
+                good[number] = False
+                if entry is not None:
+                    record, offset = entry
+                    with contextlib.suppress(OSError):
+                        good[number] = self.copy(Place(offset, record.size), {}) == record.checksum
         kept_end = 0
         for number in order[good[order]].tolist():
             if starts[number] < kept_end:
@@ -209,83 +187,10 @@ class DiskTier(Tier):
             else:
                 kept_end = int(starts[number] + sizes[number])
 
-    def _intact(self, record: EntryRecord, offset: int) -> bool:
-        try:
-            return self.copy(Place(offset, record.size), {}) == record.checksum
-        except OSError:
-            return False
-
-    def _locate(self, place: Place, at: int) -> tuple[int, int]:
-        """File descriptor of the segment, and offset in it, of byte `at` of a place."""
-        segment, offset = divmod(place.offset, SEGMENT_BYTES)
-        return self._file(segment, "kv"), offset + at
-
-    def _file(self, segment: int, ending: str) -> int:
-        """File descriptor of a segment's file, opened or created on first use.
-
-        Raises OSError if it cannot be opened: Unreachable for a transient reason, such as too many open files.
-        """
-        file = self._files.get((segment, ending))
-        if file is None:
-            path = self._path(segment, ending)
-            try:
-                file = _open_durably(path)
-            except OSError as error:
-                if error.errno in _TRANSIENT:
-                    raise Unreachable(f"can't open {path}: {error.strerror}") from error
-                raise
-            # Two threads may open the same file: the second descriptor is closed.
-            if self._files.setdefault((segment, ending), file) != file:
-                os.close(file)
-                file = self._files[segment, ending]
-        return file
-
-    def _path(self, segment: int, ending: str) -> Path:
-        return self._directory / "segments" / f"{segment:06d}.{ending}"
-
-    def _trusted(self) -> bool:
-        """Whether the index is complete: closed cleanly, flushed on every write, or written since the last boot.
-
-        The kernel writes everything that a killed process wrote. After a crash of the machine, any part of it may be
-        missing.
-        """
-        mark = self._directory / "boot"
-        was = mark.read_text(errors="replace").strip() if mark.exists() else ""
-        return was in ("", "sync", _boot_id())
-
-    def _mark_boot(self, text: str) -> None:
-        """Records the state of the tier in the file `boot`: a boot id while in use, "sync", or "" when closed.
-
-        The mark has a fixed size and is written in place, which works on a full device. A torn mark equals no boot
-        id, so the index is then not trusted.
-        """
-        file = os.open(self._directory / "boot", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            os.pwrite(file, ("sync" if text and self._sync else text).ljust(_MARK_BYTES).encode(), 0)
-            os.fsync(file)
-        finally:
-            os.close(file)
-        sync_directory(self._directory)
-
 
 def readable_files(tiers: Sequence[Tier]) -> DiskTier | None:
     """The disk tier, if there is one and its files are not encrypted."""
     return next((tier for tier in tiers if isinstance(tier, DiskTier) and tier.readable), None)
-
-
-def _boot_id() -> str:
-    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else "unknown"
-
-
-def _open_durably(path: Path) -> int:
-    """Opens a file, creating it if needed such that it survives a crash of the machine."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        sync_directory(path.parent)
-    except OSError:
-        os.close(file)
-        raise
-    return file
 
 
 def _lock(path: Path) -> int:

@@ -16,8 +16,9 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from fusionkv.kvcache_service.index.record import EntryRecord
 from fusionkv.kvcache_service.tiers.base import Place
-from fusionkv.kvcache_service.tiers.disk import SEGMENT_BYTES, DiskTier
+from fusionkv.kvcache_service.tiers.disk import DiskTier
 from fusionkv.kvcache_service.tiers.extents import ALIGNMENT
+from fusionkv.kvcache_service.tiers.segments import SEGMENT_BYTES
 from fusionkv.protos.runtime.watched import ID_BYTES, KeyRing
 
 BLOCK_BYTES = 1 << 20
@@ -106,7 +107,7 @@ class SealedDiskTier(DiskTier):
     def _seal_at(self, place: Place, start: int) -> tuple[int, int]:
         """File descriptor and offset of a block's seal. Blocks start at distinct multiples of 4096."""
         segment, offset = divmod(place.offset + start, SEGMENT_BYTES)
-        return self._file(segment, "seal"), offset // ALIGNMENT * _SEAL_BYTES
+        return self.segments.file(segment, "seal"), offset // ALIGNMENT * _SEAL_BYTES
 
 
 def _bound(place: Place, start: int) -> bytes:

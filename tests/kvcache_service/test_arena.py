@@ -211,7 +211,7 @@ async def test_a_segment_file_that_comes_too_late_is_closed(service: Any, tmp_pa
     async def send_file(caller: socket.socket) -> None:
         asked.set()
         await asyncio.to_thread(answer.wait, 20)
-        opened = disk.open_segment(0)
+        opened = disk.segments.open(0)
         socket.send_fds(caller, [bytes(16)], [opened])
         os.close(opened)
 
@@ -245,7 +245,7 @@ async def test_doors_open_again_after_emfile(door: str, start: Any, tmp_path: Pa
         opened: Any = share_memory(path, tier.arena, tier.capacity_bytes, tier.file)
     else:
         await service.put("S", payload("x", 2 * MIB))
-        opened = share_segments(path, b"n" * 16, tier.open_segment)
+        opened = share_segments(path, b"n" * 16, tier.segments.open)
     monkeypatch.setattr(socket.socket, "accept", short)
     reader, writer = await asyncio.open_unix_connection(str(path))
     writer.write(struct.pack("<I", 0))

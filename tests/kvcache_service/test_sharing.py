@@ -287,9 +287,8 @@ async def test_it_goes_away_between_lookup_and_fetch(serve: Any, engine: Diction
     a, b = await serve(), await serve()
     for name in "ST":
         await share(a, name, payload("x", MIB))
-    b.sharing.pulls._tasks.update(
-        (bytes([n]), asyncio.get_running_loop().create_future()) for n in range(4)
-    )  # all at work
+    at_work = ((bytes([n]), asyncio.get_running_loop().create_future()) for n in range(4))
+    b.sharing.pulls._tasks.update(at_work)
     found = [await b.entry(name) for name in "ST"]
     b.sharing.pulls._tasks.clear()
     engine.away = True

@@ -34,7 +34,7 @@ def segment(service: Service) -> Path:
 @contextlib.contextmanager
 def read_only(service: Service) -> Iterator[None]:
     """While its disk tier can't be written."""
-    files, name = service.store.residents.home._files, (0, "kv")
+    files, name = service.store.residents.home.segments._files, (0, "kv")
     writable, files[name] = files[name], os.open(segment(service), os.O_RDONLY)
     yield
     os.close(files[name])

@@ -12,12 +12,13 @@ import lmdb
 import pytest
 
 from fusionkv.kvcache_service.index.record import EntryRecord, encode
-from fusionkv.kvcache_service.tiers import disk
+from fusionkv.kvcache_service.tiers import boot_mark
 from fusionkv.kvcache_service.tiers.base import Place, Tier
 from fusionkv.kvcache_service.tiers.disk import DiskTier
 from fusionkv.kvcache_service.tiers.extents import NoSpace
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.kvcache_service.tiers.sealed_disk import SealedDiskTier
+from fusionkv.kvcache_service.tiers.segments import SEGMENT_BYTES
 from tests.kvcache_service import tools
 from tests.kvcache_service.test_index_rewrite import opened
 from tests.kvcache_service.tools import payload, write
@@ -269,7 +270,7 @@ def test_a_crash_of_the_machine_empties_a_tier_without_sync(filled: Filled, monk
     tier.close()
     shutil.rmtree(filled.directory)
     copy.rename(filled.directory)
-    monkeypatch.setattr(disk, "_boot_id", lambda: "another boot")
+    monkeypatch.setattr(boot_mark, "_boot_id", lambda: "another boot")
     filled.reopened(filled.keys if sync else []).close()
 
 
@@ -279,12 +280,12 @@ def test_a_garbled_mark_empties_a_tier(filled: Filled) -> None:
 
 
 def test_a_restart_of_the_machine_after_a_clean_stop_loses_nothing(filled: Filled, monkeypatch: Any) -> None:
-    monkeypatch.setattr(disk, "_boot_id", lambda: "another boot")
+    monkeypatch.setattr(boot_mark, "_boot_id", lambda: "another boot")
     filled.reopened(filled.keys).close()
 
 
 def test_a_truncated_segment_is_named(tmp_path: Path) -> None:
-    tier = DiskTier(tmp_path / "data", 2 * disk.SEGMENT_BYTES)
+    tier = DiskTier(tmp_path / "data", 2 * SEGMENT_BYTES)
     with pytest.raises(OSError, match=r"segment 1 of .* is truncated"):
-        tier.read(Place(disk.SEGMENT_BYTES, BLOCK), 0, BLOCK)
+        tier.read(Place(SEGMENT_BYTES, BLOCK), 0, BLOCK)
     tier.close()
