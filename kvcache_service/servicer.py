@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from fusionkv.kvcache_service.data_plane.listener import DataPlane, Receive
+from fusionkv.kvcache_service.data_plane.answering import Receive
+from fusionkv.kvcache_service.data_plane.listener import DataPlane
 from fusionkv.kvcache_service.index import record as records
 from fusionkv.kvcache_service.index.record import EntryRecord, HitKind
 from fusionkv.kvcache_service.keys import DIGEST_BYTES

@@ -1,4 +1,4 @@
-"""The server of the data plane: answers the calls on each connection in turn, and sends bytes from the tiers."""
+"""The server of the data plane: listens, and admits callers to connections."""
 
 import asyncio
 import contextlib
@@ -6,36 +6,21 @@ import logging
 import os
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
-import grpc
 from google.protobuf.message import DecodeError
-from opentelemetry import propagate, trace
 
-from fusionkv.kvcache_service.data_plane.messages import (
-    PIECE_BYTES,
-    TICKET_BYTES,
-    HungUp,
-    Wire,
-    encode,
-    prepare,
-    shut_down,
-    socket_path,
-)
-from fusionkv.kvcache_service.data_plane.spans import span
+from fusionkv.kvcache_service.data_plane.answering import Answering, Calls
+from fusionkv.kvcache_service.data_plane.messages import TICKET_BYTES, HungUp, Wire, prepare, shut_down, socket_path
 from fusionkv.kvcache_service.data_plane.tickets import TICKET_SECONDS, Tickets
-from fusionkv.kvcache_service.store.writing import Writer
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
-from fusionkv.protos.observe import logs, telemetry
-from fusionkv.protos.runtime import errors, process, rpc
+from fusionkv.protos.observe import logs
+from fusionkv.protos.runtime import process, rpc
 from fusionkv.protos.runtime.cancellation import background
-from fusionkv.protos.runtime.errors import ServiceError
 from fusionkv.protos.runtime.tls import MAX_AGE_SECONDS, ServerTLS
 
-log = logging.getLogger(__name__)
-_faults = logs.RateLimitedLog(log)
+_faults = logs.RateLimitedLog(logging.getLogger(__name__))
 
 # Maximum wait for a caller to read or send the next piece of an entry.
 _STALL_SECONDS = 30.0
@@ -45,48 +30,6 @@ _MAX_CONNECTIONS = 1024
 _SMALL_BYTES, _MAX_LARGE = 64 << 10, 16
 _BACKLOG = 128
 _parse = rpc.bounded(pb.DataRequest)
-
-
-class Calls(Protocol):
-    """What the data plane calls: the service's implementation of the same calls by gRPC."""
-
-    async def lookup(
-        self, request: pb.LookupRequest, *, near: bool, waiting: Callable[[], contextlib.AbstractContextManager[None]]
-    ) -> pb.LookupResponse:
-        """waiting: entered while others are asked."""
-        ...
-
-    async def find(
-        self, request: pb.FindRequest, *, near: bool, waiting: Callable[[], contextlib.AbstractContextManager[None]]
-    ) -> pb.FindResponse: ...
-
-    def release(self, request: pb.ReleaseRequest) -> pb.ReleaseResponse: ...
-
-    def reading(
-        self, request: pb.FetchRequest
-    ) -> contextlib.AbstractAsyncContextManager[tuple[int, AsyncIterator[memoryview]]]:
-        """Number of an entry's bytes, and the bytes in frames."""
-        ...
-
-    def reading_all(
-        self, request: pb.FetchAllRequest
-    ) -> contextlib.AbstractAsyncContextManager[tuple[list[int], AsyncIterator[memoryview]]]:
-        """The sizes of entries, and the bytes of all in frames."""
-        ...
-
-    def reading_found(
-        self, found: pb.FindResponse, sizes: Sequence[int]
-    ) -> contextlib.AbstractAsyncContextManager[AsyncIterator[memoryview]]:
-        """The bytes of what was found, in frames; notes in the response which these are."""
-        ...
-
-    async def store(self, header: pb.PutHeader, receive: "Receive") -> pb.PutResponse: ...
-
-
-class Receive(Protocol):
-    """Receives the bytes of an entry for which space is reserved. Raises as `Writer.write` does."""
-
-    def __call__(self, writer: Writer) -> Awaitable[None]: ...
 
 
 class DataPlane:
@@ -189,7 +132,7 @@ class DataPlane:
         with gone, contextlib.closing(Wire(self._secured(caller, near), _STALL_SECONDS)) as wire:
             if not await self._admitted(wire):
                 return
-            connection, clock = _Connection(wire), asyncio.get_running_loop().time
+            answering, clock = Answering(wire, self._calls, near), asyncio.get_running_loop().time
             newest = clock() + MAX_AGE_SECONDS if isinstance(wire.socket, ssl.SSLSocket) else None
             # Until the listeners are closed.
             while self._sockets:
@@ -198,7 +141,7 @@ class DataPlane:
                     size = await wire.size(None if newest is None else newest - clock())
                 finally:
                     self._idle.discard(wire.socket)
-                await self._answer(await self._request(wire, size), connection, near)
+                await answering.answer(await self._request(wire, size))
 
     def _secured(self, caller: socket.socket, near: bool) -> socket.socket:
         """An accepted connection, with TLS if its port has it. Closes it on errors."""
@@ -229,119 +172,6 @@ class DataPlane:
             return False
         await wire.send(memoryview(ticket))
         return True
-
-    async def _answer(self, request: pb.DataRequest, connection: "_Connection", near: bool) -> None:
-        call = request.WhichOneof("call")
-        context = propagate.extract({"traceparent": request.traceparent})
-        with span(str(call), trace.SpanKind.SERVER, context):
-            try:
-                await self._call(request, call, connection, near)
-            except (OSError, HungUp):
-                raise
-            except Exception as error:
-                telemetry.record_error(error)
-                status, message = grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}"
-                if isinstance(error, ServiceError):
-                    status, message = error.status, errors.details(error)
-                else:
-                    log.exception("unexpected error in %s of the data plane", call)
-                await connection.fail(pb.DataError(status=status.value[0], message=message))
-
-    async def _call(self, request: pb.DataRequest, call: str | None, connection: "_Connection", near: bool) -> None:
-        match call:
-            case "lookup":
-                hits = await self._calls.lookup(request.lookup, near=near, waiting=connection.wire.ready.cancelling)
-                await self._answer_leased(hits.lease, connection, lookup=hits)
-            case "find":
-                stored = await self._calls.find(request.find, near=near, waiting=connection.wire.ready.cancelling)
-                if request.find.sizes:
-                    with connection.wire.ready.cancelling():
-                        async with self._calls.reading_found(stored, request.find.sizes) as frames:
-                            await connection.send_entries(frames, find=stored)
-                else:
-                    await self._answer_leased(stored.lease, connection, find=stored)
-            case "release":
-                await connection.answer(release=self._calls.release(request.release))
-            case "fetch":
-                # A caller that is gone may leave a full window, into which nothing can be sent.
-                with connection.wire.ready.cancelling():
-                    async with self._calls.reading(request.fetch) as (size, frames):
-                        await connection.send_entries(frames, bytes=size)
-            case "fetch_all":
-                with connection.wire.ready.cancelling():
-                    async with self._calls.reading_all(request.fetch_all) as (sizes, frames):
-                        await connection.send_entries(frames, sizes=pb.Sizes(bytes=sizes))
-            case "put":
-                await connection.answer(put=await self._calls.store(request.put, connection.receive_entry))
-            case None:
-                raise HungUp
-
-    async def _answer_leased(self, lease: int, connection: "_Connection", **result: Any) -> None:
-        """Sends a response; releases the lease if the caller hung up, who never learns of it."""
-        try:
-            await connection.answer(**result)
-        except BaseException:
-            self._calls.release(pb.ReleaseRequest(lease=lease))
-            raise
-
-
-class _Connection:
-    """One end of a connection.
-
-    sending: whether bytes were announced that are not sent yet.
-    """
-
-    def __init__(self, wire: Wire) -> None:
-        self.wire = wire
-        self.sending = False
-
-    async def receive_entry(self, writer: Writer) -> None:
-        """Has the caller send an entry's bytes, and receives them where they are stored.
-
-        If they can't be, receives and drops the rest. Raises TimeoutError if the caller sends nothing for 30 s.
-        """
-        await self.answer(reserved=True)
-        left = writer.size
-        try:
-            while left:
-                space = writer.space(min(PIECE_BYTES, left))
-                await self._fill(space)
-                left -= len(space)
-                await writer.filled(space)
-        except ServiceError:
-            writer.abort()
-            scratch = memoryview(bytearray(min(left, PIECE_BYTES)))
-            while left:
-                await self._fill(scratch[:left])
-                left -= min(left, len(scratch))
-            raise
-
-    async def send_entries(self, frames: AsyncIterator[memoryview], **announced: Any) -> None:
-        """Answers with what is announced, and sends the bytes of entries."""
-        async for frame in frames:
-            # Not before: the first one may fail with a status.
-            if not self.sending:
-                await self.answer(**announced)
-                self.sending = True
-            await self.wire.send(frame)
-        if not self.sending:
-            await self.answer(**announced)
-        self.sending = False
-
-    async def answer(self, **result: Any) -> None:
-        """Raises TimeoutError if the caller reads nothing for 30 s, as does `send_entries`."""
-        await self.wire.send(encode(pb.DataResponse(**result)))
-
-    async def fail(self, error: pb.DataError) -> None:
-        """Reports an error. Raises HungUp, upon which the connection is closed, if bytes were announced."""
-        if self.sending:
-            raise HungUp
-        await self.answer(error=error)
-
-    async def _fill(self, into: memoryview) -> None:
-        into = into[self.wire.take(into) :]
-        while into:
-            into = into[await self.wire.receive(into) :]
 
 
 def _bind_unix(path: Path) -> socket.socket:
