@@ -30,7 +30,7 @@ class Index:
         return next((row for row in self._keys.rows(key) if self.rows.key(row) == key), None)
 
     def namespace_keys(self, namespace: bytes) -> list[bytes]:
-        return [self.rows.key(row) for row in self.rows.in_namespace(namespace)]
+        return [self.rows.key(row) for row in self.rows.prefixes.in_namespace(namespace)]
 
     def add(self, record: EntryRecord, heat: float = 0.0) -> int:
         """Adds an entry and returns its row. Raises KeyError if the key exists."""

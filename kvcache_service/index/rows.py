@@ -5,7 +5,7 @@ Rows are found by a hash table from digests to row numbers, 14 bytes per row; di
 
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -29,23 +29,28 @@ _SHARDS = 256
 _FIRST_SLOTS = 8
 
 
-class PrefixTable:
-    """Interned (namespace, preceding digests) pairs of entries, numbered from 1, with reference counts.
+class Prefixes:
+    """Namespace and preceding digests of each row. Equal ones are stored once, with a count, and numbered from 1.
 
     Nearly all entries are encoded directly after a system prompt, so there are few.
     """
 
     def __init__(self) -> None:
+        self._of_row = array("I")  # numbers; 0: no row
         self._numbers: dict[tuple[bytes, bytes], int] = {}
         self._values: list[tuple[bytes, bytes]] = [(b"", b"")]
         self._uses = array("Q", [0])
         self._free: list[int] = []
 
-    def __getitem__(self, number: int) -> tuple[bytes, bytes]:
-        """Namespace, and digests from the preceding chunk back to the system prompt."""
-        return self._values[number]
+    def __iter__(self) -> Iterator[int]:
+        return (row for row, number in enumerate(self._of_row) if number)
 
-    def acquire(self, namespace: bytes, trail: bytes) -> int:
+    def __getitem__(self, row: int) -> tuple[bytes, bytes]:
+        """Namespace, and digests from the preceding chunk back to the system prompt."""
+        return self._values[self._of_row[row]]
+
+    def add(self, row: int, namespace: bytes, trail: bytes) -> None:
+        """Adds a row, which must have been removed, or be the next one."""
         value = (namespace, trail)
         number = self._numbers.get(value)
         if number is None:
@@ -56,21 +61,27 @@ class PrefixTable:
             number = self._numbers[value] = self._free.pop()
             self._values[number] = value
         self._uses[number] += 1
-        return number
+        self._of_row[row : row + 1] = array("I", [number])
 
-    def release(self, number: int) -> None:
+    def remove(self, row: int) -> None:
+        number, self._of_row[row] = self._of_row[row], 0
         self._uses[number] -= 1
         if not self._uses[number]:
             del self._numbers[self._values[number]]
             self._values[number] = (b"", b"")
             self._free.append(number)
 
-    def numbers_of(self, namespace: bytes) -> list[int]:
-        return [number for (name, _), number in self._numbers.items() if name == namespace]
+    def in_namespace(self, namespace: bytes) -> list[int]:
+        """Rows of a namespace; takes 10 ms at 10 million rows."""
+        numbers = [number for (name, _), number in self._numbers.items() if name == namespace]
+        inside = np.isin(np.frombuffer(self._of_row, np.uint32), np.array(numbers, np.uint32))
+        rows: list[int] = np.flatnonzero(inside).tolist()
+        return rows
 
-    def check_integrity(self, used: Sequence[int]) -> None:
-        """Raises AssertionError unless each number's count is that in `used`."""
-        numbers, counts = np.unique(np.asarray(used, np.int64), return_counts=True)
+    def check_integrity(self, count: int) -> None:
+        """Raises AssertionError unless there are so many rows, and each number's count is right."""
+        numbers, counts = np.unique([number for number in self._of_row if number], return_counts=True)
+        assert sum(counts.tolist()) == count
         known = {number: self._uses[number] for number in self._numbers.values()}
         assert known == dict(zip(numbers.tolist(), counts.tolist(), strict=True))
         assert len(known) + len(self._free) == len(self._values) - 1
@@ -89,34 +100,29 @@ class Rows:
         self.places = tuple(array("q") for _ in range(tiers))
         self._fixed = bytearray()
         self._signatures = bytearray()  # up to the last row that was ever signed
-        self._prefixes = array("I")  # number in the table; 0: no row
-        self._prefix_table = PrefixTable()
+        self.prefixes = Prefixes()
         self._free = array("I")
 
     def __len__(self) -> int:
-        return len(self._prefixes) - len(self._free)
+        return len(self.heats) - len(self._free)
 
     def __iter__(self) -> Iterator[int]:
-        return (row for row, prefix in enumerate(self._prefixes) if prefix)
-
-    def __contains__(self, row: int) -> bool:
-        return self._prefixes[row] != 0
+        return iter(self.prefixes)
 
     def add(self, record: EntryRecord, heat: float) -> int:
         flags = VARIANT * bool(record.variant) | OFFERED * record.offered
         numbers = (record.size, record.tokens, record.base, flags)
         fixed = _FIXED.pack(record.key, record.chunk, record.variant, record.checksum, *numbers)
         if not self._free:
-            self._free.append(len(self._prefixes))
+            self._free.append(len(self.heats))
             self._fixed += fixed
-            self._prefixes.append(0)
             self.heats.append(0.0)
             self.uses.append(0)
             for column in self.places:
                 column.append(_NOWHERE)
         row = self._free.pop()
         self._fixed[row * _FIXED.size : (row + 1) * _FIXED.size] = fixed
-        self._prefixes[row] = self._prefix_table.acquire(record.namespace, record.trail[DIGEST_BYTES:])
+        self.prefixes.add(row, record.namespace, record.trail[DIGEST_BYTES:])
         self.heats[row] = heat
         self.uses[row] = 1 if record.offered else PROTECTED
         at = row * _SIGNATURE.size
@@ -127,8 +133,7 @@ class Rows:
         return row
 
     def remove(self, row: int) -> None:
-        self._prefix_table.release(self._prefixes[row])
-        self._prefixes[row] = 0
+        self.prefixes.remove(row)
         for column in self.places:
             column[row] = _NOWHERE
         self._free.append(row)
@@ -142,7 +147,7 @@ class Rows:
         return int.from_bytes(self._fixed[at : at + 4], "little")
 
     def tenant(self, row: int) -> bytes:
-        return tenant_of(self._prefix_table[self._prefixes[row]][0])
+        return tenant_of(self.prefixes[row][0])
 
     def sizes(self) -> npt.NDArray[np.uint32]:
         """Sizes by row number. While this view exists, no row can be added."""
@@ -150,7 +155,7 @@ class Rows:
 
     def record(self, row: int) -> EntryRecord:
         key, chunk, variant, checksum, size, tokens, base, flags = _FIXED.unpack_from(self._fixed, row * _FIXED.size)
-        namespace, prefix = self._prefix_table[self._prefixes[row]]
+        namespace, prefix = self.prefixes[row]
         at = row * _SIGNATURE.size
         signature = _SIGNATURE.unpack_from(self._signatures, at)[0] if at < len(self._signatures) else b""
         return EntryRecord(
@@ -161,29 +166,19 @@ class Rows:
     def matches(self, row: int, namespace: bytes, system: bytes, chunk: bytes, variant: bytes) -> bool:
         """Whether a row has this namespace, system prompt, chunk and variant."""
         at = row * _FIXED.size + DIGEST_BYTES
-        own_namespace, prefix = self._prefix_table[self._prefixes[row]]
+        own_namespace, prefix = self.prefixes[row]
         same = self._fixed[at : at + 2 * DIGEST_BYTES] == chunk + (variant or bytes(DIGEST_BYTES))
         return same and own_namespace == namespace and prefix.endswith(system)
-
-    def in_namespace(self, namespace: bytes) -> list[int]:
-        """Rows of a namespace; takes 10 ms at 10 million rows."""
-        numbers = self._prefix_table.numbers_of(namespace)
-        inside = np.isin(np.frombuffer(self._prefixes, np.uint32), np.array(numbers, np.uint32))
-        rows: list[int] = np.flatnonzero(inside).tolist()
-        return rows
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless free rows are unused, columns of one length, and reference counts right."""
         assert len(set(self._free)) == len(self._free)
-        assert all(self._prefixes[row] == 0 for row in self._free)
-        assert all(len(column) == len(self._prefixes) for column in self.places)
-        assert len(self.heats) == len(self.uses) == len(self._prefixes)
-        assert len(self._fixed) == _FIXED.size * len(self._prefixes)
-        assert len(self._signatures) <= _SIGNATURE.size * len(self._prefixes)
+        assert not {*self} & {*self._free}
+        assert all(len(column) == len(self.heats) for column in (self.uses, *self.places))
+        assert len(self._fixed) == _FIXED.size * len(self.heats)
+        assert len(self._signatures) <= _SIGNATURE.size * len(self.heats)
         assert len(self._signatures) % _SIGNATURE.size == 0
-        used = [prefix for prefix in self._prefixes if prefix]
-        assert len(used) == len(self)
-        self._prefix_table.check_integrity(used)
+        self.prefixes.check_integrity(len(self))
 
 
 class DigestTable:

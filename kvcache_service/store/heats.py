@@ -27,7 +27,7 @@ class Heats:
         self._half_life = half_life
         self._clock, self._wall = clock, wall
         self._epoch = wall() - clock()
-        self._touched: set[int] = set()  # rows whose heat is to be saved
+        self._touched: set[bytes] = set()  # keys of entries whose heat is to be saved
 
     @property
     def now(self) -> float:
@@ -41,8 +41,8 @@ class Heats:
 
     def use(self, entry: StoredEntry) -> None:
         """Counts a use of a visible entry."""
-        raised = heat.after_access(entry.heat, self.now, self._half_life)
-        self._touched.add(self._residents.use(entry, raised))
+        self._residents.use(entry, heat.after_access(entry.heat, self.now, self._half_life))
+        self._touched.add(entry.record.key)
 
     def recovered(self) -> None:
         """Lets time continue from the hottest of the entries that were recovered, if `wall` is far behind it."""
@@ -52,8 +52,8 @@ class Heats:
 
     async def save(self, work: Work) -> None:
         touched, self._touched = self._touched, set()
-        rows = self._residents.entries.index.rows
-        heats = [(rows.key(row), rows.heats[row]) for row in touched if row in rows]
+        index = self._residents.entries.index
+        heats = [(key, index.rows.heats[row]) for key in touched if (row := index.row(key)) is not None]
         if heats:
             try:
                 await work.in_thread(self._residents.home.save_heat, heats)

@@ -89,8 +89,8 @@ class Residents:
         for name, place in entry.places.items():
             self.contents[name].add(row, place)
 
-    def use(self, entry: StoredEntry, heat: float) -> int:
-        """Counts a use of a visible entry, and raises its heat; returns its row."""
+    def use(self, entry: StoredEntry, heat: float) -> None:
+        """Counts a use of a visible entry, and raises its heat."""
         assert entry.row is not None
         rows = self.entries.index.rows
         entry.heat = rows.heats[entry.row] = heat
@@ -99,7 +99,6 @@ class Residents:
             if rows.uses[entry.row] == PROTECTED:
                 for name in entry.places:
                     self.contents[name].order.protect(entry.row)
-        return entry.row
 
     def withdraw(self, entry: StoredEntry) -> None:
         """Makes a visible entry invisible, and frees its places unless it is held."""
