@@ -27,8 +27,9 @@ from fusionkv.gateway.retrieval.base import (
     no_corpus,
     no_document,
 )
+from fusionkv.gateway.retrieval.milvus_calls import MilvusCalls, NoCollection
 from fusionkv.gateway.retrieval.milvus_collection import TRIES, MilvusCollection
-from fusionkv.gateway.retrieval.milvus_connection import BATCH, Hits, MilvusConnection, NoCollection, listed
+from fusionkv.gateway.retrieval.milvus_connection import BATCH, Hits, MilvusConnection, listed
 from fusionkv.gateway.retrieval.milvus_rows import Row
 from fusionkv.gateway.tokens import ModelIdentity
 from fusionkv.protos.runtime.cancellation import background
@@ -100,7 +101,7 @@ class MilvusRetrieval(Retrieval):
         Raises:
             OSError: Milvus can't be reached, or rejects the token.
         """
-        return cls(await MilvusConnection.open(url, token, database, ca), scope)
+        return cls(MilvusConnection(await MilvusCalls.open(url, token, database, ca)), scope)
 
     async def replace(
         self, corpus: str, document: str, chunks: Sequence[TextChunk], vectors: np.ndarray, model: ModelIdentity

@@ -8,7 +8,8 @@ from typing import Any
 
 from fusionkv.gateway.client.results import Item
 from fusionkv.gateway.retrieval import milvus_rows as rows
-from fusionkv.gateway.retrieval.milvus_connection import BATCH, MAX_ROWS, Hits, MilvusConnection, NoCollection, listed
+from fusionkv.gateway.retrieval.milvus_calls import NoCollection
+from fusionkv.gateway.retrieval.milvus_connection import BATCH, MAX_ROWS, Hits, MilvusConnection, listed
 from fusionkv.gateway.retrieval.milvus_rows import Row, Version
 from fusionkv.protos.runtime.errors import NotFound, Unavailable
 

@@ -15,7 +15,7 @@ from fusionkv.gateway.auth.tenants import Quotas, Tenants
 from fusionkv.gateway.retrieval import milvus_rows as rows
 from fusionkv.gateway.retrieval.base import Query, TextChunk, within
 from fusionkv.gateway.retrieval.milvus import Gate, MilvusRetrieval
-from fusionkv.gateway.retrieval.milvus_connection import MIN_SECONDS, REST_SECONDS
+from fusionkv.gateway.retrieval.milvus_calls import MIN_SECONDS, REST_SECONDS
 from fusionkv.protos.deadline import Deadline
 from fusionkv.protos.runtime.errors import InvalidArgument, Unavailable
 from tests.commands import run_python
