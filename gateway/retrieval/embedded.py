@@ -25,14 +25,11 @@ from fusionkv.gateway.retrieval.base import (
     no_corpus,
 )
 from fusionkv.gateway.retrieval.folder import CorpusFolder, table_name
+from fusionkv.gateway.retrieval.indexed_table import CorpusGone, create_indexes, disk_error, disk_errors
 from fusionkv.gateway.retrieval.table import (
-    CorpusGone,
     CorpusTable,
     chunks_of,
     condition_of,
-    create_indexes,
-    disk_error,
-    disk_errors,
     rows_of,
     schema_of,
     variants_of,
@@ -113,7 +110,7 @@ class EmbeddedRetrieval(Retrieval):
         self._table(corpus)
 
     async def documents(self, corpus: str, after: str = "", limit: int = 0) -> list[Item]:
-        return self._table(corpus).documents(after, limit)
+        return self._table(corpus).documents.items(after, limit)
 
     async def candidates(
         self,
@@ -232,7 +229,7 @@ class EmbeddedRetrieval(Retrieval):
                     connection.close()
             pending.clear()
 
-        for item in table.documents("", 0):
+        for item in table.documents.items():
             stored = await asyncio.to_thread(_in_order, await table.of_document(item.name))
             chunks, vectors = await rewrite([c for c, _ in stored], np.stack([v for _, v in stored]))
             schema = schema or schema_of(model, vectors.shape[1])

@@ -18,7 +18,7 @@ import pytest
 from fusionkv.gateway.auth.tenants import Quotas, Tenants
 from fusionkv.gateway.config import NONE, GatewayConfig
 from fusionkv.gateway.embed.base import Embedder, Reranker
-from fusionkv.gateway.retrieval import embedded, milvus, milvus_rows, table
+from fusionkv.gateway.retrieval import embedded, indexed_table, milvus, milvus_rows
 from fusionkv.gateway.retrieval.base import HybridSearch, Query, Retrieval, TextChunk, rank
 from fusionkv.gateway.retrieval.duplicates import distinct
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
@@ -457,7 +457,7 @@ async def test_a_move_leaves_nothing_to_the_old_table(
     tmp_path: Path, reopen: Reopen, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Not even the indexing of its last changes, which would find the files of the new one."""
-    monkeypatch.setattr(table, "_IDLE_SECONDS", 0.0)
+    monkeypatch.setattr(indexed_table, "_IDLE_SECONDS", 0.0)
     engine = await reopen(tmp_path)
     for i in range(3):
         await put(engine, "c", f"d{i}", "text")
@@ -614,7 +614,7 @@ def open_files(folder: Path) -> int:
 @pytest.mark.long
 @pytest.mark.slow
 async def test_changes_keep_few_files_open(tmp_path: Path, reopen: Reopen, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "_IDLE_SECONDS", 0.0)
+    monkeypatch.setattr(indexed_table, "_IDLE_SECONDS", 0.0)
     engine = await reopen(tmp_path)
     for i in range(64):
         words = [f"page {i % 24} version {i} text {k} some words" for k in range(3)]

@@ -1,0 +1,176 @@
+"""A table of LanceDB with indexes, to which new rows are added in the background, and the errors of its disk."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pyarrow as pa
+from lancedb.index import FTS, BTree
+from lancedb.table import AsyncTable
+
+from fusionkv.protos.observe import logs
+from fusionkv.protos.runtime.cancellation import background
+from fusionkv.protos.runtime.errors import ServiceError, from_os
+
+log = logging.getLogger(__name__)
+_faults = logs.RateLimitedLog(log)
+# LanceDB raises RuntimeErrors that contain the system's error number only in their text.
+_NUMBER = re.compile(r"\(os error (\d+)\)")
+T = TypeVar("T")
+# Rows that are not indexed are scanned: 480 of them in as many fragments made a search take 31 ms instead of 8.
+_COMMITS_BEFORE_OPTIMIZE = 100
+_IDLE_SECONDS = 1.0
+# Searches in flight read versions up to this old.
+_KEEP_VERSIONS = timedelta(minutes=10)
+# Stop words by language.
+_STOP_WORDS = {"english": Path(__file__).with_name("stop_words_english.txt").read_text().split()}
+
+
+async def create_indexes(table: AsyncTable, language: str) -> None:
+    """Creates the indexes that a table lacks: of text, with ICU segmentation for all scripts; and of documents.
+
+    Stop words are set for English only. LanceDB's own list is that of all languages together, and would drop "1", "C"
+    and "El" from any text. Raises as `disk_errors`.
+    """
+    text = FTS(
+        base_tokenizer="icu/split",
+        language=language.capitalize(),
+        stem=True,
+        remove_stop_words=language in _STOP_WORDS,
+        custom_stop_words=_STOP_WORDS.get(language),
+        lower_case=True,
+        ascii_folding=True,
+        max_token_length=200,
+    )
+    indexed = {column for index in await table.list_indices() for column in index.columns}
+    with disk_errors():
+        if "text" not in indexed:
+            await table.create_index("text", config=text)
+        if "document" not in indexed:
+            await table.create_index("document", config=BTree())
+
+
+class CorpusGone(Exception):
+    """The corpus was deleted or replaced while the call waited."""
+
+
+class IndexedTable:
+    """One table, for concurrent use within one event loop, whose new rows are indexed in the background.
+
+    `_lock` serialises all changes.
+    """
+
+    def __init__(self, table: AsyncTable, reopen: Callable[[], Awaitable[AsyncTable]]) -> None:
+        """reopen: opens the table with new caches."""
+        self._table = table
+        self._reopen = reopen
+        self._lock = asyncio.Lock()
+        self._gone = False
+        self._commits = 0
+        self._changed = asyncio.Event()
+        self._changes: set[asyncio.Task[Any]] = set()
+        self._optimizing = asyncio.create_task(self._optimize_when_idle())
+
+    @contextlib.asynccontextmanager
+    async def frozen(self) -> AsyncIterator[None]:
+        """Blocks changes of the table while inside."""
+        async with self._lock:
+            if self._gone:
+                raise CorpusGone
+            yield
+
+    async def thawed(self) -> None:
+        """Waits until the table is not frozen."""
+        async with self._lock:
+            pass
+
+    def retire(self) -> None:
+        """Marks the table as replaced: waiting changes and failing reads raise CorpusGone. Call it in `frozen`."""
+        self._gone = True
+
+    async def close(self) -> None:
+        """Waits for the change in progress; later changes raise CorpusGone."""
+        async with self._lock:
+            self._gone = True
+        self._optimizing.cancel()
+        await asyncio.gather(self._optimizing, *self._changes, return_exceptions=True)
+
+    async def _read(self, query: Any) -> pa.Table:
+        try:
+            with disk_errors():
+                return await query.to_arrow()
+        except (RuntimeError, OSError, ValueError) as error:
+            if self._gone:
+                raise CorpusGone from error
+            raise
+
+    async def _change(self, change: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Runs a change after those before it; it completes even if its caller is cancelled."""
+
+        async def locked() -> T:
+            async with self.frozen():
+                with disk_errors():
+                    return await change()
+
+        return await asyncio.shield(background(self._changes, locked()))
+
+    def _touch(self) -> None:
+        self._commits += 1
+        self._changed.set()
+
+    async def _optimize_when_idle(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            if self._commits < _COMMITS_BEFORE_OPTIMIZE:
+                # Not wait_for: in Python 3.11, it loses a cancellation that coincides with the event.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_IDLE_SECONDS):
+                        await self._changed.wait()
+                    continue
+            async with self._lock:
+                if self._gone:  # its folder may now hold another table, whose files are not known here
+                    return
+                self._commits = 0
+                try:
+                    await self._table.optimize(cleanup_older_than=_KEEP_VERSIONS)
+                    # The caches of the old table keep a file open for every past state of the indexes.
+                    self._table = await self._reopen()
+                except Exception as error:
+                    cause = disk_error(error)
+                    log.error(
+                        "new rows were not added to the indexes; searches stay correct, but slower: %s",
+                        cause or error,
+                        exc_info=cause is None,
+                    )
+
+
+@contextlib.contextmanager
+def disk_errors() -> Iterator[None]:
+    """Maps operating-system errors raised inside.
+
+    Raises:
+        ResourceExhausted: the disk is full, or there are no file descriptors or memory left.
+        Unavailable: the disk can't be read or written.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError) as error:
+        service_error = disk_error(error)
+        if service_error is None:
+            raise
+        _faults.warning("the corpora can't be used", error)
+        raise service_error from error
+
+
+def disk_error(error: Exception) -> ServiceError | None:
+    """The service error for an operating-system error; None for any other error."""
+    match = _NUMBER.search(str(error))
+    number = error.errno if isinstance(error, OSError) and error.errno else int(match[1]) if match else 0
+    return from_os(number, f"the gateway's data_dir can't be used: {os.strerror(number)}")
