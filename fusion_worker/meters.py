@@ -10,7 +10,7 @@ from functools import partial
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
-from fusionkv.fusion_worker.compute.kv_pool import KVPool
+from fusionkv.fusion_worker.pool.kv_pool import KVPool
 from fusionkv.fusion_worker.prompt import ChunkSource, Prompt
 from fusionkv.protos.answer.v1 import answer_pb2
 from fusionkv.protos.contract.names import recipe_label
@@ -220,5 +220,5 @@ def observe(requests: Callable[[], tuple[int, int]], pool: KVPool) -> None:
         _meter.create_observable_gauge(name, [observed], "By", description)
 
     _meter.create_observable_gauge("fusionkv.worker.requests", [counted], description="Requests, by state")
-    pool_bytes("fusionkv.worker.pool.used", "Bytes in use in the KV pool", lambda: pool.capacity - pool.free)
+    pool_bytes("fusionkv.worker.pool.used", "Bytes in use in the KV pool", lambda: pool.capacity - pool.free.count)
     pool_bytes("fusionkv.worker.pool.capacity", "Bytes of the KV pool", lambda: pool.capacity)

@@ -6,7 +6,8 @@ from functools import cached_property
 
 import torch
 
-from fusionkv.fusion_worker.compute.kv_pool import PooledChunk, SlotRange, stretches
+from fusionkv.fusion_worker.pool.chunks import PooledChunk
+from fusionkv.fusion_worker.pool.slots import SlotRange, stretches
 from fusionkv.kernels.segments import KVSegment
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import Entry

@@ -13,7 +13,6 @@ from opentelemetry import trace
 from fusionkv.fusion_worker import meters
 from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.jobs import NextToken, Sampled
-from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.compute.plan import PrefillPlan
 from fusionkv.fusion_worker.compute.planner import Planner
 from fusionkv.fusion_worker.config import WorkerConfig
@@ -24,6 +23,7 @@ from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.load.lookup import CacheFault
 from fusionkv.fusion_worker.meters import LoadFigures, PrefillFigures, Stopwatch, Summary
 from fusionkv.fusion_worker.models import Model
+from fusionkv.fusion_worker.pool.kv_pool import KVPool
 from fusionkv.fusion_worker.prompt import Prompt
 from fusionkv.fusion_worker.quality.explain import explain
 from fusionkv.fusion_worker.quality.ratio_guard import Allowed, RatioGuard

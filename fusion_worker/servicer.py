@@ -11,7 +11,6 @@ import grpc
 
 from fusionkv.fusion_worker.client import CHECKSUM
 from fusionkv.fusion_worker.compute.engine import Engine, TPGroup
-from fusionkv.fusion_worker.compute.kv_pool import KVPool, pool_size
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.decode.sampling import SamplingParams
 from fusionkv.fusion_worker.load.encoder import Encoder
@@ -19,6 +18,7 @@ from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.load.lookup import CacheFault
 from fusionkv.fusion_worker.meters import Summary
 from fusionkv.fusion_worker.models import Model
+from fusionkv.fusion_worker.pool.kv_pool import KVPool, pool_size
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.fusion_worker.quality.verdict import Verdict
 from fusionkv.fusion_worker.request import Answerer, Request

@@ -19,9 +19,9 @@ from fusionkv.bench.worker.bench import add_model, load, show
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.compute.batch import Batch
 from fusionkv.fusion_worker.compute.decode_graphs import DecodeGraphs
-from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.compute.model_runner import forward, install
 from fusionkv.fusion_worker.evaluate.command import run as run_command
+from fusionkv.fusion_worker.pool.kv_pool import KVPool
 from fusionkv.kernels.segments import KVSegment, QuerySpan, Spans
 
 CHUNKS, REQUESTS, RATIO = (1, 8, 20), (1, 8), 0.15

@@ -1,1 +1,1 @@
-"""Computation: the paged KV pool, plans of prefills, scheduling, batches and forward passes."""
+"""Computation: plans of prefills, scheduling, batches and forward passes."""

@@ -14,11 +14,11 @@ import torch
 
 from fusionkv.fusion_worker.compute.batch import Batch
 from fusionkv.fusion_worker.compute.jobs import NextToken
-from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.compute.model_runner import logits, through
 from fusionkv.fusion_worker.compute.step import Step
 from fusionkv.fusion_worker.decode.sampling import figures
 from fusionkv.fusion_worker.models import Model
+from fusionkv.fusion_worker.pool.kv_pool import KVPool
 from fusionkv.kernels.gpu import has_triton
 from fusionkv.kernels.gpu.segment_table import Grid, SegmentTable, TabledSpans
 from fusionkv.kernels.gpu.tile_shapes import tile_for

@@ -12,13 +12,13 @@ import torch
 from fusionkv.fusion_worker.compute.batch import Batch
 from fusionkv.fusion_worker.compute.decode_graphs import DecodeGraphs
 from fusionkv.fusion_worker.compute.jobs import ForwardJob, ShallowScores, T_co
-from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.compute.model_runner import forward, install, logits, shallow
 from fusionkv.fusion_worker.compute.scheduler import QueuedJob, ScheduledSlice, Scheduler
 from fusionkv.fusion_worker.compute.step import Step
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.decode.sampling import NotFinite, best_of
 from fusionkv.fusion_worker.models import ALONE, Model, Ranks
+from fusionkv.fusion_worker.pool.kv_pool import KVPool, owned
 from fusionkv.fusion_worker.select.base import scores
 from fusionkv.fusion_worker.select.fresh_layer import FreshStates
 from fusionkv.kernels.upload import upload
@@ -73,7 +73,7 @@ class Engine:
         self._model = model
         self._pool = pool
         self.tp = tp or TPGroup()
-        self.tp.own[:] = pool.own(model)
+        self.tp.own[:] = owned(pool, model)
         self.tp.step(partial(install, model))
         self._graphs = DecodeGraphs(model, pool)
         self._scheduler = Scheduler(config.max_step_tokens, config.max_mixed_tokens, config.deterministic)

@@ -6,8 +6,8 @@ from typing import Generic, TypeVar
 
 import torch
 
-from fusionkv.fusion_worker.compute.kv_pool import SlotRange, lay_out, slots_of
 from fusionkv.fusion_worker.decode.sampling import Sampler
+from fusionkv.fusion_worker.pool.slots import SlotRange, lay_out, slots_of
 from fusionkv.kernels.attention import Temper
 from fusionkv.kernels.segments import KVSegment
 from fusionkv.protos.contract.selectors import Selector

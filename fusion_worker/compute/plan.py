@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fusionkv.fusion_worker.compute.jobs import ForwardJob, Output, T_co
-from fusionkv.fusion_worker.compute.kv_pool import behind, lay_out
+from fusionkv.fusion_worker.pool.slots import behind, lay_out
 from fusionkv.fusion_worker.prompt import PromptLayout
 from fusionkv.kernels.attention import Temper
 from fusionkv.kernels.segments import KVSegment

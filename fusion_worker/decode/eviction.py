@@ -6,9 +6,10 @@ from functools import partial
 import torch
 
 from fusionkv.fusion_worker.compute.engine import TPGroup
-from fusionkv.fusion_worker.compute.kv_pool import KVPool, behind, slots_of, stretches
 from fusionkv.fusion_worker.compute.plan import PrefillPlan
 from fusionkv.fusion_worker.models import Model
+from fusionkv.fusion_worker.pool.kv_pool import KVPool
+from fusionkv.fusion_worker.pool.slots import behind, slots_of, stretches
 from fusionkv.kernels.segments import QuerySpan
 from fusionkv.protos.contract.selectors import SnapKV
 from fusionkv.protos.runtime.cancellation import to_the_end

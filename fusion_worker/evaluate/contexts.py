@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fusionkv.fusion_worker.compute.kv_pool import PooledChunk, slots_of
 from fusionkv.fusion_worker.evaluate.data.neighbours import Neighbours
 from fusionkv.fusion_worker.evaluate.data.samples import Library
 from fusionkv.fusion_worker.evaluate.report.cells import Cell
 from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.load.lookup import RESTORED
 from fusionkv.fusion_worker.load.primer import choose
+from fusionkv.fusion_worker.pool.chunks import PooledChunk
+from fusionkv.fusion_worker.pool.slots import slots_of
 from fusionkv.fusion_worker.prompt import Chunk, ChunkSource, LoadedChunk, Primer, Prompt, PromptLayout
 from fusionkv.kernels.segments import Rotation
 from fusionkv.kvcache_service import keys

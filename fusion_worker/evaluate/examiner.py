@@ -15,7 +15,6 @@ import torch
 
 from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.jobs import Logits, NextToken
-from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.compute.plan import PrefillPlan
 from fusionkv.fusion_worker.decode.eviction import evict
 from fusionkv.fusion_worker.decode.sampling import Sampler, SamplingParams
@@ -23,6 +22,7 @@ from fusionkv.fusion_worker.evaluate import metrics
 from fusionkv.fusion_worker.evaluate.data.samples import Sample, Task
 from fusionkv.fusion_worker.evaluate.report.cells import Measured
 from fusionkv.fusion_worker.models import Model
+from fusionkv.fusion_worker.pool.kv_pool import KVPool
 from fusionkv.fusion_worker.prompt import Prompt
 from fusionkv.protos.contract.selectors import SnapKV
 

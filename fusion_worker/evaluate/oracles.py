@@ -9,12 +9,12 @@ from transformers import AutoModelForCausalLM
 
 from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.jobs import Logits
-from fusionkv.fusion_worker.compute.kv_pool import KVPool, pool_size
 from fusionkv.fusion_worker.compute.planner import Planner
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.meters import Stopwatch
 from fusionkv.fusion_worker.models import Model
+from fusionkv.fusion_worker.pool.kv_pool import KVPool, pool_size
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.protos.contract.recipes import find_recipe
 

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fusionkv.fusion_worker.compute.engine import Engine
-from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk, pool_size
 from fusionkv.fusion_worker.compute.planner import Planner
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.evaluate.contexts import Deviations, Encoding, encodings, hold
@@ -18,6 +17,8 @@ from fusionkv.fusion_worker.evaluate.trial import Tools, Trial
 from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.load.passages import TOKENS
 from fusionkv.fusion_worker.models import Model
+from fusionkv.fusion_worker.pool.chunks import PooledChunk
+from fusionkv.fusion_worker.pool.kv_pool import KVPool, pool_size
 from fusionkv.fusion_worker.select.auxiliary import Auxiliary
 from fusionkv.protos.contract.capabilities import check_usable
 from fusionkv.protos.contract.recipes import Isolated, Primed, SimilarityGuided
@@ -93,9 +94,9 @@ class Runner:
         prompts = [asked.prompt for group in groups for asked in group]
         # Each encoding, and the whole context for full attention.
         ways = 1 + len({*encodings(cells), Isolated()})
-        held = ways * task.group * max(sum(map(self._pool.slots_for, map(len, p.parts))) for p in prompts)
+        held = ways * task.group * max(sum(map(self._pool.free.needed, map(len, p.parts))) for p in prompts)
         links = sum(map(len, self._model.links))
-        spare = self._pool.slots_for(
+        spare = self._pool.free.needed(
             max(a.prompt.tokens + a.answer_tokens for group in groups for a in group) + links
         )
         spare += self._beside(task, encodings(cells))
@@ -109,11 +110,11 @@ class Runner:
 
     def _beside(self, task: Task, encodes: Sequence[Encoding]) -> int:
         """Slots of the primers, and of the neighbours that a chunk is encoded after, if they are not in its group."""
-        primers = 2 * self._pool.slots_for(TOKENS) if Primed() in encodes else 0
+        primers = 2 * self._pool.free.needed(TOKENS) if Primed() in encodes else 0
         count = max((encode.neighbours for encode in encodes if isinstance(encode, SimilarityGuided)), default=0)
         if task.library is None or not count:
             return primers
-        sizes = (self._pool.slots_for(len(chunk)) for chunk in self._neighbours.among(task.library, ()).chunks)
+        sizes = (self._pool.free.needed(len(chunk)) for chunk in self._neighbours.among(task.library, ()).chunks)
         return primers + sum(sorted(sizes)[-count:])
 
     async def _group(

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from fusionkv.fusion_worker.compute.kv_pool import slots_of
 from fusionkv.fusion_worker.compute.planner import Planner, Scored
 from fusionkv.fusion_worker.evaluate import metrics
 from fusionkv.fusion_worker.evaluate.contexts import Contexts, Deviations, encoded_tokens, encoding, whole
@@ -16,6 +15,7 @@ from fusionkv.fusion_worker.evaluate.examiner import Answer, Asked, Examiner, Gi
 from fusionkv.fusion_worker.evaluate.report.cells import NO_CONTEXT, Cell
 from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.models import Model
+from fusionkv.fusion_worker.pool.slots import slots_of
 from fusionkv.fusion_worker.prompt import Prompt, PromptLayout
 from fusionkv.fusion_worker.quality import explain
 from fusionkv.fusion_worker.select.base import budget

@@ -10,12 +10,12 @@ from opentelemetry.trace import Span
 
 from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.jobs import encoding
-from fusionkv.fusion_worker.compute.kv_pool import PooledChunk
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.load.fetcher import Fetcher
 from fusionkv.fusion_worker.load.lookup import CacheFault, EntryGone, NotFiniteKV
 from fusionkv.fusion_worker.load.write_back import WriteBack
 from fusionkv.fusion_worker.models import Model
+from fusionkv.fusion_worker.pool.chunks import PooledChunk
 from fusionkv.fusion_worker.prompt import ChunkSource, LoadedChunk
 from fusionkv.fusion_worker.transfer.storage import Storage
 from fusionkv.protos.runtime.cancellation import to_the_end
@@ -67,7 +67,7 @@ class ChunkLoads:
             empty stores none.
         """
         for p in (part, *before):
-            self._pool.pin(p.pooled)
+            self._pool.chunks.pin(p.pooled)
         with trace.use_span(_span(part.source)) as span:
             task = asyncio.create_task(self._load(part, before, namespace))
         self._loads[part.pooled] = _Load(task, span)
@@ -95,7 +95,7 @@ class ChunkLoads:
         load = self._loads.get(pooled)
         if pooled.pins == 1 and load is not None and not pooled.ready.done():
             # Its slots stay allocated until the load has ended.
-            self._pool.hide(pooled)
+            self._pool.chunks.hide(pooled)
             load.task.cancel()
 
     async def _load(self, part: LoadedChunk, before: Sequence[LoadedChunk], namespace: bytes) -> None:
@@ -137,7 +137,7 @@ class ChunkLoads:
         for part in parts:
             if await to_the_end(asyncio.to_thread(self._storage.finite, part.pooled)):
                 continue
-            self._pool.hide(part.pooled)
+            self._pool.chunks.hide(part.pooled)
             if part.source.entry is not None:
                 await self._fetcher.delete(part.source.entry)
 

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from opentelemetry import trace
 
 from fusionkv.fusion_worker.compute.engine import Engine
-from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.load.chunk_loads import ChunkLoads
 from fusionkv.fusion_worker.load.fetcher import Fetcher
@@ -21,6 +20,7 @@ from fusionkv.fusion_worker.load.prompt_load import PromptLoad
 from fusionkv.fusion_worker.load.write_back import WriteBack
 from fusionkv.fusion_worker.meters import LoadFigures, Stopwatch
 from fusionkv.fusion_worker.models import Model
+from fusionkv.fusion_worker.pool.kv_pool import KVPool
 from fusionkv.fusion_worker.prompt import Chunk, ChunkSource, LoadedChunk, Prompt, PromptLayout
 from fusionkv.fusion_worker.transfer.signatures import Signer
 from fusionkv.fusion_worker.transfer.storage import Storage
@@ -77,7 +77,7 @@ class Loader:
 
     def has_room(self, tokens: int) -> bool:
         """Whether `plain` would get its slots now."""
-        return self._pool.slots_for(tokens) <= self._pool.free + self._pool.idle
+        return self._pool.free.needed(tokens) <= self._pool.free.count + self._pool.chunks.idle
 
     @asynccontextmanager
     async def plain(self, tokens: int) -> AsyncIterator[PromptLayout]:

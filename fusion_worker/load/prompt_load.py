@@ -4,10 +4,12 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk, SlotRange
 from fusionkv.fusion_worker.load.chunk_loads import ChunkLoads, ready
 from fusionkv.fusion_worker.load.lookup import CacheFault
 from fusionkv.fusion_worker.meters import LoadFigures
+from fusionkv.fusion_worker.pool.chunks import PooledChunk
+from fusionkv.fusion_worker.pool.kv_pool import KVPool
+from fusionkv.fusion_worker.pool.slots import SlotRange
 from fusionkv.fusion_worker.prompt import ChunkSource, LoadedChunk, PromptLayout
 
 
@@ -42,7 +44,7 @@ class PromptLoad:
         try:
             async with pool.turn:
                 for key in dict.fromkeys(source.key for source in sources):
-                    if (pooled := pool.find(key)) is not None:
+                    if (pooled := pool.chunks.find(key)) is not None:
                         self._pinned[key] = pooled
                 missing = {source.key: source for source in sources if source.key not in self._pinned}
                 new = [len(source.chunk) for source in missing.values()]

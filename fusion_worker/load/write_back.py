@@ -6,7 +6,7 @@ import logging
 from opentelemetry import metrics, trace
 from opentelemetry.trace import Link, NonRecordingSpan, SpanContext
 
-from fusionkv.fusion_worker.compute.kv_pool import KVPool
+from fusionkv.fusion_worker.pool.kv_pool import KVPool
 from fusionkv.fusion_worker.prompt import ChunkSource, LoadedChunk
 from fusionkv.fusion_worker.transfer.signatures import Signer
 from fusionkv.fusion_worker.transfer.storage import Storage
@@ -50,7 +50,7 @@ class WriteBack:
         if self._waiting.qsize() >= self._max_waiting:
             _dropped.add(1, {"fusionkv.reason": "queue full"})
             return
-        self._pool.pin(part.pooled)
+        self._pool.chunks.pin(part.pooled)
         self._waiting.put_nowait((namespace, part, trace.get_current_span().get_span_context()))
 
     async def put(self, namespace: bytes, part: LoadedChunk) -> None:

@@ -9,12 +9,12 @@ from tokenizers import Tokenizer
 
 from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.jobs import AttentionScores, ForwardJob
-from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.decode.text import Characters
 from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.meters import Stopwatch
 from fusionkv.fusion_worker.models import Model
+from fusionkv.fusion_worker.pool.kv_pool import KVPool
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos.runtime import cancellation

@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.compute.engine import TPGroup
-from fusionkv.fusion_worker.compute.kv_pool import KVPool, pool_size
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.models import ALONE, Model, Ranks
+from fusionkv.fusion_worker.pool.kv_pool import KVPool, owned, pool_size
 from fusionkv.fusion_worker.tensor_parallel.channel import Channel
 from fusionkv.protos.runtime import process
 from fusionkv.protos.runtime.errors import Unavailable
@@ -153,7 +153,8 @@ def follow(config: WorkerConfig, rank: int, meeting: Path, pipes: Sequence[int])
     step, copy = (socket(fileno=number) for number in pipes)
     model, steps, copies = _join(config, rank, meeting, [(step, copy)])
     size = pool_size(config.pool_bytes, model)
-    steps.own = copies.own = KVPool.of(model.kv, size, config.page_tokens, model.device).own(model)
+    pool = KVPool.of(model.kv, size, config.page_tokens, model.device)
+    steps.own = copies.own = owned(pool, model)
     threading.Thread(target=copies.obey, name="copies", daemon=True).start()
     steps.obey()
 

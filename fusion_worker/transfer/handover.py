@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from fusionkv.fusion_worker.compute.engine import TPGroup
-from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.compute.plan import PrefillPlan
 from fusionkv.fusion_worker.models import Model
+from fusionkv.fusion_worker.pool.kv_pool import KVPool
 from fusionkv.fusion_worker.prompt import Prompt
 from fusionkv.fusion_worker.transfer.pinned import locked
 from fusionkv.kernels.segments import QuerySpan

@@ -11,7 +11,9 @@ import numpy as np
 import torch
 
 from fusionkv.fusion_worker.compute.engine import TPGroup
-from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk, SlotRange
+from fusionkv.fusion_worker.pool.chunks import PooledChunk
+from fusionkv.fusion_worker.pool.kv_pool import KVPool
+from fusionkv.fusion_worker.pool.slots import SlotRange
 from fusionkv.fusion_worker.transfer.pinned import PinnedMapping, to_host
 from fusionkv.kernels.dequantise import restore_to
 from fusionkv.kernels.quantised import KINDS, Quantised, quantise, sizes

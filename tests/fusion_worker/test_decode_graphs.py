@@ -15,11 +15,12 @@ from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.compute import batch
 from fusionkv.fusion_worker.compute.decode_graphs import DecodeGraphs, Predicted
 from fusionkv.fusion_worker.compute.jobs import ForwardJob, Logits, NextToken
-from fusionkv.fusion_worker.compute.kv_pool import KVPool, SlotRange
 from fusionkv.fusion_worker.compute.model_runner import forward, install, logits
 from fusionkv.fusion_worker.compute.scheduler import QueuedJob, ScheduledSlice
 from fusionkv.fusion_worker.compute.step import Step
 from fusionkv.fusion_worker.decode.sampling import Sampler, SamplingParams, best, best_of
+from fusionkv.fusion_worker.pool.kv_pool import KVPool
+from fusionkv.fusion_worker.pool.slots import SlotRange
 from fusionkv.kernels.segments import KVSegment
 from tests.fusion_worker.oracle import byte_tokenizer, network
 from tests.kernels.inputs import DEVICE, HAS_KERNEL, interpreted

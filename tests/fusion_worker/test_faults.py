@@ -220,7 +220,7 @@ async def test_loads_that_end_before_their_first_step_hold_nothing(start: Any) -
         pass
     await rig.settled()
     rig.pool.clear()  # of what was loaded to its end all the same
-    assert rig.pool.free == rig.pool.capacity
+    assert rig.pool.free.count == rig.pool.capacity
 
 
 async def test_a_load_that_nobody_waits_for_ends(line: Line, behind: Any) -> None:
@@ -245,7 +245,7 @@ async def test_a_load_that_nobody_waits_for_ends(line: Line, behind: Any) -> Non
     await rig.settled()
     assert time.perf_counter() - started < 30, "far from the fetch's timeout"
     assert not loads._loads
-    assert rig.pool.idle < len(parts[1][0]), "nothing of the chunk is left"
+    assert rig.pool.chunks.idle < len(parts[1][0]), "nothing of the chunk is left"
     line.heal()
     await undegraded(rig, parts, expected=oracle("llama").full_attention(parts))
 
@@ -301,7 +301,7 @@ async def test_puts_into_the_void_hold_no_pages(line: Line, start: Any) -> None:
     await rig.settled()
     # Two are being sent, the rest wait: not one timeout for each pair of them, 25 s together.
     assert time.perf_counter() - started < 15 * FETCH
-    assert rig.pool.idle > 50 * 12 - 1
+    assert rig.pool.chunks.idle > 50 * 12 - 1
 
 
 async def test_no_room_to_wait(cached: Any) -> None:

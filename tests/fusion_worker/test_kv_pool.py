@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from fusionkv.fusion_worker import models
-from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk, SlotRange, pool_size
 from fusionkv.fusion_worker.models import KVShape
+from fusionkv.fusion_worker.pool.chunks import PooledChunk
+from fusionkv.fusion_worker.pool.kv_pool import KVPool, pool_size
+from fusionkv.fusion_worker.pool.slots import SlotRange
 from fusionkv.protos.runtime.errors import ResourceExhausted
 from tests.examples import examples
 from tests.fusion_worker.oracle import byte_tokenizer, network
@@ -51,12 +53,12 @@ class Pool(RuleBasedStateMachine):
             self.pool.release(self.fresh.pop())
         self.pool.check_integrity(idle=True)
         self.pool.clear()
-        assert self.pool.free == self.pool.capacity
-        assert self.pool._free == [SlotRange(0, PAGE * PAGES)], "what is given back joins up"
+        assert self.pool.free.count == self.pool.capacity
+        assert self.pool.free.runs == [SlotRange(0, PAGE * PAGES)], "what is given back joins up"
         self.loop.close()
 
     def room(self, tokens: int) -> bool:
-        return self.pool.free + self.pool.idle >= self.pool.slots_for(tokens)
+        return self.pool.free.count + self.pool.chunks.idle >= self.pool.free.needed(tokens)
 
     async def _add(self, key: bytes, tokens: int) -> PooledChunk:
         return self.pool.add(key, tokens, 0)
@@ -64,13 +66,13 @@ class Pool(RuleBasedStateMachine):
     @rule(key=st.integers(0, 6), tokens=st.integers(1, 20))
     def load(self, key: int, tokens: int) -> None:
         name = bytes([key])
-        found = self.pool.find(name)
+        found = self.pool.chunks.find(name)
         if found is not None:
             assert found.key == name
             self.pinned.append(found)
         elif self.room(tokens):
             pooled = self.loop.run_until_complete(self._add(name, tokens))
-            assert len(slots(pooled.runs)) == self.pool.slots_for(tokens)
+            assert len(slots(pooled.runs)) == self.pool.free.needed(tokens)
             self.write(pooled.runs)
             self.pinned.append(pooled)
         else:
@@ -119,21 +121,21 @@ class Pool(RuleBasedStateMachine):
     @rule()
     def clear(self) -> None:
         self.pool.clear()
-        assert self.pool.idle == 0
+        assert self.pool.chunks.idle == 0
 
     @invariant()
     def every_slot_has_one_owner(self) -> None:
         # A chunk whose loading failed leaves the books at once, its slots with the last one who pins it.
-        lost = {id(r): r for r in self.pinned if self.pool._chunks.get(r.key) is not r}
+        lost = {id(r): r for r in self.pinned if self.pool.chunks._by_key.get(r.key) is not r}
         if not lost:
             self.pool.check_integrity()
         owners = [slots(r.runs) for r in {id(r): r for r in self.pinned}.values()]
         owners += [slots(runs) for runs in self.fresh]
         used = [s for owned in owners for s in owned]
         assert len(used) == len(set(used))
-        assert not set(used) & set(slots(tuple(self.pool._free)))
+        assert not set(used) & set(slots(tuple(self.pool.free.runs)))
         if not lost:
-            assert self.pool.free + self.pool.idle + len(used) == self.pool.capacity
+            assert self.pool.free.count + self.pool.chunks.idle + len(used) == self.pool.capacity
 
     @invariant()
     def what_is_pinned_is_not_evicted(self) -> None:
@@ -152,21 +154,21 @@ async def test_the_least_recently_used_goes_first() -> None:
         pooled = pool.add(name, 16, 0)
         pooled.ready.set_result(None)
         pool.unpin(pooled)
-    pool.unpin(pool.find(b"a"))  # type: ignore[arg-type]
+    pool.unpin(pool.chunks.find(b"a"))  # type: ignore[arg-type]
     pool.release(pool.reserve(4))
-    assert [pool.find(name) is not None for name in (b"a", b"b", b"c")] == [True, False, True]
+    assert [pool.chunks.find(name) is not None for name in (b"a", b"b", b"c")] == [True, False, True]
 
 
 async def test_what_is_hidden_goes_with_its_last_pin() -> None:
     """Also if its load came to its end all the same."""
     pool = make()
     hidden = pool.add(b"a", PAGE, 0)
-    pool.hide(hidden)
+    pool.chunks.hide(hidden)
     hidden.ready.set_result(None)
-    assert pool.find(b"a") is None
+    assert pool.chunks.find(b"a") is None
     pool.unpin(hidden)
     pool.check_integrity(idle=True)
-    assert pool.free == pool.capacity
+    assert pool.free.count == pool.capacity
 
 
 async def test_room_is_waited_for_and_given_in_turn() -> None:

@@ -16,11 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.compute.jobs import AttentionScores, ForwardJob, NextToken, Output
-from fusionkv.fusion_worker.compute.kv_pool import KVPool, SlotRange
 from fusionkv.fusion_worker.compute.model_runner import forward, install, logits
 from fusionkv.fusion_worker.compute.scheduler import QueuedJob, ScheduledSlice
 from fusionkv.fusion_worker.compute.step import Step
 from fusionkv.fusion_worker.decode.sampling import Sampler, SamplingParams
+from fusionkv.fusion_worker.pool.kv_pool import KVPool
+from fusionkv.fusion_worker.pool.slots import SlotRange
 from fusionkv.kernels.segments import KVSegment
 from tests.fusion_worker.oracle import byte_tokenizer, network
 

@@ -112,15 +112,15 @@ async def test_a_context_that_fits_is_left_alone(start: Any, parts: Any) -> None
 async def test_chunks_are_let_go_before_the_answer_ends(start: Any, parts: Any) -> None:
     rig = await start("llama")
     await rig.ask(*parts, recipe="full_reuse")
-    idle, tokens = rig.pool.idle, 0
+    idle, tokens = rig.pool.chunks.idle, 0
     request = rig.request(*parts, recipe="full_reuse+snapkv(8)", max_tokens=5)
     async for response in rig.servicer.Generate(request, None):
         tokens += response.HasField("token")
         if tokens == 1:
-            assert rig.pool.idle == 0
+            assert rig.pool.chunks.idle == 0
         elif tokens == 3:
             # All but the system prompt, which is still read.
-            assert rig.pool.idle == idle - rig.pool.slots_for(len(parts[0]))
+            assert rig.pool.chunks.idle == idle - rig.pool.free.needed(len(parts[0]))
     assert tokens == 5
 
 

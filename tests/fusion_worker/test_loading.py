@@ -117,7 +117,7 @@ async def test_a_shared_load_is_linked_with_all_who_wait(start: Any, exported: I
     # The engine stands still: the first of them begins to encode the chunk, the others find that begun.
     shared = random_ids(8, 4)
     asked = [asyncio.create_task(rig.ask(system, [shared], question, recipe="full_reuse")) for _ in range(3)]
-    await rig.until(lambda: len(rig.pool._chunks) == 2 and all(r.pins > 3 for r in rig.pool._chunks.values()))
+    await rig.until(lambda: len([*rig.pool.chunks]) == 2 and all(chunk.pins > 3 for chunk in rig.pool.chunks))
     gate.opened.set()
     await asyncio.gather(running, *asked)
     await rig.settled()

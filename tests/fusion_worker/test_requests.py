@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fusionkv.fusion_worker.compute.jobs import ForwardJob, Nothing
-from fusionkv.fusion_worker.compute.kv_pool import SlotRange
+from fusionkv.fusion_worker.pool.slots import SlotRange
 from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted
 from tests.fusion_worker.oracle import Parts, oracle, random_ids
 

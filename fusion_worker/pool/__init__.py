@@ -1,0 +1,1 @@
+"""The paged KV pool: slots, the chunks in them, and who holds which."""
