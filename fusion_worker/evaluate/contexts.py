@@ -160,7 +160,7 @@ def _restore(loader: Loader, placed: Sequence[LoadedChunk], done: dict[bytes, Po
         # One that left the pool is computed again, as another chunk.
         if done.get(key) is not pooled:
             runs, tokens = pooled.runs, pooled.tokens
-            loader.storage.write(runs, tokens, loader.storage.read(runs, tokens))
+            loader.storage.rank.write(runs, tokens, loader.storage.rank.read(runs, tokens))
             done[key] = pooled
 
 

@@ -31,7 +31,7 @@ class Fetcher:
         self.timeout = min(config.fetch_timeout, config.cache_seconds)
         # GPUDirect bypasses host memory, where signatures are verified and from which ranks get their heads.
         direct = cache and signer is None and ranks.count == 1
-        self._direct = DirectReader.find(storage) if direct else None
+        self._direct = DirectReader.find(storage.rank) if direct else None
 
     async def fetch(self, part: LoadedChunk) -> None:
         """Fetches a part's bytes into its slots. Raises as `CacheClient.fetch` and `Signer.verify` do."""

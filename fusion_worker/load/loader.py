@@ -58,7 +58,7 @@ class Loader:
         self.write_back = WriteBack(pool, self.storage, cache, *limits, signer) if cache else None
         self.fetcher = Fetcher(config, self.storage, cache, signer, engine.tp.ranks)
         self.loads = ChunkLoads(config, model, engine, self.storage, self.fetcher, self.write_back)
-        settings = model.settings | self.storage.settings
+        settings = model.settings | ({} if self.storage.lossless else {"store": config.store})
         self.namespace = lru_cache(maxsize=1024)(partial(keys.namespace, model.fingerprint, settings))
         self.fallback = Chunk(passages(model.tokenizer, model.template.chunk))
         self.primers = Primers(self.fallback, self.lookups, self.write_back, self.namespace, model.vocabulary)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import xxhash
 
-from fusionkv.fusion_worker.transfer.storage import Storage
+from fusionkv.fusion_worker.transfer.copies import RankCopies
 from fusionkv.kernels.checksum import piece_digests
 from fusionkv.kvcache_service.client import CacheClient, Entry
 from fusionkv.protos.runtime.checksum import PIECE_BYTES, of_pieces
@@ -30,18 +30,18 @@ _MAX_FILES = 128
 class DirectReader:
     """Fetches entries into buffers on a pool's device. Call its methods in the event loop's thread."""
 
-    def __init__(self, storage: Storage, open_file: Callable[[str], Any]) -> None:
+    def __init__(self, copies: RankCopies, open_file: Callable[[str], Any]) -> None:
         """open_file: kvikio.CuFile, or a function whose result has the same `read(buffer, size, file_offset)`."""
-        self._storage = storage
+        self._copies = copies
         self._open = open_file
         self._files: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._lock = threading.Lock()
         self._works = True
 
     @classmethod
-    def find(cls, storage: Storage) -> "DirectReader | None":
+    def find(cls, copies: RankCopies) -> "DirectReader | None":
         """A reader for a pool's device; None without a GPU, its driver or kvikio."""
-        if storage.device.type != "cuda":
+        if copies.device.type != "cuda":
             return None
         try:
             # kvikio imports without the driver, but then every read fails.
@@ -50,7 +50,7 @@ class DirectReader:
         except (ImportError, OSError) as error:
             log.info("GPUDirect Storage is not available; the disk tier is read through host memory: %s", error)
             return None
-        return cls(storage, kvikio.CuFile)
+        return cls(copies, kvikio.CuFile)
 
     async def fetch(self, cache: CacheClient, entry: Entry, timeout: float) -> torch.Tensor | None:
         """Reads a leased entry's bytes and verifies them: uint8 [entry.size] on the device.
@@ -60,7 +60,7 @@ class DirectReader:
         """
         if not self._works or not cache.on_disk(entry):
             return None
-        buffer = await asyncio.to_thread(self._storage.buffer, entry.size)
+        buffer = await asyncio.to_thread(self._copies.buffer, entry.size)
         return buffer if await cache.read(entry, partial(self._read, buffer), timeout=timeout) else None
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class DirectReader:
             self._works = False
             log.warning("GPUDirect Storage failed; the disk tier is read through host memory from now on: %s", error)
             return b""
-        with self._storage.beside():
+        with self._copies.beside():
             return _checksum(into)
 
     def _file(self, file: int) -> Any:

@@ -96,7 +96,7 @@ async def reading(near: Any, parts: Parts, file: type[HostFile] = HostFile) -> t
     await near.fill(parts)
     near.restart()
     rig, kind = await near.worker(), type("File", (file,), {"reads": []})
-    rig.servicer.loader.fetcher._direct = DirectReader(rig.servicer.loader.storage, kind)
+    rig.servicer.loader.fetcher._direct = DirectReader(rig.servicer.loader.storage.rank, kind)
     return rig, kind.reads
 
 
@@ -136,4 +136,4 @@ async def test_what_fails_is_not_tried_again(near: Any, parts: Parts, caplog: An
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the pool is on a GPU")
 async def test_without_a_gpu_nothing_is_read_directly(near: Any) -> None:
-    assert DirectReader.find((await near.worker()).servicer.loader.storage) is None
+    assert DirectReader.find((await near.worker()).servicer.loader.storage.rank) is None

@@ -332,7 +332,7 @@ async def test_what_a_stranger_left_on_disk_is_not_even_read(near: Any, parts: P
 
 async def test_without_a_copy_in_host_memory_nothing_is_read(near: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seals are verified on the CPU, so GPUDirect is for workers that don't sign."""
-    monkeypatch.setattr(DirectReader, "find", lambda storage: DirectReader(storage, HostFile))
+    monkeypatch.setattr(DirectReader, "find", lambda copies: DirectReader(copies, HostFile))
     assert (await near.worker()).servicer.loader.fetcher._direct is not None
     assert (await near.worker(signing=True)).servicer.loader.fetcher._direct is None
 
