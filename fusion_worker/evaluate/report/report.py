@@ -1,7 +1,6 @@
 """The report: a self-contained HTML page with charts, tables and chosen tokens."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
@@ -49,33 +48,19 @@ _IN_NATS = {"answer_kl", "answer_kl_median", "answer_kl_p90", "gold_nll"}
 Found = Sequence[tuple[str, Task, Mapping[Cell, Measured]]]
 
 
-@dataclass(frozen=True, slots=True)
 class Figures:
-    """Rows by model, task, recipe, ratio and metric. judged: the main metric of each task."""
+    """Rows by model, task, recipe, ratio and metric."""
 
-    judged: Mapping[str, str]
-    by: dict[tuple[str, str, str, float, str], Row] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, rows: Iterable[Row], judged: Mapping[str, str]) -> "Figures":
-        return cls(judged, {(row.model, row.task, row.recipe, row.r, row.metric): row for row in rows})
-
-    @property
-    def models(self) -> list[str]:
-        return list(dict.fromkeys(model for model, *_ in self.by))
-
-    @property
-    def tasks(self) -> list[str]:
-        return list(dict.fromkeys(task for _, task, *_ in self.by))
-
-    @property
-    def recipes(self) -> list[str]:
-        return list(dict.fromkeys(recipe for _, _, recipe, *_ in self.by))
-
-    @property
-    def ratios(self) -> list[float]:
+    def __init__(self, rows: Iterable[Row], judged: Mapping[str, str]) -> None:
+        """judged: the main metric of each task."""
+        self.judged = judged
+        self.by = {(row.model, row.task, row.recipe, row.r, row.metric): row for row in rows}
+        self.models = list(dict.fromkeys(model for model, *_ in self.by))
+        self.tasks = list(dict.fromkeys(task for _, task, *_ in self.by))
+        self.recipes = list(dict.fromkeys(recipe for _, _, recipe, *_ in self.by))
+        self.ratios = sorted({r for _, _, recipe, r, _ in self.by if recipe not in charts.ENDS})
         """Ratios of recipes other than full attention and full reuse."""
-        return sorted({r for _, _, recipe, r, _ in self.by if recipe not in charts.ENDS})
+        self.middle = min(self.ratios, key=lambda r: abs(r - _RATIO), default=_RATIO)
 
     @property
     def columns(self) -> list[tuple[str, str]]:
@@ -154,14 +139,10 @@ class Figures:
                 lines.append((recipe, at, worst))
         return lines
 
-    @property
-    def middle(self) -> float:
-        return min(self.ratios, key=lambda r: abs(r - _RATIO), default=_RATIO)
-
 
 def page(rows: Sequence[Row], judged: Mapping[str, str], found: Found) -> str:
     """The report as HTML."""
-    figures = Figures.of(rows, judged)
+    figures = Figures(rows, judged)
     sections: list[tuple[str, list[str]]] = [("Worst case over the models", [])] if len(figures.models) > 1 else []
     sections += [(model, [model]) for model in figures.models]
     names = figures.recipes
@@ -190,7 +171,7 @@ def tables(rows: Sequence[Row], judged: Mapping[str, str]) -> Iterator[Table | s
 
     Answers that are counted have a table for each model and set; the worst case over the models is one table.
     """
-    figures = Figures.of(rows, judged)
+    figures = Figures(rows, judged)
     counted = [task for task in figures.tasks if "right" in figures.metrics(task)]
     yield from (_answers(figures, model, task) for model in figures.models for task in counted)
     if len(figures.models) > 1 or len(counted) < len(figures.tasks):
@@ -283,7 +264,7 @@ def worst(rows: Sequence[Row], judged: Mapping[str, str]) -> list[dict[str, Any]
 
     Scores are None if a model has none.
     """
-    figures = Figures.of(rows, judged)
+    figures = Figures(rows, judged)
     lines = []
     for recipe, r, cells in figures.table(figures.middle):
         scores, beside = dict[str, float | None](), dict[str, dict[str, float | None]]()

@@ -214,7 +214,7 @@ def test_a_set_that_a_model_answers_without_passages_is_no_test(bare: list[int],
 
 
 def test_the_worst_model_counts_and_a_program_gets_the_same_table(figures: list[Row]) -> None:
-    found = report.Figures.of(figures, BY)
+    found = report.Figures(figures, BY)
     worst = found.worst("chain2", "prophetkv", 0.2)
     assert (worst.model, worst.score) == ("b", 0.75)
     assert found.worst("chain2", "prophetkv", 0.2, ["a"]) == find(figures, "a", "prophetkv", 0.2, "exact_match")
@@ -222,7 +222,7 @@ def test_the_worst_model_counts_and_a_program_gets_the_same_table(figures: list[
     table = [("full_attention", 1.0), ("full_reuse", 0.0), ("epic", 0.15), ("prophetkv", 0.2)]
     assert [(name, r) for name, r, _ in found.table(0.2)] == table
     one_sided = [row for row in figures if row.model == "a" or row.recipe != "epic"]
-    assert report.Figures.of(one_sided, BY).worst("chain2", "epic", 0.15) is None
+    assert report.Figures(one_sided, BY).worst("chain2", "epic", 0.15) is None
     lines = [(line["recipe"], line["r"], line["scores"]["chain2"]) for line in report.worst(one_sided, BY)]
     assert lines[:3] == [("full_attention", 1.0, 1.0), ("full_reuse", 0.0, 0.125), ("epic", 0.15, None)]
     assert lines[3:] == [("prophetkv", 0.15, 0.625)]
@@ -253,7 +253,7 @@ def ticks_of(root: ElementTree.Element) -> dict[float, float]:
 
 
 def test_a_chart_is_well_formed_and_to_scale(figures: list[Row]) -> None:
-    found = report.Figures.of(figures, BY)
+    found = report.Figures(figures, BY)
     root = ElementTree.fromstring(charts.curves(found.lines("chain2", ["a"]), found.recipes))
     (line,) = (e for e in root.iter("polyline") if len((e.get("points") or "").split()) == 2)
     (x1, y1), (x2, y2) = (map(float, p.split(",")) for p in (line.get("points") or "").split())
@@ -274,7 +274,7 @@ def test_a_chart_is_well_formed_and_to_scale(figures: list[Row]) -> None:
 
 def test_a_point_stands_at_what_was_recomputed_not_at_what_was_asked_for() -> None:
     windows = {**table(0), cell("prophetkv+window", 0.2): measured(exact(0, 1, 2), 5)}
-    found = report.Figures.of(rows("a", TASK, windows), BY)
+    found = report.Figures(rows("a", TASK, windows), BY)
     (point,) = found.lines("chain2")["prophetkv+window"]
     assert (point.row.r, point.share, point.scored) == (0.2, 0.05, 16.0)
     root = ElementTree.fromstring(charts.curves(found.lines("chain2"), found.recipes))
@@ -293,7 +293,7 @@ def test_advice_is_the_recipe_that_keeps_most_and_then_the_cheapest() -> None:
 
     def advised(**tasks: dict[Cell, Measured]) -> list[str]:
         made = [row for name, cells in tasks.items() for row in rows("m", replace(COUNTED, name=name), cells)]
-        return [*report.advice(report.Figures.of(made, dict.fromkeys(tasks, "exact_match")))]
+        return [*report.advice(report.Figures(made, dict.fromkeys(tasks, "exact_match")))]
 
     cells = found(("full_reuse", 0.0, [0]), ("epic", 0.1, range(7)), ("epic", 0.3, range(8)), ("a3", 0.2, range(8)))
     assert advised(one=cells) == ["m has 8 right answers with full attention: too few to advise on a recipe"]
