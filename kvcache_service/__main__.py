@@ -162,12 +162,13 @@ async def run(config: Config) -> None:
             sharing = make_sharing(config, store)
             background.append(asyncio.create_task(_after(loading, sharing.run)))
         servicer = KVCacheServicer(store, sharing)
-        servicer.data_plane = DataPlane(
+        plane = DataPlane(
             f"{NAME}-data", servicer, config.listen, config.data_port, config.data_host, config.server_tls
         )
+        servicer.admit = plane.admit
         served = rpc.Served(
             {SERVICE.full_name: handler(servicer)},
-            beside=[servicer.data_plane],
+            beside=[plane],
             failure=asyncio.create_task(_after(loading, asyncio.Event().wait)),
             on_stop=sharing.write_backs.flush if sharing else None,
         )

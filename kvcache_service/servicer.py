@@ -4,13 +4,11 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import grpc
 
-from fusionkv.kvcache_service.data_plane.answering import Receive
-from fusionkv.kvcache_service.data_plane.listener import DataPlane
 from fusionkv.kvcache_service.index import record as records
 from fusionkv.kvcache_service.index.record import EntryRecord, HitKind
 from fusionkv.kvcache_service.keys import DIGEST_BYTES
@@ -39,8 +37,10 @@ from fusionkv.protos.runtime.frames import encode_frame, frame_or
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVCacheService"]
 
-# The header, and frames of data, which bypass protobuf.
 Waiting: TypeAlias = Callable[[], contextlib.AbstractContextManager[None]]
+# Receives the bytes of an entry for which space is reserved. Raises as `Writer.write` does.
+Receive: TypeAlias = Callable[[writing.Writer], Awaitable[None]]
+# The header, and frames of data, which bypass protobuf.
 PutMessages: TypeAlias = AsyncIterator[pb.PutRequest | memoryview]
 _KINDS: dict[HitKind, Any] = {kind: pb.HitKind.Value(f"HIT_KIND_{kind.name}") for kind in HitKind}
 _TIERS = {"memory": pb.TIER_MEMORY, "disk": pb.TIER_DISK, "remote": pb.TIER_REMOTE}
@@ -63,11 +63,9 @@ class KVCacheServicer:
     """Implements KVCacheService (protos/kvcache) with one store."""
 
     def __init__(self, store: Store, sharing: Sharing | None = None) -> None:
-        """sharing: access to a remote tier; None without one.
-
-        data_plane: set before the service is served, if it has one.
-        """
-        self.data_plane: DataPlane | None = None
+        """sharing: access to a remote tier; None without one."""
+        self.admit: Callable[..., pb.ConnectResponse] | None = None
+        """Of the data plane, if the service has one."""
         self._store = store
         self._config = store.config
         self._sharing = sharing
@@ -287,9 +285,9 @@ class KVCacheServicer:
         return pb.PutResponse(outcome=f"OUTCOME_{outcome.upper()}", key=record.key)
 
     async def Connect(self, request: pb.ConnectRequest, context: grpc.aio.ServicerContext) -> pb.ConnectResponse:
-        if self.data_plane is None:
+        if self.admit is None:
             raise FailedPrecondition("this service has no data plane")
-        return self.data_plane.admit(near=_is_near(context))
+        return self.admit(near=_is_near(context))
 
     async def Release(self, request: pb.ReleaseRequest, context: grpc.aio.ServicerContext) -> pb.ReleaseResponse:
         return self.release(request)

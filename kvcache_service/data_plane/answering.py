@@ -1,15 +1,15 @@
 """Answers the calls on a connection of the data plane in turn, and sends bytes from the tiers."""
 
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 from opentelemetry import propagate, trace
 
 from fusionkv.kvcache_service.data_plane.messages import PIECE_BYTES, HungUp, Wire, encode
 from fusionkv.kvcache_service.data_plane.spans import span
+from fusionkv.kvcache_service.servicer import KVCacheServicer
 from fusionkv.kvcache_service.store.writing import Writer
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.observe import telemetry
@@ -19,57 +19,15 @@ from fusionkv.protos.runtime.errors import ServiceError
 log = logging.getLogger(__name__)
 
 
-class Calls(Protocol):
-    """What the data plane calls: the service's implementation of the same calls by gRPC."""
-
-    async def lookup(
-        self, request: pb.LookupRequest, *, near: bool, waiting: Callable[[], contextlib.AbstractContextManager[None]]
-    ) -> pb.LookupResponse:
-        """waiting: entered while others are asked."""
-        ...
-
-    async def find(
-        self, request: pb.FindRequest, *, near: bool, waiting: Callable[[], contextlib.AbstractContextManager[None]]
-    ) -> pb.FindResponse: ...
-
-    def release(self, request: pb.ReleaseRequest) -> pb.ReleaseResponse: ...
-
-    def reading(
-        self, request: pb.FetchRequest
-    ) -> contextlib.AbstractAsyncContextManager[tuple[int, AsyncIterator[memoryview]]]:
-        """Number of an entry's bytes, and the bytes in frames."""
-        ...
-
-    def reading_all(
-        self, request: pb.FetchAllRequest
-    ) -> contextlib.AbstractAsyncContextManager[tuple[list[int], AsyncIterator[memoryview]]]:
-        """The sizes of entries, and the bytes of all in frames."""
-        ...
-
-    def reading_found(
-        self, found: pb.FindResponse, sizes: Sequence[int]
-    ) -> contextlib.AbstractAsyncContextManager[AsyncIterator[memoryview]]:
-        """The bytes of what was found, in frames; notes in the response which these are."""
-        ...
-
-    async def store(self, header: pb.PutHeader, receive: "Receive") -> pb.PutResponse: ...
-
-
-class Receive(Protocol):
-    """Receives the bytes of an entry for which space is reserved. Raises as `Writer.write` does."""
-
-    def __call__(self, writer: Writer) -> Awaitable[None]: ...
-
-
 class Answering:
     """The service's end of a connection. near: whether it is a unix socket's.
 
     If the caller reads nothing, or sends nothing, for 30 s, calls raise TimeoutError.
     """
 
-    def __init__(self, wire: Wire, calls: Calls, near: bool) -> None:
+    def __init__(self, wire: Wire, service: KVCacheServicer, near: bool) -> None:
         self._wire = wire
-        self._calls = calls
+        self._service = service
         self._near = near
         self._sending = False  # whether bytes were announced that are not sent yet
 
@@ -97,29 +55,29 @@ class Answering:
         cancelling = self._wire.ready.cancelling
         match call:
             case "lookup":
-                hits = await self._calls.lookup(request.lookup, near=self._near, waiting=cancelling)
+                hits = await self._service.lookup(request.lookup, near=self._near, waiting=cancelling)
                 await self._send_leased(hits.lease, lookup=hits)
             case "find":
-                stored = await self._calls.find(request.find, near=self._near, waiting=cancelling)
+                stored = await self._service.find(request.find, near=self._near, waiting=cancelling)
                 if request.find.sizes:
                     with cancelling():
-                        async with self._calls.reading_found(stored, request.find.sizes) as frames:
+                        async with self._service.reading_found(stored, request.find.sizes) as frames:
                             await self._send_entries(frames, find=stored)
                 else:
                     await self._send_leased(stored.lease, find=stored)
             case "release":
-                await self._send(release=self._calls.release(request.release))
+                await self._send(release=self._service.release(request.release))
             case "fetch":
                 # A caller that is gone may leave a full window, into which nothing can be sent.
                 with cancelling():
-                    async with self._calls.reading(request.fetch) as (size, frames):
+                    async with self._service.reading(request.fetch) as (size, frames):
                         await self._send_entries(frames, bytes=size)
             case "fetch_all":
                 with cancelling():
-                    async with self._calls.reading_all(request.fetch_all) as (sizes, frames):
+                    async with self._service.reading_all(request.fetch_all) as (sizes, frames):
                         await self._send_entries(frames, sizes=pb.Sizes(bytes=sizes))
             case "put":
-                await self._send(put=await self._calls.store(request.put, self._receive_entry))
+                await self._send(put=await self._service.store(request.put, self._receive_entry))
             case None:
                 raise HungUp
 
@@ -161,7 +119,7 @@ class Answering:
         try:
             await self._send(**result)
         except BaseException:
-            self._calls.release(pb.ReleaseRequest(lease=lease))
+            self._service.release(pb.ReleaseRequest(lease=lease))
             raise
 
     async def _send(self, **result: Any) -> None:

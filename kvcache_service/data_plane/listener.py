@@ -11,9 +11,10 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
-from fusionkv.kvcache_service.data_plane.answering import Answering, Calls
+from fusionkv.kvcache_service.data_plane.answering import Answering
 from fusionkv.kvcache_service.data_plane.messages import TICKET_BYTES, HungUp, Wire, prepare, shut_down, socket_path
 from fusionkv.kvcache_service.data_plane.tickets import TICKET_SECONDS, Tickets
+from fusionkv.kvcache_service.servicer import KVCacheServicer
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime import process, rpc
@@ -38,7 +39,7 @@ class DataPlane:
     def __init__(
         self,
         name: str,
-        calls: Calls,
+        service: KVCacheServicer,
         addresses: Sequence[str],
         port: int = 0,
         host: str = "",
@@ -52,7 +53,7 @@ class DataPlane:
         self.port = port
         self._tls = tls.context() if tls is not None else None
         self._host = host
-        self._calls = calls
+        self._service = service
         self._tickets = Tickets()
         self._addresses = addresses
         self._sockets: list[socket.socket] = []
@@ -132,7 +133,7 @@ class DataPlane:
         with gone, contextlib.closing(Wire(self._secured(caller, near), _STALL_SECONDS)) as wire:
             if not await self._admitted(wire):
                 return
-            answering, clock = Answering(wire, self._calls, near), asyncio.get_running_loop().time
+            answering, clock = Answering(wire, self._service, near), asyncio.get_running_loop().time
             newest = clock() + MAX_AGE_SECONDS if isinstance(wire.socket, ssl.SSLSocket) else None
             # Until the listeners are closed.
             while self._sockets:

@@ -130,7 +130,8 @@ async def data_plane(
     servicer: KVCacheServicer, address: str, tls: ServerTLS | None = None
 ) -> AsyncIterator[DataPlane]:
     """Serves the data plane of a service at this address."""
-    plane = servicer.data_plane = DataPlane("data", servicer, [address], tls=tls)
+    plane = DataPlane("data", servicer, [address], tls=tls)
+    servicer.admit = plane.admit
     await plane.start()
     try:
         yield plane
