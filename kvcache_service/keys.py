@@ -9,6 +9,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 
 from fusionkv.protos.contract import limits
+from fusionkv.protos.runtime.errors import InvalidArgument
 
 DIGEST_BYTES = limits.DIGEST_BYTES
 _TENANT_BYTES = 8
@@ -94,3 +95,18 @@ VERSIONS = {versions_variant(most): most for most in range(1, limits.MOST_VERSIO
 
 The variant encodes the limit, so all services apply the same one, and no request lowers that of another.
 """
+
+
+def check_digests(values: Iterable[bytes], what: str) -> None:
+    """Raises InvalidArgument unless all are digests."""
+    for digest in values:
+        if len(digest) != DIGEST_BYTES:
+            raise InvalidArgument(f"{what} has {len(digest)} bytes, a digest has {DIGEST_BYTES}")
+
+
+def check_path(namespace: bytes, elements: Sequence[bytes], limit: int) -> None:
+    """Raises InvalidArgument unless a path has 1 to `limit` digests, and a namespace."""
+    check_digests([namespace], "the namespace")
+    if not 1 <= len(elements) <= limit:
+        raise InvalidArgument(f"a path of {len(elements)} elements; 1 to {limit} are allowed")
+    check_digests(elements, "a digest of the path")

@@ -55,13 +55,13 @@ class Answering:
         cancelling = self._wire.ready.cancelling
         match call:
             case "lookup":
-                hits = await self._service.lookup(request.lookup, near=self._near, waiting=cancelling)
+                hits = await self._service.lookups.lookup(request.lookup, near=self._near, waiting=cancelling)
                 await self._send_leased(hits.lease, lookup=hits)
             case "find":
-                stored = await self._service.find(request.find, near=self._near, waiting=cancelling)
+                stored = await self._service.lookups.find(request.find, near=self._near, waiting=cancelling)
                 if request.find.sizes:
                     with cancelling():
-                        async with self._service.reading_found(stored, request.find.sizes) as frames:
+                        async with self._service.reads.found(stored, request.find.sizes) as frames:
                             await self._send_entries(frames, find=stored)
                 else:
                     await self._send_leased(stored.lease, find=stored)
@@ -70,11 +70,11 @@ class Answering:
             case "fetch":
                 # A caller that is gone may leave a full window, into which nothing can be sent.
                 with cancelling():
-                    async with self._service.reading(request.fetch) as (size, frames):
+                    async with self._service.reads.entry(request.fetch) as (size, frames):
                         await self._send_entries(frames, bytes=size)
             case "fetch_all":
                 with cancelling():
-                    async with self._service.reading_all(request.fetch_all) as (sizes, frames):
+                    async with self._service.reads.all(request.fetch_all) as (sizes, frames):
                         await self._send_entries(frames, sizes=pb.Sizes(bytes=sizes))
             case "put":
                 await self._send(put=await self._service.store(request.put, self._receive_entry))

@@ -223,7 +223,7 @@ async def test_who_waits_while_it_is_closed_gets_an_error(service: Service, monk
         with waiting():
             await asyncio.sleep(60)
 
-    monkeypatch.setattr(service.plane._service, "find", late)
+    monkeypatch.setattr(service.plane._service.lookups, "find", late)
     blobs = BlobThread(service.client.address, layout="a")
     found = blobs.submit(lambda b: b.prefix([b"a"]))
     await asyncio.to_thread(asked.wait, 20)

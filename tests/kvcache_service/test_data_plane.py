@@ -301,7 +301,7 @@ async def test_a_lookup_that_hangs_up_before_the_response_holds_no_lease(service
             await asyncio.sleep(60)
 
     async with opened(service) as connected:
-        monkeypatch.setattr(service.plane._service, "lookup", late)
+        monkeypatch.setattr(service.plane._service.lookups, "lookup", late)
         request = pb.LookupRequest(namespace=NAMESPACE, path=[pb.PathElement(digest=digest("S"))])
         await asyncio.to_thread(connected.sendall, encode(pb.DataRequest(lookup=request)))
         await asked.wait()
@@ -374,7 +374,7 @@ async def test_time_that_is_over_ends_a_call(counted: Any, monkeypatch: Any) -> 
         with waiting():
             await asyncio.sleep(60)
 
-    monkeypatch.setattr(service.plane._service, "lookup", late)
+    monkeypatch.setattr(service.plane._service.lookups, "lookup", late)
     with pytest.raises(errors.DeadlineExceeded, match=r"lookup at the cache service at .* no response in time"):
         await service.find("S", timeout=0.2)
     await until(lambda: not service.plane._connections)
@@ -389,7 +389,7 @@ async def test_a_closed_client_says_so(counted: Any, monkeypatch: Any) -> None:
         with waiting():
             await asyncio.sleep(60)
 
-    monkeypatch.setattr(service.plane._service, "lookup", late)
+    monkeypatch.setattr(service.plane._service.lookups, "lookup", late)
     task = asyncio.create_task(service.find("S"))
     await asked.wait()
     await service.client.close()
@@ -403,7 +403,7 @@ async def test_an_unexpected_error_is_internal(counted: Any, monkeypatch: Any) -
     async def broken(request: Any, *, near: bool, waiting: Any) -> Any:
         raise KeyError("secret")
 
-    monkeypatch.setattr(service.plane._service, "lookup", broken)
+    monkeypatch.setattr(service.plane._service.lookups, "lookup", broken)
     with pytest.raises(errors.ServiceError, match=r"internal error: KeyError$"):
         await service.find("S")
 
