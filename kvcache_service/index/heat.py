@@ -11,15 +11,14 @@ _ROW_BITS = 32
 _ROW = (1 << _ROW_BITS) - 1
 
 
-def after_access(heat: float, now: float, half_life: float) -> float:
-    """Heat after another access at `now`, in seconds since a fixed time; after the first, it is now / half_life.
+def after_access(heat: float, now: float) -> float:
+    """Heat after another access at `now`, in half-lives since a fixed time; after the first, it is `now`.
 
     With accesses at times t, the decayed frequency at time s is the sum of 2^((t - s) / half_life). Its logarithm
     is log2(sum 2^(t / half_life)) - s / half_life, whose second term is the same for all entries. So heat is the
     first term: it orders entries at any time, needs no decay, and never falls.
     """
-    t = now / half_life
-    high, low = max(heat, t), min(heat, t)
+    high, low = max(heat, now), min(heat, now)
     return high + math.log2(1.0 + 2.0 ** max(low - high, -1000.0))
 
 

@@ -31,17 +31,12 @@ class Heats:
 
     @property
     def now(self) -> float:
-        """Seconds since the epoch, by `clock`."""
-        return self._epoch + self._clock()
-
-    @property
-    def initial(self) -> float:
-        """The heat of an entry that is stored now."""
-        return self.now / self._half_life
+        """Half-lives since the epoch: the heat of an entry that is stored now."""
+        return (self._epoch + self._clock()) / self._half_life
 
     def use(self, entry: StoredEntry) -> None:
         """Counts a use of a visible entry."""
-        self._residents.use(entry, heat.after_access(entry.heat, self.now, self._half_life))
+        self._residents.use(entry, heat.after_access(entry.heat, self.now))
         self._touched.add(entry.record.key)
 
     def recovered(self) -> None:

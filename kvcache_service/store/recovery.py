@@ -1,11 +1,11 @@
 """Makes the entries of the home tier visible at start: one after another, and at once those that are asked for."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import islice
-from typing import Any
 
 from fusionkv.kvcache_service.store.residents import Residents
+from fusionkv.kvcache_service.store.work import Work
 from fusionkv.kvcache_service.tiers.base import Recovered
 
 # Entries that a thread reads per batch, and that become visible per slice: 0.3 ms on the event loop.
@@ -22,10 +22,10 @@ class Recovery:
         self._unrecovered: set[int] = set()  # rows found by key that were not recovered yet
         self._entries.finder = self._find
 
-    async def run(self, in_thread: Callable[..., "asyncio.Future[Any]"]) -> None:
-        """Recovers all entries; `in_thread` runs a blocking function. Raises OSError if the tier cannot be used."""
+    async def run(self, work: Work) -> None:
+        """Recovers all entries. Raises OSError if the tier cannot be used."""
         entries, batch = self._home.recover(), list[Recovered]()
-        while batch := await in_thread(list, islice(entries, _BATCH)):
+        while batch := await work.in_thread(list, islice(entries, _BATCH)):
             for at in range(0, len(batch), _SLICE):
                 self.recover(batch[at : at + _SLICE])
                 await asyncio.sleep(0)  # serves calls, each of which takes several rounds of the event loop

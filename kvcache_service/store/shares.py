@@ -62,12 +62,11 @@ class TenantShares:
                 del self._coldest[tenant]
 
     def surplus(self, record: EntryRecord, evictable: Callable[[int], bool], colder_than: float) -> dict[int, None]:
-        """The tenant's coldest rows to remove, colder than `colder_than`, for one more entry to be within its share.
+        """The tenant's coldest rows, colder than `colder_than`, to remove for one more entry to fit its share.
 
-        A tenant with more, since the share was lowered, loses at most 1024 rows at once for it, or those for the
-        entry.
+        A tenant whose excess is larger, since the share was lowered, loses at most 1024 rows at once for it.
 
-        Raises NoSpace if these rows have fewer bytes than the entry.
+        Raises NoSpace if these rows have too few bytes for the entry.
         """
         excess = self.excess(record)
         own, least = dict[int, None](), min(excess, aligned(record.size))

@@ -69,7 +69,7 @@ class Store:
         """
         home = self.residents.home
         self.ready.clear()
-        await Recovery(self.residents).run(self.work.in_thread)
+        await Recovery(self.residents).run(self.work)
         self.ready.set()
         self.heats.recovered()
         log.info("%d entries, %d bytes in the %s tier", len(self.entries), home.used_bytes, home.name)

@@ -60,7 +60,7 @@ def reserve(store: Store, record: EntryRecord, *, from_remote: bool = False) -> 
             f"no room for {record.size} bytes in {where} of {limit}: its entries are leased or in use; try again "
             f"later, or raise {setting} in [kvcache]"
         ) from None
-    entry = StoredEntry(record, store.heats.initial)
+    entry = StoredEntry(record, store.heats.now)
     places: dict[Tier, Place] = {home: place}
     for tier in residents.tiers[:-1]:
         with contextlib.suppress(NoSpace):

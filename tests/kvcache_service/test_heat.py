@@ -26,7 +26,7 @@ times = st.lists(st.floats(1.7e9, 1.7e9 + 3600), min_size=1, max_size=8).map(sor
 def heat_of(accesses: list[float]) -> float:
     value = accesses[0] / HALF_LIFE
     for time in accesses[1:]:
-        value = heat.after_access(value, time, HALF_LIFE)
+        value = heat.after_access(value, time / HALF_LIFE)
     return value
 
 
