@@ -1,8 +1,9 @@
 # syntax=docker/dockerfile:1
 # One file, eight images:
 # docker build --target kvcache|kvcache-mooncake|worker|worker-ray|worker-gpu|worker-gpu-ray|gateway|vllm-connector .
-# The worker's torch comes from the package index that pip is told of: for a small CPU image name one that holds CPU
-# builds, with --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+# requirements.lock has the hashes of the packages that they hold: of PyPI's files, and of PyTorch's for CPUs.
+# --build-arg PIP_EXTRA_INDEX_URL names another index with the latter; for an index with builds of its own, run
+# scripts/lock.py first.
 # The digest decides what is pulled; `docker buildx imagetools inspect IMAGE:TAG` prints that of a newer build.
 ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm@sha256:593bd06efe90efa80dc4eee3948be7c0fde4134606dd40d8dd8dbcade98e669c
 # Without CUDA's runtime, which torch brings.
@@ -11,20 +12,19 @@ ARG CUDA_IMAGE=nvidia/cuda:13.0.1-base-ubuntu24.04@sha256:f8ef28f579ea42a44b415d
 # times of files, by which half of it would be stale, and be compiled anew at each start (read-only, it can't be kept).
 # Labels that each build changes come by `--label` (k8s/fusionkv/README.md): an argument would be part of the layers below.
 
-# --- what the package and each of its extras require: only a change of these installs packages anew
+# --- what the images install, a list in a file of its own: only a change of these installs packages anew
 FROM ${PYTHON_IMAGE} AS requirements
 WORKDIR /requirements
-COPY constraints.txt pyproject.toml ./
-RUN python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-lists = {'package': project['dependencies'], **project['optional-dependencies']}; \
-[open(f'{name}.txt', 'w').write('\n'.join(lines)) for name, lines in lists.items()]" && rm pyproject.toml
+COPY requirements.lock ./
+RUN awk -v RS= -F'\n' 'NR > 1 {n = split($1, lists, " "); for (i = 2; i <= n; i++) print > (lists[i] ".txt")}' \
+    requirements.lock
 
 # --- the package itself, the same in all images and the last layer of each
 FROM ${PYTHON_IMAGE} AS application
 ENV SOURCE_DATE_EPOCH=315532800
 WORKDIR /src
-COPY constraints.txt ./
-RUN --mount=type=cache,target=/root/.cache/pip pip install -c constraints.txt setuptools wheel grpcio-tools
+COPY --from=requirements /requirements/build.txt ./
+RUN --mount=type=cache,target=/root/.cache/pip pip install --require-hashes -r build.txt
 COPY pyproject.toml setup.py README.md LICENSE ./
 COPY protos protos
 COPY kvcache_service kvcache_service
@@ -48,27 +48,25 @@ RUN python -m venv --without-pip /opt/fusionkv \
 
 FROM packages AS kvcache-packages
 RUN --mount=type=cache,target=/root/.cache/pip pip --python /opt/fusionkv/bin/python install \
-    -c constraints.txt -r package.txt -r cache.txt -r kv-events.txt -r object-store.txt -r prometheus.txt
+    --require-hashes -r kvcache.txt
 
 FROM kvcache-packages AS kvcache-mooncake-packages
 RUN --mount=type=cache,target=/root/.cache/pip pip --python /opt/fusionkv/bin/python install \
-    -c constraints.txt -r mooncake.txt
+    --require-hashes -r mooncake.txt
 
 FROM packages AS gateway-packages
 RUN --mount=type=cache,target=/root/.cache/pip pip --python /opt/fusionkv/bin/python install \
-    -c constraints.txt -r package.txt -r gateway.txt -r http.txt -r milvus.txt -r prometheus.txt
+    --require-hashes -r gateway.txt
 
 FROM packages AS worker-packages
-ARG PIP_EXTRA_INDEX_URL=
+ARG PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 RUN --mount=type=cache,target=/root/.cache/pip pip --python /opt/fusionkv/bin/python install \
-    "$(grep '^torch==' constraints.txt)"
-RUN --mount=type=cache,target=/root/.cache/pip pip --python /opt/fusionkv/bin/python install \
-    -c constraints.txt -r package.txt -r worker.txt -r prometheus.txt
+    --require-hashes -r worker.txt
 
-# For nodes of a Ray cluster that encoders run on: the extra `ray`, and what a head needs to be given jobs over HTTP.
+# For nodes of a Ray cluster that encoders run on.
 FROM worker-packages AS worker-ray-packages
 RUN --mount=type=cache,target=/root/.cache/pip pip --python /opt/fusionkv/bin/python install \
-    -c constraints.txt "ray[default]"
+    --require-hashes -r ray.txt
 
 # Of the CUDA image's own Python (3.12 on Ubuntu 24.04).
 FROM ${CUDA_IMAGE} AS worker-gpu-packages
@@ -82,13 +80,11 @@ WORKDIR /requirements
 RUN python3 -m venv --without-pip /opt/fusionkv \
     && echo /opt/fusionkv/app > "$(echo /opt/fusionkv/lib/python*/site-packages)/fusionkv.pth"
 RUN --mount=type=cache,target=/root/.cache/pip pip --python /opt/fusionkv/bin/python install \
-    "$(grep '^torch==' constraints.txt)"
-RUN --mount=type=cache,target=/root/.cache/pip pip --python /opt/fusionkv/bin/python install \
-    -c constraints.txt -r package.txt -r worker.txt -r prometheus.txt -r gpu.txt
+    --require-hashes -r gpu.txt
 
 FROM worker-gpu-packages AS worker-gpu-ray-packages
 RUN --mount=type=cache,target=/root/.cache/pip pip --python /opt/fusionkv/bin/python install \
-    -c constraints.txt "ray[default]"
+    --require-hashes -r ray.txt
 
 # --- what runs: no compiler, no pip, a user without rights, only /data and /tmp written
 FROM ${PYTHON_IMAGE} AS runtime
@@ -179,10 +175,9 @@ COPY --from=application /opt/fusionkv/app /opt/fusionkv/app
 
 # --- the connector for vLLM's own image, which an init container lays beside it: what is in /connector goes to /mnt.
 FROM packages AS vllm-connector-packages
-# What vLLM's image lacks; and gRPC and protobuf, which it may have older than our stubs were generated for, and which
-# run stubs of older versions too. They are compiled: PYTHON_IMAGE has to have vLLM's Python, 3.12.
-RUN --mount=type=cache,target=/root/.cache/pip pip install --no-deps --target /connector -c constraints.txt \
-    grpcio grpcio-health-checking grpcio-reflection protobuf xxhash
+# Its packages are compiled: PYTHON_IMAGE has to have vLLM's Python, 3.12.
+RUN --mount=type=cache,target=/root/.cache/pip pip install --no-deps --target /connector \
+    --require-hashes -r connector.txt
 
 FROM runtime AS vllm-connector
 COPY --from=vllm-connector-packages /connector /connector

@@ -1,14 +1,19 @@
 """The Dockerfile holds to hadolint's rules, and every image ends as it should."""
 
+import contextlib
 import importlib.metadata
 import json
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from lock import LISTS
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from fusionkv.protos.runtime import settings
 from tests.deploy.rendering import CONFIGS
@@ -84,7 +89,7 @@ def test_a_change_of_the_source_changes_the_last_layer_alone(text: str, target: 
             sources = re.findall(r"^COPY (.+) \S+$", lines, re.MULTILINE)
             assert set(sources) <= {"--from=requirements /requirements"}
     _, requirements = stage(text, "requirements")
-    assert "COPY constraints.txt pyproject.toml ./" in requirements
+    assert re.findall(r"^COPY (.+)$", requirements, re.MULTILINE) == ["requirements.lock ./"]
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -96,6 +101,67 @@ def test_bytecode_is_valid_whatever_the_times_of_files(text: str, target: str) -
             base, lines = stage(text, base)
             earlier = lines + earlier
         assert "ENV SOURCE_DATE_EPOCH=" in earlier.partition("pip ")[0]
+
+
+@pytest.fixture(scope="module")
+def lists(root: Path, text: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What the images install, by the names of the lists that the Dockerfile makes of the lock."""
+    _, lines = stage(text, "requirements")
+    folder = tmp_path_factory.mktemp("requirements")
+    shutil.copy(root / "requirements.lock", folder)
+    subprocess.run(lines.partition("RUN ")[2], shell=True, cwd=folder, check=True)
+    return {file.stem: re.findall(r"^[^#\s]\S*", file.read_text(), re.MULTILINE) for file in folder.glob("*.txt")}
+
+
+def required(requirements: list[str]) -> set[str]:
+    """Names of what is installed here, and is required by these requirements, directly or indirectly."""
+    found: set[tuple[str, str]] = set()
+    waiting = [(line, "") for line in requirements]
+    while waiting:
+        requirement, extra = Requirement(waiting[-1][0]), waiting.pop()[1]
+        name = canonicalize_name(requirement.name)
+        if requirement.marker and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        for extra in {"", *requirement.extras} - {known for other, known in found if other == name}:
+            found.add((name, extra))
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                waiting += [(line, extra) for line in importlib.metadata.requires(name) or []]
+    return {name for name, _ in found}
+
+
+def test_images_install_what_the_lock_has_hashes_of(text: str, lists: dict[str, list[str]]) -> None:
+    installs = re.findall(r"^RUN (?:.*\\\n)*.*pip .*install (?:.*\\\n)*.*\n", text, re.MULTILINE)
+    installs = [line for line in installs if "apt-get" not in line and "/wheels" not in line]
+    names = [re.search(r" --require-hashes -r (\w+)\.txt\n", line) for line in installs]
+    assert all(names)
+    assert {name[1] for name in names if name} == set(lists) == set(LISTS)
+
+
+def test_the_lock_agrees_with_the_constraints(root: Path, lists: dict[str, list[str]]) -> None:
+    pinned = dict(re.findall(r"^([^#\s]\S*)==(\S+)", (root / "constraints.txt").read_text(), re.MULTILINE))
+    pinned = {canonicalize_name(name): version for name, version in pinned.items()}
+    for name, requirements in lists.items():
+        locked = dict(requirement.split("==") for requirement in requirements)
+        # Of CUDA, which only PyPI's torch requires.
+        rest = {package for package in locked if package not in pinned}
+        assert all(package.startswith(("cuda-", "nvidia-")) for package in rest)
+        assert bool(rest) == (name == "gpu")
+        build = "+cpu" if name == "worker" else ""
+        expected = {package: pinned[package] + build * (package == "torch") for package in locked.keys() - rest}
+        assert locked == expected | {package: locked[package] for package in rest}, "run scripts/lock.py"
+    entry = r"(?:[a-z0-9-]+==\S+(?: \\\n    --hash=sha256:[0-9a-f]{64})+\n)+"
+    assert re.fullmatch(rf"# .+\n(?:\n# .+\n{entry})+", (root / "requirements.lock").read_text())
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_the_lock_has_all_that_a_list_requires(lists: dict[str, list[str]], name: str) -> None:
+    locked = {requirement.partition("==")[0] for requirement in lists[name]}
+    wanted = {canonicalize_name(Requirement(line).name) for line in LISTS[name]}
+    if name != "connector":
+        wanted = required(LISTS[name])
+    assert wanted <= locked, "run scripts/lock.py"
+    here = {canonicalize_name(found.name) for found in importlib.metadata.distributions()}
+    assert name in ("mooncake", "ray") or locked & here <= wanted
 
 
 def test_the_documented_build_says_what_it_was_made_of(root: Path) -> None:
@@ -118,8 +184,8 @@ def test_all_images_are_listed_at_the_top(text: str) -> None:
 @pytest.mark.slow
 def test_the_connector_finds_what_it_imports_in_vllms_image(text: str) -> None:
     _, lines = stage(text, "vllm-connector-packages")
-    (packages,) = re.findall(r"--target /connector .+\n +(.+)$", lines, re.MULTILINE)
-    brought = {"fusionkv", *packages.split()}
+    assert "-r connector.txt" in lines
+    brought = {"fusionkv", *LISTS["connector"]}
     # Generated code refuses a gRPC or protobuf that is older than what it was generated with.
     assert {"grpcio", "protobuf"} <= brought
     done = subprocess.run([sys.executable, "-P", "-c", IMPORTED], capture_output=True, text=True, check=True)
@@ -134,7 +200,7 @@ def test_the_product_and_what_builds_it_are_copied_and_let_in(root: Path, text: 
     let_in = {line[1:] for line in (root / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     copied = {s for line in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE) for s in line.split()}
     product = {*runpy.run_path(str(root / "setup.py"))["PRODUCT"]}
-    assert copied == let_in == {"constraints.txt", "pyproject.toml", "setup.py", "README.md", "LICENSE", *product}
+    assert copied == let_in == {"requirements.lock", "pyproject.toml", "setup.py", "README.md", "LICENSE", *product}
     assert [name for name in copied if not (root / name).exists()] == []
 
 
