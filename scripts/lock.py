@@ -1,7 +1,8 @@
 """Writes requirements.lock: what the images install, with a hash of each file that fits them; needs the program uv.
 
 `python scripts/lock.py` asks the indexes that uv is told of (UV_DEFAULT_INDEX, UV_INDEX), by default PyPI, and for
-torch for CPUs the index that is named as an argument, by default PyTorch's.
+torch for CPUs the index that is named as an argument, by default PyTorch's. Each list names all that it installs,
+since pip refuses requirements whose hashes only a constraint has.
 """
 
 import subprocess
