@@ -36,7 +36,7 @@ class Row:
     """A measurement, with or without a baseline.
 
     Attributes:
-        kind: prefill, decode, scores, disk or rate.
+        kind: what is measured, such as prefill, decode or rate.
         shape: name of the model's shape, or of the operation.
         context: tokens of all chunks.
         r: share of the context that is recomputed.

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ _SHAPE = "shape-7b"
 # (floor, expected) in milliseconds of an H100, by kind and size: counted work at the rates that were measured.
 _FULL = {4096: (None, 138), 16384: (None, 575), 27648: (None, 1105)}
 _DEFAULT = {4096: (16, 75), 16384: (56, 132), 27648: (None, 315)}
+_RESIDENT = {4096: (None, 70), 16384: (None, 112)}
+_CHOOSE, _PREFILL = {4096: (2.7, None), 16384: (2.7, None)}, {4096: (8.4, None), 16384: (34, None)}
+_LINK, _LOAD = 50e6, 45e6  # bytes a millisecond: of the link, and expected of a load
+_ENCODED = 30  # tokens a millisecond
 _GRAPH = {1: (4.7, 9), 8: (None, 10.5)}
 
 
@@ -29,6 +34,12 @@ def figures(out: Path) -> Iterator[tuple[Row, tuple[float | None, float | None]]
         yield row, _DEFAULT.get(context, unknown) if recipe == default else unknown
         if recipe == default:
             yield Row("ttft", f"{_SHAPE} full attention", full, context, 1.0, 1), _FULL.get(context, unknown)
+            stages, loaded = given["stages_s"], given["bytes_fetched"]
+            load = _row("load", given, stages["load"])
+            yield replace(load, rate=loaded / load.ms / 1e6 if load.ms else None), (loaded / _LINK, loaded / _LOAD)
+            yield _row("choose", given, stages["select"]), _CHOOSE.get(context, unknown)
+            yield _row("compute", given, stages["prefill"]), _PREFILL.get(context, unknown)
+            yield _row("resident", given, given["resident_s"]), _RESIDENT.get(context, unknown)
     for given in _read(out / "decode.json"):
         name, requests = f"{_SHAPE} {given['chunks']} chunks", given["requests"]
         if "graph_ms" in given:
@@ -36,7 +47,13 @@ def figures(out: Path) -> Iterator[tuple[Row, tuple[float | None, float | None]]
             yield Row("step", name, given["graph_ms"], *rest), _GRAPH.get(requests, unknown)
     for given in _read(out / "encode.json"):
         ms = 1e3 * given["tokens"] / given["encoded_tokens_per_s"]
-        yield Row("encode", f"{_SHAPE} {given['chunks']} chunks", ms, given["tokens"]), unknown
+        row = Row("encode", f"{_SHAPE} {given['chunks']} chunks", ms, given["tokens"])
+        yield row, (None, given["tokens"] / _ENCODED)
+
+
+def _row(kind: str, given: dict[str, Any], seconds: float) -> Row:
+    """A part of a request's time to the first token."""
+    return Row(kind, f"{_SHAPE} {given['name']}", 1e3 * seconds, given["context"], given["r"], 1)
 
 
 def _read(file: Path) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
-"""Tokens per second of encoding chunks ahead of time, as `ingest --precompute` does, against plain prefill.
+"""Tokens per second of encoding chunks ahead of time, against plain prefill.
 
-Four chunks at a time are encoded and stored in a cache service. `computed_again` counts their tokens that the first
-question computes again.
+Chunks are encoded and stored in a cache service: four at a time, as `ingest --precompute` does, or on a GPU 16, as
+`fusionkv encode`. `computed_again` counts their tokens that the first question computes again.
 """
 
 import asyncio
@@ -15,16 +15,15 @@ from fusionkv.bench.worker.passages import Passages
 from fusionkv.bench.worker.shapes import SHAPES
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.encode.batch_encoder import concurrency
 from fusionkv.fusion_worker.evaluate.command import run as run_command
 from fusionkv.fusion_worker.prompt import Chunk
 from fusionkv.fusion_worker.servicer import FusionServicer
 
-CONCURRENCY = 4  # as the gateway's precompute_concurrency
-
 
 async def _encode(servicer: FusionServicer, passages: Passages) -> float:
     """Seconds until every chunk is encoded and stored."""
-    slots = asyncio.Semaphore(CONCURRENCY)
+    slots = asyncio.Semaphore(concurrency(servicer.pool.kv.device))
 
     async def one(chunk: Chunk) -> None:
         async with slots:

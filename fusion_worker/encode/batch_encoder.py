@@ -18,9 +18,14 @@ from fusionkv.protos.runtime.errors import FailedPrecondition
 from fusionkv.protos.runtime.process import cores
 
 log = logging.getLogger(__name__)
-# Chunks of a batch that are encoded concurrently. Each may hold ten neighbours in the pool besides itself. A GPU
-# computes those that wait in one step, and meanwhile copies out and stores those of the step before.
-_CONCURRENCY, _GPU_CONCURRENCY = 4, 16
+
+
+def concurrency(device: torch.device) -> int:
+    """Number of a batch's chunks to encode concurrently. Each may hold ten neighbours in the pool besides itself.
+
+    A GPU computes those that wait in one step, and meanwhile copies out and stores those of the step before.
+    """
+    return 16 if device.type == "cuda" else 4
 
 
 class BatchEncoder:
@@ -57,7 +62,7 @@ class BatchEncoder:
         model = models.load(
             config.model, config.device, config.dtype, config.max_prompt_tokens, today=config.template_date
         )
-        self._slots = asyncio.Semaphore(_GPU_CONCURRENCY if model.device.type == "cuda" else _CONCURRENCY)
+        self._slots = asyncio.Semaphore(concurrency(model.device))
         return FusionServicer(config, model)
 
     async def _encode(self, requests: Sequence[pb.EncodeRequest]) -> tuple[int, int]:

@@ -80,6 +80,11 @@ def seconds(line: str) -> int:
 
 def test_figures_beside_what_is_expected(tmp_path: Path) -> None:
     ttft = {"name": "deeplayer+primed", "context": 16384, "r": 0.2, "baseline_s": 0.8, "value_s": 0.1}
+    ttft |= {
+        "resident_s": 0.09,
+        "bytes_fetched": 900_000_000,
+        "stages_s": {"load": 0.03, "select": 0.02, "prefill": 0.04},
+    }
     decode = {"requests": 8, "chunks": 20, "recomputed": 0.15, "tokens": 16384, "step_ms": 29.0, "graph_ms": 11.0}
     encode = {"chunks": 24, "tokens": 12000, "encoded_tokens_per_s": 30000}
     for name, row in {"ttft": ttft, "decode": decode, "encode": encode}.items():
@@ -90,8 +95,15 @@ def test_figures_beside_what_is_expected(tmp_path: Path) -> None:
     assert [(row["kind"], row["ms"], row["ratio"], row["commit"]) for row in rows] == [
         ("ttft", "100", "8", "abc"),
         ("ttft", "800", "", "abc"),
+        ("load", "30", "", "abc"),
+        ("choose", "20", "", "abc"),
+        ("compute", "40", "", "abc"),
+        ("resident", "90", "", "abc"),
         ("step", "11", "2.636", "abc"),
         ("encode", "400", "", "abc"),
     ]
-    (line,) = (line.split() for line in done.stdout.splitlines() if "deeplayer" in line)
-    assert line[-3:] == ["100", "56", "132"]
+    assert rows[2]["tflops_or_gbs"] == "30"
+    shown = {line.split()[0]: line.split()[-3:] for line in reversed(done.stdout.splitlines()) if "shape-7b" in line}
+    assert shown["ttft"] == ["100", "56", "132"]
+    assert shown["load"] == ["30", "18", "20"]
+    assert shown["encode"][-2:] == ["400", "400"]
