@@ -28,15 +28,15 @@ from fusionkv.kernels.gpu.tiles_triton import (
     product,
     sink,
     visible,
-    walk,
 )
-from fusionkv.kernels.segments import AttentionSpec, KVSegment, QuerySpan, Rotation, Spans
+from fusionkv.kernels.segments import NEVER, AttentionSpec, KVSegment, QuerySpan, Rotation, Spans
 from fusionkv.kernels.upload import upload
 
 # With more rows, the keys of a request are brought to prompt order; fewer read them about as fast where they are.
 _MOST_ROWS = 127
 _SCORED_ROWS, _SCORED_KEYS = 64, 32 if INTERPRETED else 64
 _GATHERED = 64
+_NEVER = tl.constexpr(NEVER)
 
 
 @triton.jit
@@ -77,8 +77,8 @@ def _attend(  # type: ignore[no-untyped-def]
     q_ptr,  # [rows, q_heads, head_dim]
     k_ptr,  # [slots, kv_heads, head_dim]
     v_ptr,  # [slots, kv_heads, head_dim]
-    out_ptr,  # [rows, q_heads, head_dim], or float32 [parts, partial rows, q_heads, head_dim]
-    lse_ptr,  # float32 [parts, partial rows, q_heads], to base 2
+    out_ptr,  # [rows, q_heads, head_dim], or PARTIAL float32 [parts, partial rows, q_heads, head_dim]
+    lse_ptr,  # float32 [rows, q_heads], or [parts, partial rows, q_heads], to base 2
     sinks_ptr,  # [q_heads]
     items_ptr,
     segments_ptr,
@@ -89,8 +89,6 @@ def _attend(  # type: ignore[no-untyped-def]
     partial_rows,
     q_row_stride,
     q_head_stride,
-    out_row_stride,
-    out_head_stride,
     SLOT_STRIDE: tl.constexpr,  # constant, so that addresses need no additional registers
     KV_HEAD_STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -121,7 +119,8 @@ def _attend(  # type: ignore[no-untyped-def]
     last = tl.max(q_position, 0)
     lowest = tl.load(row_positions_ptr + first_row)
     q_rows = q_ptr + row * q_row_stride + q_head * q_head_stride
-    d = tl.arange(0, DIM)
+    n, d = tl.arange(0, BLOCK_KEYS), tl.arange(0, DIM)
+    inside = valid[:, None] & (d < HEAD_DIM)[None, :]
 
     high = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -134,52 +133,63 @@ def _attend(  # type: ignore[no-untyped-def]
         length = tl.minimum(length, last - first + 1)
         if ORDERED:
             own = -1
-            q = tl.load(q_rows[:, None] + d[None, :], mask=valid[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+            q = tl.load(q_rows[:, None] + d[None, :], mask=inside, other=0.0)
         else:
             q = load_turned(q_rows, valid, turns_ptr + turn * ROTARY_DIM, HEAD_DIM, DIM, ROTARY_DIM, INTERLEAVED)
-        at = slot.to(tl.int64) * SLOT_STRIDE + head * KV_HEAD_STRIDE
         # Whole blocks that all rows of the tile see need no mask.
-        start = length * 0
-        whole = tl.maximum(tl.minimum(length, lowest - first + 1), 0) // BLOCK_KEYS * BLOCK_KEYS
+        start, whole = length * 0, tl.maximum(tl.minimum(length, lowest - first + 1), 0) // BLOCK_KEYS * BLOCK_KEYS
         if WINDOW > 0:
-            start = tl.where(own < 0, tl.maximum(lowest - WINDOW + 1 - first, 0) // BLOCK_KEYS * BLOCK_KEYS, 0)
+            start = tl.maximum(lowest - WINDOW + 1 - first, 0) // BLOCK_KEYS * BLOCK_KEYS
             whole = start
-        whole = tl.where(own < 0, whole, 0)
-        high, total, acc = walk(
-            q, k_ptr + at, v_ptr + at, positions_ptr, q_position, high, total, acc, start, whole, length, first, own,
-            scale, SLOT_STRIDE, HEAD_DIM, DIM, BLOCK_KEYS, WINDOW, WIDEN, False,
-        )  # fmt: skip
-        high, total, acc = walk(
-            q, k_ptr + at, v_ptr + at, positions_ptr, q_position, high, total, acc, whole, length, length, first, own,
-            scale, SLOT_STRIDE, HEAD_DIM, DIM, BLOCK_KEYS, WINDOW, WIDEN, True,
-        )  # fmt: skip
+        start, whole = tl.where(own < 0, start, 0), tl.where(own < 0, whole, 0)
+        for masked in tl.static_range(2):
+            stop = length if masked else whole
+            at = (slot + start).to(tl.int64) * SLOT_STRIDE + head * KV_HEAD_STRIDE
+            k_at = k_ptr + at + n[None, :] * SLOT_STRIDE + d[:, None]
+            v_at = v_ptr + at + n[:, None] * SLOT_STRIDE + d[None, :]
+            for begin in range(start, stop, BLOCK_KEYS):
+                there = begin + n < length
+                k_inside, v_inside = (d < HEAD_DIM)[:, None], (d < HEAD_DIM)[None, :]
+                if masked:
+                    k_inside, v_inside = k_inside & there[None, :], v_inside & there[:, None]
+                scores = product(q, tl.load(k_at, mask=k_inside, other=0.0), None, WIDEN) * scale
+                if masked:
+                    position = tl.load(positions_ptr + own + begin + n, mask=there & (own >= 0), other=_NEVER)
+                    position = tl.where(there & (own < 0), first + begin + n, position)
+                    scores = tl.where(visible(position[None, :], q_position, WINDOW), scores, float("-inf"))
+                v = tl.load(v_at, mask=v_inside, other=0.0)
+                higher = tl.maximum(high, tl.max(scores, 1))
+                # A row that has seen no key yet has no maximum to subtract.
+                anchor = tl.where(higher == float("-inf"), 0.0, higher)
+                weights = tl.exp2(scores - anchor[:, None])
+                fade = tl.exp2(high - anchor)
+                total, high = total * fade + tl.sum(weights, 1), higher
+                acc = product(weights.to(v.dtype), v, acc * fade[:, None], WIDEN)
+                k_at += BLOCK_KEYS * SLOT_STRIDE
+                v_at += BLOCK_KEYS * SLOT_STRIDE
+            start = whole
 
-    inside = valid[:, None] & (d < HEAD_DIM)[None, :]
     if SINKS and not PARTIAL:
         total += tl.exp2(sink(sinks_ptr + q_head, valid) - high)
-    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    to = row
     if PARTIAL:
-        part, partial = tl.load(item_ptr + 4), tl.load(item_ptr + 5)
-        to = (part * partial_rows + partial + m // GROUPS).to(tl.int64)
-        heads = tl.num_programs(1) * GROUPS
-        tl.store(lse_ptr + to * heads + q_head, high + tl.log2(total), mask=valid)
-        tl.store(out_ptr + ((to * heads + q_head) * HEAD_DIM)[:, None] + d[None, :], acc, mask=inside)
-    else:
-        out_rows = out_ptr + row * out_row_stride + q_head * out_head_stride
-        tl.store(out_rows[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)
+        to = (tl.load(item_ptr + 4) * partial_rows + tl.load(item_ptr + 5) + m // GROUPS).to(tl.int64)
+    to = to * (tl.num_programs(1) * GROUPS) + q_head
+    tl.store(lse_ptr + to, high + tl.log2(total), mask=valid)
+    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    tl.store(out_ptr + (to * HEAD_DIM)[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 # `parts` is not specialised: it varies with sharing, and each new value would compile the kernel again.
 @triton.jit(do_not_specialize=["parts"])
 def _merge(  # type: ignore[no-untyped-def]
     partial_ptr,  # float32 [parts, partial rows, q_heads, head_dim]
-    lse_ptr,  # float32 [parts, partial rows, q_heads], to base 2; the first part's become those of all keys
+    partial_lse_ptr,  # float32 [parts, partial rows, q_heads], to base 2
     rows_ptr,  # int64 [partial rows]
     sinks_ptr,  # [q_heads]
     out_ptr,
+    lse_ptr,
     partial_rows,
-    out_row_stride,
-    out_head_stride,
     parts,
     PARTS_CEIL: tl.constexpr,  # parts rounded up to a power of two
     SINKS: tl.constexpr,
@@ -189,28 +199,27 @@ def _merge(  # type: ignore[no-untyped-def]
     partial, head = tl.program_id(0), tl.program_id(1)
     p, d = tl.arange(0, PARTS_CEIL), tl.arange(0, DIM)
     at = (p * partial_rows + partial).to(tl.int64) * tl.num_programs(1) + head
-    lse = tl.load(lse_ptr + at, mask=p < parts, other=float("-inf"))
+    lse = tl.load(partial_lse_ptr + at, mask=p < parts, other=float("-inf"))
     high = tl.max(lse, 0)
     weights = tl.exp2(lse - high)
     total = tl.sum(weights, 0)
     if SINKS:
         total += tl.exp2(sink(sinks_ptr + head, True) - high)
-    tl.store(lse_ptr + partial * tl.num_programs(1) + head, high + tl.log2(total))
+    to = tl.load(rows_ptr + partial) * tl.num_programs(1) + head
+    tl.store(lse_ptr + to, high + tl.log2(total))
     weights = weights / total
     # Parts without any key of the row were never written.
     inside = (weights > 0.0)[:, None] & (d < HEAD_DIM)[None, :]
     values = tl.load(partial_ptr + at[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
     out = tl.sum(values * weights[:, None], 0)
-    row = tl.load(rows_ptr + partial)
-    to = out_ptr + row * out_row_stride + head * out_head_stride + d
-    tl.store(to, out.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
+    tl.store(out_ptr + to * HEAD_DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
 
 
 @triton.jit
 def _columns(  # type: ignore[no-untyped-def]
     q_ptr,  # [rows, q_heads, head_dim]
     k_ptr,  # [keys, kv_heads, head_dim], in prompt order
-    lse_ptr,  # float32 [rows of the span, q_heads], to base 2
+    lse_ptr,  # float32 [rows, q_heads], to base 2
     out_ptr,  # float32 [kv_heads, keys]
     row_positions_ptr,
     scale,
@@ -246,22 +255,34 @@ def _columns(  # type: ignore[no-untyped-def]
         q_position = tl.load(row_positions_ptr + row, mask=valid, other=-1)
         q_rows = q_ptr + row * q_row_stride + q_head * q_head_stride
         q = tl.load(q_rows[:, None] + d[None, :], mask=valid[:, None] & channel[None, :], other=0.0)
-        lse = tl.load(lse_ptr + span_row * (tl.num_programs(1) * GROUPS) + q_head, mask=valid, other=0.0)
+        lse = tl.load(lse_ptr + row * (tl.num_programs(1) * GROUPS) + q_head, mask=valid, other=0.0)
         scores = tl.where(visible(n[None, :], q_position, WINDOW), product(q, k, None, WIDEN) * scale, float("-inf"))
         column += tl.sum(tl.exp2(scores - lse[:, None]), 0)
     tl.store(out_ptr + head.to(tl.int64) * keys + n, column, mask=n < keys)
 
 
 class _Layer(NamedTuple):
-    """What a layer's kernels are given, besides tables. keys, values: a pool, or keys in prompt order."""
+    """What a layer's kernels are given, besides tables.
+
+    keys, values: a pool, or keys in prompt order. out: the results. lse: float32 [rows, q_heads], the log-sum-exp of
+    each row's logits, to base 2.
+    """
 
     q: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
     out: torch.Tensor
+    lse: torch.Tensor
     spec: AttentionSpec
     tile: Tile
     ordered: bool = False
+
+    @classmethod
+    def of(
+        cls, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec, tile: Tile | None = None
+    ) -> "_Layer":
+        out, lse = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(q.shape[:2], device=q.device)
+        return cls(q, keys, values, out, lse, spec, tile or tile_for(q.device, q.shape[2], q.dtype))
 
     def grid(self) -> Grid:
         return Grid.of(self.q.shape[1], self.keys.shape[1], self.tile.rows, processors(self.q.device))
@@ -270,11 +291,13 @@ class _Layer(NamedTuple):
 class _Ordered(NamedTuple):
     """The keys of spans in prompt order, one span's after another's.
 
-    table: of the spans, each over one segment of these keys. slots, turn: int32 [keys], the slot of each key, and its
-    row in `turns`, float32 [turns, 2, rotary_dim / 2]: cos and sin of the rotation.
+    table: of the spans, each over one segment of these keys. begins: where that is, by the span's first row. slots,
+    turn: int32 [keys], the slot of each key, and its row in `turns`, float32 [turns, 2, rotary_dim / 2]: cos and sin
+    of the rotation.
     """
 
     table: SegmentTable
+    begins: dict[int, int]
     slots: torch.Tensor
     turn: torch.Tensor
     turns: torch.Tensor
@@ -292,7 +315,8 @@ class _Ordered(NamedTuple):
         angles = different[:, None] * rotation.inv_freq.double()
         turns = torch.stack([angles.cos(), angles.sin()], dim=1).float()
         *tables, slots, turn, turns = upload([*table.tensors(), slots.int(), turn.int(), turns], device)
-        return cls(table.with_tensors(tables), slots, turn, turns)
+        begins = {span.start: begin for span, begin in zip(spans, counts, strict=False)}
+        return cls(table.with_tensors(tables), begins, slots, turn, turns)
 
     def layer(self, pool: _Layer) -> _Layer:
         """The layer with its keys in order."""
@@ -321,79 +345,70 @@ def sparse_attention(
     """
     assert k_pool.stride() == v_pool.stride()
     assert q.stride(2) == k_pool.stride(2) == 1
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    tile = tile or tile_for(q.device, q.shape[2], q.dtype)
-    pool = _Layer(q, k_pool, v_pool, out, spec, tile)
+    pool = _Layer.of(q, k_pool, v_pool, spec, tile)
     if isinstance(spans, TabledSpans):
         _attend_all(spans.tables[spec.rotation], pool)
-        return out
+        return pool.out
     few, many = spans.once(_split, pool.grid(), frozenset(scores))
     for alike in few:
         _attend_all(alike.once(SegmentTable.on, spec.rotation, pool.grid(), q.device), pool)
     if many:
-        ordered = many.once(_Ordered.of, spec.rotation, pool.grid(), q.device)
-        _attend_all(ordered.table, ordered.layer(pool))
-    for span, into in scores.items():
-        _score(span, pool, into)
-    return out
+        _attend_ordered(many.once(_Ordered.of, spec.rotation, pool.grid(), q.device), pool, scores)
+    return pool.out
 
 
 def attention_scores(q: torch.Tensor, k_pool: torch.Tensor, span: QuerySpan, spec: AttentionSpec) -> torch.Tensor:
     """The same as `attention.attention_scores`."""
     scores = torch.zeros(int(span.positions[-1]) + 1, device=q.device)
-    tile = tile_for(q.device, q.shape[2], q.dtype)
-    _score(span, _Layer(q, k_pool, k_pool, torch.empty_like(q), spec, tile), scores)
+    pool = _Layer.of(q, k_pool, k_pool, spec)
+    _attend_ordered(span.once(_alone, spec.rotation, pool.grid(), q.device), pool, {span: scores})
     return scores
-
-
-def _split(spans: Spans, grid: Grid, scored: frozenset[QuerySpan]) -> tuple[list[Spans], Spans]:
-    """Spans of few rows, by size of their tiles, and others; without those whose attention is summed."""
-    rest = [span for span in spans if span not in scored]
-    few: dict[int, list[QuerySpan]] = {}
-    for span in rest:
-        if span.rows <= _MOST_ROWS:
-            few.setdefault(grid.tile(span.rows), []).append(span)
-    return [Spans(alike) for alike in few.values()], Spans([span for span in rest if span.rows > _MOST_ROWS])
-
-
-def _score(span: QuerySpan, pool: _Layer, into: torch.Tensor) -> None:
-    """Computes a span's rows, and adds their attention to each position to `into`."""
-    grid = pool.grid()
-    # With two parts or more, the kernel that merges them leaves each row's denominator.
-    parts = max(2, grid.parts(-(-span.rows // grid.tile(span.rows)), len(into)))
-    ordered = span.once(_alone, pool.spec.rotation, grid._replace(fixed_parts=parts), pool.q.device)
-    layer = ordered.layer(pool)
-    lse = _attend_all(ordered.table, layer)
-    columns = torch.empty(layer.keys.shape[1], len(into), device=into.device)
-    _columns[triton.cdiv(len(into), _SCORED_KEYS), layer.keys.shape[1]](
-        *(pool.q, layer.keys, lse, columns, ordered.table.row_positions, pool.spec.scale * LOG2E),
-        *(span.start, span.rows, len(into), *pool.q.stride()[:2]),
-        **constants(pool.q, layer.keys, _SCORED_KEYS, None, max(1, _SCORED_ROWS // grid.groups), pool.spec.window),
-    )
-    into += columns.sum(0)
 
 
 def _alone(span: QuerySpan, rotation: Rotation, grid: Grid, device: torch.device) -> _Ordered:
     return _Ordered.of(Spans([span]), rotation, grid, device)
 
 
-def _attend_all(table: SegmentTable, layer: _Layer) -> torch.Tensor:
-    """Computes the rows of a table. Returns float32 [parts, partial rows, q_heads], if there are parts: first each
-    row's log-sum-exp over all keys, to base 2.
-    """
-    q, out = layer.q, layer.out
-    shape, partial, lse = (table.parts, len(table.rows), *q.shape[1:]), out, out
+def _split(spans: Spans, grid: Grid, scored: frozenset[QuerySpan]) -> tuple[list[Spans], Spans]:
+    """Spans of few rows, by size of their tiles, and others: those of many rows or whose attention is summed."""
+    few: dict[int, list[QuerySpan]] = {}
+    many: list[QuerySpan] = []
+    for span in spans:
+        among = many if span in scored or span.rows > _MOST_ROWS else few.setdefault(grid.tile(span.rows), [])
+        among.append(span)
+    return [Spans(alike) for alike in few.values()], Spans(many)
+
+
+def _attend_ordered(ordered: _Ordered, pool: _Layer, scores: Mapping[QuerySpan, torch.Tensor]) -> None:
+    """Computes rows over their keys in prompt order, and adds the attention to each position to `scores`."""
+    layer = ordered.layer(pool)
+    _attend_all(ordered.table, layer)
+    for span, into in scores.items():
+        keys = layer.keys[ordered.begins[span.start] :]
+        columns = torch.empty(keys.shape[1], len(into), device=into.device)
+        tile = max(1, _SCORED_ROWS // pool.grid().groups)
+        _columns[triton.cdiv(len(into), _SCORED_KEYS), keys.shape[1]](
+            *(pool.q, keys, pool.lse, columns, ordered.table.row_positions, pool.spec.scale * LOG2E),
+            *(span.start, span.rows, len(into), *pool.q.stride()[:2]),
+            **constants(pool.q, keys, _SCORED_KEYS, None, tile, pool.spec.window),
+        )
+        into += columns.sum(0)
+
+
+def _attend_all(table: SegmentTable, layer: _Layer) -> None:
+    """Computes the rows of a table."""
+    q, partial, lse = layer.q, layer.out, layer.lse
     if table.parts > 1:
         # -inf: parts that a short span does not have get no weight.
-        lse = torch.full(shape[:3], float("-inf"), device=q.device)
-        partial = torch.empty(shape, device=q.device)
+        lse = torch.full((table.parts, len(table.rows), q.shape[1]), float("-inf"), device=q.device)
+        partial = torch.empty(*lse.shape, q.shape[2], device=q.device)
     consts = constants(q, layer.keys, layer.tile.keys, layer.spec.rotation, table.tile, layer.spec.window)
     # Without sinks, any pointer in their place.
     sinks = q if layer.spec.sinks is None else layer.spec.sinks
     _attend[len(table.items), layer.keys.shape[1]](
         *(q, layer.keys, layer.values, partial, lse, sinks, table.items),
         *(table.segments, table.positions, table.row_positions, table.turns),
-        *(layer.spec.scale * LOG2E, shape[1], *q.stride()[:2], *out.stride()[:2]),
+        *(layer.spec.scale * LOG2E, len(table.rows), *q.stride()[:2]),
         **consts,
         PARTIAL=table.parts > 1,
         SINKS=layer.spec.sinks is not None,
@@ -402,11 +417,10 @@ def _attend_all(table: SegmentTable, layer: _Layer) -> torch.Tensor:
         num_stages=layer.tile.stages,
     )
     if table.parts > 1:
-        _merge[shape[1:3]](
-            *(partial, lse, table.rows, sinks, out, shape[1], *out.stride()[:2], table.parts),
+        _merge[len(table.rows), q.shape[1]](
+            *(partial, lse, table.rows, sinks, layer.out, layer.lse, len(table.rows), table.parts),
             PARTS_CEIL=triton.next_power_of_2(table.parts),
             SINKS=layer.spec.sinks is not None,
-            HEAD_DIM=shape[3],
+            HEAD_DIM=q.shape[2],
             DIM=consts["DIM"],
         )
-    return lse

@@ -1,4 +1,4 @@
-"""Parts of the attention kernels: loading rotated rows, and online softmax over a segment's keys."""
+"""Parts of the attention kernels: rotated rows, products, masks, and the constants that they are compiled with."""
 
 import functools
 from typing import Any
@@ -7,9 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fusionkv.kernels.segments import NEVER, Rotation
+from fusionkv.kernels.segments import Rotation
 
-_NEVER = tl.constexpr(NEVER)
 LOG2E = 1.4426950408889634
 _LOG2E = tl.constexpr(LOG2E)
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -69,58 +68,6 @@ def visible(position, q_position, WINDOW: tl.constexpr):  # type: ignore[no-unty
 def sink(at, valid):  # type: ignore[no-untyped-def]
     """The logits of sinks at pointers, to base 2."""
     return tl.load(at, mask=valid, other=float("-inf")).to(tl.float32) * _LOG2E
-
-
-@triton.jit
-def walk(  # type: ignore[no-untyped-def]
-    q,  # [ROWS, DIM]
-    k_ptr,  # of the segment's first slot
-    v_ptr,
-    positions_ptr,
-    q_position,
-    high,
-    total,
-    acc,
-    start,
-    stop,
-    length,
-    first,
-    own,
-    scale,
-    SLOT_STRIDE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    WIDEN: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Online softmax over the slots `[start, stop)` of a segment. Not MASKED: every row sees all of them."""
-    n, d = tl.arange(0, BLOCK_KEYS), tl.arange(0, DIM)
-    k_ptr += start.to(tl.int64) * SLOT_STRIDE
-    v_ptr += start.to(tl.int64) * SLOT_STRIDE
-    for begin in range(start, stop, BLOCK_KEYS):
-        there = begin + n < length
-        k_inside, v_inside = (d < HEAD_DIM)[:, None], (d < HEAD_DIM)[None, :]
-        if MASKED:
-            k_inside, v_inside = k_inside & there[None, :], v_inside & there[:, None]
-        k = tl.load(k_ptr + (n[None, :] * SLOT_STRIDE + d[:, None]), mask=k_inside, other=0.0)
-        scores = product(q, k, None, WIDEN) * scale
-        if MASKED:
-            position = tl.load(positions_ptr + own + begin + n, mask=there & (own >= 0), other=_NEVER)
-            position = tl.where(there & (own < 0), first + begin + n, position)
-            scores = tl.where(visible(position[None, :], q_position, WINDOW), scores, float("-inf"))
-        v = tl.load(v_ptr + (n[:, None] * SLOT_STRIDE + d[None, :]), mask=v_inside, other=0.0)
-        higher = tl.maximum(high, tl.max(scores, 1))
-        # A row that has seen no key yet has no maximum to subtract.
-        anchor = tl.where(higher == float("-inf"), 0.0, higher)
-        weights = tl.exp2(scores - anchor[:, None])
-        fade = tl.exp2(high - anchor)
-        total, high = total * fade + tl.sum(weights, 1), higher
-        acc = product(weights.to(v.dtype), v, acc * fade[:, None], WIDEN)
-        k_ptr += BLOCK_KEYS * SLOT_STRIDE
-        v_ptr += BLOCK_KEYS * SLOT_STRIDE
-    return high, total, acc
 
 
 def constants(

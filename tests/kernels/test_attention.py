@@ -15,7 +15,7 @@ from fusionkv.kernels.cpu import sparse_attention_cpu
 from fusionkv.kernels.cpu.sparse_attention_cpu import MOST_ROWS
 from fusionkv.kernels.segments import AttentionSpec, KVSegment, QuerySpan, Rotation, Spans
 from tests.examples import examples
-from tests.kernels.inputs import HAS_KERNEL, interpreted, rotary, rotation_matrix, there
+from tests.kernels.inputs import DEVICE, HAS_KERNEL, interpreted, rotary, rotation_matrix, there
 
 torch.set_num_threads(1)  # tiny shapes: a second thread costs more in waiting than it saves
 # Outputs are means of values of about 1. float16 and bfloat16 round the turned query, the weights and the result.
@@ -26,8 +26,8 @@ SCORES: dict[str, Any] = {"kernel": attention.attention_scores, "reference": ref
 if HAS_KERNEL:
     from fusionkv.kernels.gpu import sparse_attention_triton
 
-    OPERATIONS["triton"] = lambda q, k, v, spans, spec: sparse_attention_triton.sparse_attention(
-        there(q), there(k), there(v), spans, spec._replace(sinks=there(spec.sinks))
+    OPERATIONS["triton"] = lambda q, k, v, spans, spec, *scores: sparse_attention_triton.sparse_attention(
+        there(q), there(k), there(v), spans, spec._replace(sinks=there(spec.sinks)), *scores
     ).cpu()
     SCORES["triton"] = lambda q, k, span, spec: sparse_attention_triton.attention_scores(
         there(q), there(k), span, spec._replace(sinks=there(spec.sinks))
@@ -193,12 +193,14 @@ def check(case: Case, dtype: torch.dtype, atol: float, rtol: float) -> None:
             )
             assert case.sinks is not None or float(found.sum()) == pytest.approx(scale, rel=1e-3)
     # Scores of the first and the last span in passing, on top of what is there already.
-    sums = {span: torch.ones(len(total)) for span, total in ((spans[0], totals[0]), (spans[-1], totals[-1]))}
-    found = attention.sparse_attention(q, k, v, spans, case.spec, sums)
-    torch.testing.assert_close(found.double(), expected, atol=atol, rtol=rtol)
-    for span, into in sums.items():
-        scores = attention.attention_scores(q, k, span, case.spec)
-        torch.testing.assert_close(into - 1, scores, atol=1e-4, rtol=1e-4)
+    for name, operation in OPERATIONS.items():
+        device = DEVICE if name == "triton" else q.device
+        ends = ((spans[0], totals[0]), (spans[-1], totals[-1]))
+        sums = {span: torch.ones(len(total), device=device) for span, total in ends}
+        found = operation(q, k, v, spans, case.spec, sums)
+        torch.testing.assert_close(found.double(), expected, atol=atol, rtol=rtol)
+        for span, into in sums.items():
+            torch.testing.assert_close(into.cpu() - 1, SCORES[name](q, k, span, case.spec), atol=1e-4, rtol=1e-4)
 
 
 @given(case=cases(), row=st.sampled_from(TOLERANCES))

@@ -30,7 +30,7 @@ DTYPES = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
 
 def compile_for(kernel: Any, capability: int, dtype: torch.dtype, tile: tile_shapes.Tile, **constants: Any) -> Any:
     """A kernel's binary; pointers are told apart by their names, as the kernels' comments give their dtypes."""
-    floats = {"lse_ptr", "turns_ptr", "partial_ptr"}
+    floats = {"lse_ptr", "turns_ptr", "partial_ptr", "partial_lse_ptr"}
     if constants.get("PARTIAL") or kernel is sparse_attention_triton._columns:
         floats.add("out_ptr")
     model = {"q_ptr", "k_ptr", "v_ptr", "k_out_ptr", "v_out_ptr", "out_ptr", "sinks_ptr"}
