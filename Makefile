@@ -162,7 +162,7 @@ recall: setup ## What retrieval finds, by words, by embeddings and by both: ARGS
 	@$(PY) -m fusionkv.bench.recall $(ARGS)
 
 .PHONY: published
-published: setup ## Takes what make bench, make vllm and fusionkv eval measured last into docs/benchmarks/, which README and docs quote
+published: setup ## Takes what make bench, make bench-gpu, make vllm and fusionkv eval measured last into docs/benchmarks/, which README and docs quote
 	@$(PY) -m fusionkv.bench.published $(ARGS)
 
 .PHONY: plots

@@ -1,9 +1,9 @@
 """Takes the rows of the last runs in build/ into docs/benchmarks/, whose figures README and docs quote.
 
 Rows of the same machine and model are replaced, all others stay: a run on one machine says nothing of another.
-`make bench` writes the times to the first token, `make vllm` those beside vLLM, and `fusionkv eval` with
-`--out build/answers` the answers. What has not run is left as it is. tests/deploy/test_figures.py then names every
-figure to change.
+`make bench` and `make bench-gpu` write the times to the first token, `make vllm` those beside vLLM, and
+`fusionkv eval` with `--out build/answers` the answers. Rows of a GPU's kernels are added to earlier ones. What has
+not run is left as it is. tests/deploy/test_figures.py then names every figure to change.
 """
 
 import argparse
@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--root", type=Path, default=_ROOT, help="folder of build/ and docs/ (default: the clone)")
     root = parser.parse_args().root
     for name, source, lines in (
+        ("first-token", "bench/gpu/ttft.json", first_tokens),
         ("first-token", "bench/ttft.json", first_tokens),
         ("vllm", "bench/vllm.json", beside_vllm),
         ("answers", "answers/report.json", answers),
@@ -40,6 +41,18 @@ def main() -> None:
         made = [{"date": day} | line for line in lines(rows)]
         replace(table, made)
         print(f"{table}: {len(made)} rows of {file}")
+    if (new := root / "build/bench/gpu/gpu.csv").exists():
+        add(root / "docs/benchmarks/gpu.csv", new)
+
+
+def add(table: Path, new: Path) -> None:
+    """Adds the rows that a table lacks. Raises ValueError if they have other columns."""
+    known, (header, *rows) = table.read_text().splitlines(), new.read_text().splitlines()
+    if known[0] != header:
+        raise ValueError(f"{table} has the columns {known[0]}, and {new} {header}")
+    made = [row for row in rows if row not in known]
+    table.write_text("".join(f"{row}\n" for row in [*known, *made]))
+    print(f"{table}: {len(made)} rows of {new}")
 
 
 def replace(table: Path, made: Sequence[_Line]) -> None:

@@ -222,6 +222,8 @@ def test_the_last_runs_replace_their_rows_and_no_others(root: Path, tmp_path: Pa
         {**machine, "name": name, "r": r, "context": 1395, "baseline_s": baseline, "value_s": value}
         for name, r, baseline, value in (("full_reuse", 0.0, 5.0, 0.25), (PRIMED.recipe, 0.2, 4.0, 1.25))
     ]
+    there = {"machine": "a GPU", "model": "shape-7b", "name": "full_reuse", "r": 0.0, "context": 4096}
+    on_gpu = [{**there, "baseline_s": 0.14, "value_s": 0.05}]
     beside = [machine | asdict(Row("fusionkv", case, 0.5, [0.5], 0.75, 1)) for case in CASES]
     values = {"contains": [1.0, 1.0, 0.0, 0.0], "f1": [1.0, 0.5, 0.0, 0.25], "answer_kl": [0.0] * 4}
     full = Measured(values | {"answer_agreement": [1.0] * 4})
@@ -233,18 +235,29 @@ def test_the_last_runs_replace_their_rows_and_no_others(root: Path, tmp_path: Pa
     task = Task("hotpotqa", (), ("f1", "contains"), right="contains")
     for name, rows in (
         ("bench/ttft.json", timed),
+        ("bench/gpu/ttft.json", on_gpu),
         ("bench/vllm.json", beside),
         ("answers/report.json", [asdict(row) for row in report.rows("smollm2", task, cells)]),
     ):
         (tmp_path / "build" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "build" / name).write_text(json.dumps(rows))
         os.utime(tmp_path / "build" / name, (0, 0))
-    run_python("-m", "fusionkv.bench.published", "--root", tmp_path)
+    kernels = (root / "docs/benchmarks/gpu.csv").read_text()
+    (folder / "gpu.csv").write_text(kernels)
+    columns, known, *_ = kernels.splitlines()
+    (tmp_path / "build/bench/gpu/gpu.csv").write_text(f"{columns}\n{known}\nnew\n")
+    for _ in range(2):
+        run_python("-m", "fusionkv.bench.published", "--root", tmp_path)
+    assert (folder / "gpu.csv").read_text() == f"{kernels}new\n"
     after = {name: (folder / f"{name}.csv").read_text().splitlines() for name in before}
     assert after["first-token"][1:4] == [
         "1970-01-01,2 cores without AMX,smollm2,full_attention,1,1395,4.00",
         "1970-01-01,2 cores without AMX,smollm2,full_reuse,0,1395,0.250",
         "1970-01-01,2 cores without AMX,smollm2,deeplayer+primed,0.2,1395,1.25",
+    ]
+    assert after["first-token"][4:6] == [
+        "1970-01-01,a GPU,shape-7b,full_attention,1,4096,0.140",
+        "1970-01-01,a GPU,shape-7b,full_reuse,0,4096,0.0500",
     ]
     assert after["vllm"][1] == "1970-01-01,2 cores without AMX,smollm2,fusionkv,0.50,0.50,0.50,0.50"
     assert after["vllm"][2:] == [line for line in before["vllm"].splitlines() if ",2 cores with AMX," in line]
