@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import urllib.request
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from fusionkv.bench.cache.peers import Process
 from fusionkv.bench.services.vllm import VLLM, Servers, servers
@@ -178,12 +181,44 @@ async def test_through_a_gateway_without_a_worker(inside: Inside) -> None:
         (("--tensor-parallel-size", "2"), "vLLM can't fuse passages with tensor parallelism"),
         (("--enable-lora",), "vLLM can't fuse passages with LoRA"),
         (("--speculative-config", NGRAM), "vLLM can't fuse passages with speculative decoding"),
-        (("--quantization", "fp8", "--dtype", "bfloat16"), "vLLM can't fuse passages with quantization"),
     ],
 )
-def test_what_vllm_is_not_started_with(reference_model: Path, flags: tuple[str, str], why: str) -> None:
+def test_what_vllm_is_not_started_with(
+    reference_model: Path, flags: tuple[str, str], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Otherwise vLLM binds the threads of each of two ranks to a NUMA node, and most machines have one.
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     with servers(reference_model) as started, pytest.raises(RuntimeError, match=why):
         started.vllm(started.fusionkv("", 1 << 26), "--dtype", "float32", *flags)
+
+
+def quantised(model: Path, folder: Path) -> Path:
+    """A copy of a model with weights of eight bits, in the format that vLLM computes with on CPUs too."""
+    shutil.copytree(model, folder)
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name, weight in weights.items() if "_proj.weight" in name]:
+        scale = weights[name].abs().amax(1, keepdim=True) / 127
+        weights[f"{name}_scale"], weights[name] = scale, (weights[name] / scale).round().to(torch.int8)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    bits = {"num_bits": 8, "type": "int", "symmetric": True}
+    made = {"weights": {**bits, "strategy": "channel"}}
+    made |= {"targets": ["Linear"], "input_activations": {**bits, "strategy": "token", "dynamic": True}}
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    config["quantization_config"] |= {"config_groups": {"group_0": made}, "ignore": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.system
+@needs_vllm
+def test_a_quantised_model_is_refused(reference_model: Path, tmp_path: Path) -> None:
+    """Which vLLM starts with otherwise."""
+    with servers(quantised(reference_model, tmp_path / "quantised")) as started:
+        started.vllm(started.fusionkv(""), "--dtype", "bfloat16")
+        with pytest.raises(RuntimeError, match="vLLM can't fuse passages with quantization"):
+            started.vllm(started.fusionkv("", 1 << 26), "--dtype", "bfloat16")
 
 
 @pytest.mark.slow
