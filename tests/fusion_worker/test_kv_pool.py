@@ -3,6 +3,7 @@
 import asyncio
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -191,6 +192,32 @@ async def test_room_is_waited_for_and_given_in_turn() -> None:
     await asyncio.wait(tasks)
     assert order == ["big", "last"]
     pool.check_integrity()
+
+
+class Recorded:
+    """In place of a GPU's event."""
+
+    def __init__(self) -> None:
+        self.streams: list[str] = []
+
+    def record(self, stream: str) -> None:
+        self.streams.append(stream)
+
+
+async def test_a_load_waits_for_the_kernels_that_used_its_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Recorded)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: f"stream of {device}")
+    pool = make()
+    pool.kv = SimpleNamespace(is_cuda=True, device="cuda")  # type: ignore[assignment]
+    first = pool.add(bytes(16), PAGE, 0)
+    assert first.freed is None, "nothing used them"
+    first.ready.set_result(None)
+    pool.unpin(first)
+    pool.clear()
+    second, third = (pool.add(bytes([n]) * 16, PAGE, 0) for n in (1, 2))
+    assert isinstance(second.freed, Recorded)
+    assert second.freed.streams == ["stream of cuda"], "where the steps are launched"
+    assert third.freed is second.freed, "nothing was given back meanwhile"
 
 
 def test_the_size_of_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
