@@ -70,6 +70,13 @@ def stack(reference_model: Path) -> Iterator[Stack]:
         yield Stack(started, worker, cache, started.vllm(started.fusionkv(cache), *DTYPE, *CHAT))
 
 
+@pytest.fixture(scope="module")
+def gateway(stack: Stack) -> tuple[str, str]:
+    """The addresses of a gateway, gRPC's and HTTP's, for which vLLM decodes."""
+    flags, at = ("--decode", "vllm", "--vllm-url", stack.url), f"127.0.0.1:{free_port()}"
+    return stack.started.gateway(stack.worker, *flags, "--http-listen", at), at
+
+
 @dataclass
 class Handed:
     """A prompt that a worker prefilled: its ids with the first token, and what vLLM is told of it."""
@@ -182,9 +189,8 @@ async def test_many_at_once(stack: Stack) -> None:
     assert await asyncio.gather(*(one(n) for n in range(6))) == plain
 
 
-async def test_through_the_gateway(stack: Stack) -> None:
-    gateway = stack.started.gateway(stack.worker, "--decode", "vllm", "--vllm-url", stack.url)
-    client = AsyncClient(gateway, timeout=120)
+async def test_through_the_gateway(gateway: tuple[str, str]) -> None:
+    client = AsyncClient(gateway[0], timeout=120)
     try:
         passages = [Passage(text=f"The town of Number {n} has {n} bridges.") for n in range(6)]
         for recipe in ("full_attention", "prophetkv"):
@@ -195,17 +201,14 @@ async def test_through_the_gateway(stack: Stack) -> None:
         await client.close()
 
 
-def test_chats_that_only_vllm_can_answer(stack: Stack) -> None:
-    flags = ("--decode", "vllm", "--vllm-url", stack.url)
-    at = f"127.0.0.1:{free_port()}"
-    stack.started.gateway(stack.worker, *flags, "--http-listen", at)
+def test_chats_that_only_vllm_can_answer(gateway: tuple[str, str]) -> None:
     asked: dict[str, Any] = {
         "model": "fusionkv",
         "messages": [{"role": "user", "content": "Report Fenhinzu: items of Knut?"}],
         "max_tokens": 4,
     }
     passages = {"documents": ["Report Fenhinzu: Knut has an easel."]}
-    with openai.OpenAI(base_url=f"http://{at}/v1", api_key="none", timeout=120) as client:
+    with openai.OpenAI(base_url=f"http://{gateway[1]}/v1", api_key="none", timeout=120) as client:
         create = client.chat.completions.create
         several = create(**asked, extra_body=passages, n=2, temperature=0.9, seed=1, logprobs=True, top_logprobs=2)
         assert [choice.index for choice in several.choices] == [0, 1]
