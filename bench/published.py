@@ -47,9 +47,9 @@ def main() -> None:
 
 def add(table: Path, new: Path) -> None:
     """Adds the rows that a table lacks. Raises ValueError if they have other columns."""
-    known, (header, *rows) = table.read_text().splitlines(), new.read_text().splitlines()
-    if known[0] != header:
-        raise ValueError(f"{table} has the columns {known[0]}, and {new} {header}")
+    known, rows = table.read_text().splitlines(), new.read_text().splitlines()
+    if known[0] != rows[0]:
+        raise ValueError(f"{table} has the columns {known[0]}, and {new} {rows[0]}")
     made = [row for row in rows if row not in known]
     table.write_text("".join(f"{row}\n" for row in [*known, *made]))
     print(f"{table}: {len(made)} rows of {new}")

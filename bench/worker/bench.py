@@ -2,8 +2,7 @@
 
 A real model answers over real passages; `--model shape` and `--model shape-7b` use random weights of the shapes of
 Qwen2.5-0.5B and Qwen2.5-7B, and random tokens, instead. Chunks come from a real cache service over a unix socket, and
-the pool is emptied before every timed request, so each figure includes fetching, but for `resident_s`, a single run
-with all chunks in the pool.
+the pool is emptied before every timed request, but for `resident_s`, a single run with all chunks in the pool.
 """
 
 import argparse
@@ -97,10 +96,8 @@ async def bench(
                 await passages.store(servicer)
                 for context in contexts:
                     prompt = _prompt(passages, context, 0)
-                    chosen, resident = {}, {}
-                    for row in recipes:
-                        chosen[row] = await _chosen(servicer, prompt, *row)
-                        resident[row] = await first_token(servicer, prompt, *row)
+                    chosen = {row: await _chosen(servicer, prompt, *row) for row in recipes}
+                    resident = {row: await first_token(servicer, prompt, *row) for row in recipes}
                     progress.advance(task)
                     pairs: dict[tuple[str, float], list[_Pair]] = {row: [] for row in recipes}
                     for _ in range(repeats):
@@ -109,9 +106,7 @@ async def bench(
                         for row in recipes:
                             pairs[row].append(_Pair(baseline, await _ttft(servicer, prompt, *row)))
                             progress.advance(task)
-                    for row in recipes:
-                        warm = {"resident_s": round(resident[row].seconds["ttft"], 4)}
-                        rows.append(_row(model, prompt, _middle(pairs[row]), chosen[row], *row) | warm)
+                    rows += [_row(model, prompt, _middle(pairs[r]), resident[r], chosen[r], r) for r in recipes]
     return rows
 
 
@@ -132,16 +127,16 @@ def _middle(pairs: Sequence[_Pair]) -> _Pair:
 
 
 def _row(
-    model: models.Model, prompt: Prompt, pair: _Pair, chosen: Sequence[int], name: str, ratio: float
+    model: models.Model, prompt: Prompt, pair: _Pair, warm: Summary, chosen: Sequence[int], row: tuple[str, float]
 ) -> dict[str, object]:
-    summary = pair.run
-    seconds = summary.seconds
+    summary, seconds, (name, ratio) = pair.run, pair.run.seconds, row
     return {
         "name": name,
         "context": prompt.context_tokens,
         "r": ratio,
         "baseline_s": round(pair.baseline.seconds["ttft"], 4),
         "value_s": round(seconds["ttft"], 4),
+        "resident_s": round(warm.seconds["ttft"], 4),
         "ratio": round(pair.ratio, 2),
         "ideal": round(ideal(model, prompt, chosen), 2),
         "mean_position": round(statistics.mean(chosen)) if chosen else None,
