@@ -22,7 +22,7 @@ from tests.commands import run_python
 
 Rows = list[dict[str, str]]
 DEFAULT = f"{PRIMED.recipe}, {PRIMED.ratio:g}"
-MODELS = {"smollm2": "| 48 questions, SmolLM2", "gemma3-270m": "| 48 questions, Gemma", "qwen2.5-0.5b": "| 120 "}
+MODELS = {"smollm2": "| 120 questions, S", "gemma3-270m": "| 48 questions, G", "qwen2.5-0.5b": "| 120 questions, Q"}
 SYSTEMS = {
     "vllm prefix cache": "vLLM's prefix cache",
     "fusionkv in vllm": "FusionKV, vLLM decodes",
