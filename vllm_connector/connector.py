@@ -125,8 +125,8 @@ class FusionKVConnector(KVConnectorBase_V1):
         layout = KVLayout(layers, heads, config.get_head_size(), dtype)
         # With more ranks than KV heads, several ranks hold the same head.
         self._ranks = min(parallel.tensor_parallel_size, heads)
-        if options.chunk_tokens % vllm_config.cache_config.block_size:
-            size = vllm_config.cache_config.block_size
+        size = vllm_config.cache_config.block_size
+        if options.chunk_tokens % size:
             raise ValueError(f"chunk_tokens ({options.chunk_tokens}) is not a multiple of vLLM's block size, {size}")
         self._options, self._layout = options, layout
         altered = alterations(config)
@@ -151,6 +151,7 @@ class FusionKVConnector(KVConnectorBase_V1):
                 layout,
                 self._ranks,
                 options.chunk_tokens,
+                size,
                 fuses=options.pool_bytes > 0,
                 separator=separator,
             )

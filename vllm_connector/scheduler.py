@@ -52,6 +52,7 @@ class ConnectorScheduler:
         layout: KVLayout,
         ranks: int,
         chunk_tokens: int,
+        page_tokens: int,
         fuses: bool = False,
         separator: Sequence[int] = (),
     ) -> None:
@@ -62,6 +63,7 @@ class ConnectorScheduler:
             altered: as `alterations` returns.
             ranks: number of ranks that share the heads.
             chunk_tokens: tokens of a prefix entry.
+            page_tokens: tokens of a page, vLLM's block size.
             fuses: whether vLLM's workers fuse prompts.
             separator: token ids that mark the passages of prompts without spans; empty for none.
 
@@ -70,7 +72,8 @@ class ConnectorScheduler:
         if chunk_tokens < 1:
             raise ValueError(f"chunk_tokens is {chunk_tokens}: a chunk has at least one token")
         self._background = background
-        self._layout, self._ranks, self._chunk_tokens = layout, ranks, chunk_tokens
+        self._layout, self._ranks = layout, ranks
+        self._chunk_tokens, self._page_tokens = chunk_tokens, page_tokens
         self._altered, self._fuses, self._separator = dict(altered), fuses, tuple(separator)
         self._fingerprint = background.run(asyncio.to_thread(lambda: fingerprint(resolve(model))))
         self._requests: dict[str, _RequestState] = {}
@@ -90,7 +93,7 @@ class ConnectorScheduler:
         if not state.available.done():
             return None, False
         tokens = state.available.result()
-        if tokens > computed:
+        if tokens > computed and not (isinstance(state.source, SpannedPrompt) and self._repeats(tokens, computed)):
             return tokens - computed, True
         if isinstance(state.source, SpannedPrompt):
             state.figures = state.source.figures(computed)
@@ -98,6 +101,13 @@ class ConnectorScheduler:
             state.tried = True
             self._background.run(self._background.release(state.source, ""))  # vLLM's prefix cache holds all of it
         return 0, False
+
+    def _repeats(self, tokens: int, computed: int) -> bool:
+        """Whether vLLM's prefix cache has all whole pages of a fused prompt.
+
+        vLLM computes the rest of its last page sooner than it would be fused, for which all of the prompt is.
+        """
+        return computed > 0 and tokens - computed < self._page_tokens
 
     def allocated(self, request: Any, pages: tuple[int, ...], tokens: int) -> None:
         """Schedules the load of `tokens` tokens after the computed ones, into the pages allocated for a request."""

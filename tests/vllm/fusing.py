@@ -253,6 +253,15 @@ class Checks:
             assert "degraded" not in figures
             assert tokens == self.plain([*chunks, other])
 
+    def check_repeated(self) -> None:
+        """A prompt that vLLM's prefix cache has up to its last page is not fused again."""
+        chunks = [chunk(36), chunk(37), chunk(38)]
+        right, _ = self.fused(chunks, salt="repeated")
+        tokens, figures = self.fused(chunks, salt="repeated")
+        assert tokens == right
+        assert "hits" not in figures
+        assert (figures["tokens_reused"], figures["tokens_recomputed"]) == (3 * 128 - len(SYSTEM), 450 + 4 - 3 * 128)
+
     def check_reset(self) -> None:
         """What vLLM forgets of its prefixes is fused again, from the pool; while it sleeps, nothing is lost."""
         chunks = [chunk(131), chunk(132), chunk(133)]

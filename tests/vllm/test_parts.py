@@ -76,7 +76,7 @@ def test_what_is_no_prompt(wrong: Any) -> None:
 def scheduling_over(cache: str, folder: Path) -> Iterator[ConnectorScheduler]:
     background = Background(cache, None)
     try:
-        yield ConnectorScheduler(background, str(folder), {}, LAYOUT, ranks=1, chunk_tokens=4)
+        yield ConnectorScheduler(background, str(folder), {}, LAYOUT, ranks=1, chunk_tokens=4, page_tokens=4)
     finally:
         background.close()
 
@@ -159,6 +159,7 @@ def test_figures_of_requests_that_have_ended(scheduler: ConnectorScheduler) -> N
     reused: dict[str, Any] = {"spans": [[2, 9], [9, 15]], "recipe": "prophetkv"}
     for asks, computed, figures in (
         (reused, 15, {"tokens_reused": 13, "tokens_recomputed": 0}),  # vLLM's prefix cache has all
+        (reused, 12, {"tokens_reused": 10, "tokens_recomputed": 3}),  # and here all but a part of the last page
         ({**reused, "recipe": "full_attention"}, 4, {"tokens_lossless": 2, "tokens_recomputed": 11}),
         ({**reused, "spans": []}, 0, {"degraded": True}),
         (reused, 4, {"tokens_encoded": 13}),
@@ -273,7 +274,9 @@ def test_kv_of_a_model_that_flags_change_is_kept_apart(scheduler: ConnectorSched
     assert source is not None
     for flags in different:
         found = alterations(config(**flags))
-        made = ConnectorScheduler(scheduler._background, str(tmp_path), found, LAYOUT, ranks=1, chunk_tokens=4)
+        made = ConnectorScheduler(
+            scheduler._background, str(tmp_path), found, LAYOUT, ranks=1, chunk_tokens=4, page_tokens=4
+        )
         namespaces.add(made._namespace(b"f" * 32, prefix, 0))
         assert made._mismatch(source, made._fingerprint.result(5), PROMPT) == (
             "" if found.keys() <= {"quantization"} else f"vLLM's {next(iter(found))} makes another model of its files"
@@ -356,7 +359,7 @@ async def test_of_a_longer_prompt_than_the_cache_service_takes_the_beginning_is_
 
 def test_chunks_of_no_tokens_are_refused(scheduler: ConnectorScheduler, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="chunk_tokens is 0"):
-        ConnectorScheduler(scheduler._background, str(tmp_path), {}, LAYOUT, ranks=1, chunk_tokens=0)
+        ConnectorScheduler(scheduler._background, str(tmp_path), {}, LAYOUT, ranks=1, chunk_tokens=0, page_tokens=4)
 
 
 def test_prefixes() -> None:
