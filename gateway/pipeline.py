@@ -297,20 +297,14 @@ async def _within(
 def _request_attributes(worker_request: fusion_pb2.GenerateRequest, model: str) -> Attributes:
     """Attributes of the span `chat <model>` at its start."""
     sampling = worker_request.sampling
-    sampled = {
-        "gen_ai.request.max_tokens": sampling.max_tokens,
-        "gen_ai.request.temperature": sampling.temperature,
-        "gen_ai.request.top_p": sampling.top_p,
-        "gen_ai.request.top_k": sampling.top_k,
-        "gen_ai.request.seed": sampling.seed,
-    }
+    sampled = {name: getattr(sampling, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "seed")}
     return {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": model,
         "gen_ai.output.type": "text",
         # 0 means that the request did not set the field.
-        **{name: value for name, value in sampled.items() if value},
+        **{f"gen_ai.request.{name}": value for name, value in sampled.items() if value},
         "fusionkv.recipe": worker_request.recipe,
         "fusionkv.chunks": len(worker_request.chunks),
     }

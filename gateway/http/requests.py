@@ -24,18 +24,8 @@ _SAMPLING = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "see
 _TEMPLATE = "chat_template_kwargs"
 _SUPPORTED = frozenset(["model", "stream", "stream_options", "fusionkv", _TEMPLATE, *_PASSAGES, *_SAMPLING])
 # Accepted and ignored.
-_IGNORED = frozenset(
-    [
-        "user",
-        "metadata",
-        "store",
-        "service_tier",
-        "safety_identifier",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-    ]
-)
+_CACHE_HINTS = ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")
+_IGNORED = frozenset(["user", "metadata", "store", "service_tier", "safety_identifier", *_CACHE_HINTS])
 # Accepted only with these values, which have no effect.
 _ONLY: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),

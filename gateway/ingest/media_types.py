@@ -1,22 +1,12 @@
 """Media types of documents, and file endings."""
 
-PLAIN, MARKDOWN, HTML, PDF, JSONL = (
-    "text/plain",
-    "text/markdown",
-    "text/html",
-    "application/pdf",
-    "application/jsonl",
-)
+PLAIN, MARKDOWN, HTML = "text/plain", "text/markdown", "text/html"
+PDF, JSONL = "application/pdf", "application/jsonl"
 MEDIA_TYPES = (PLAIN, MARKDOWN, HTML, PDF, JSONL)
 ENDINGS = {
-    ".txt": PLAIN,
-    ".text": PLAIN,
-    ".md": MARKDOWN,
-    ".markdown": MARKDOWN,
-    ".html": HTML,
-    ".htm": HTML,
-    ".xhtml": HTML,
+    **dict.fromkeys((".txt", ".text"), PLAIN),
+    **dict.fromkeys((".md", ".markdown"), MARKDOWN),
+    **dict.fromkeys((".html", ".htm", ".xhtml"), HTML),
     ".pdf": PDF,
-    ".jsonl": JSONL,
-    ".ndjson": JSONL,
+    **dict.fromkeys((".jsonl", ".ndjson"), JSONL),
 }

@@ -48,21 +48,9 @@ _ENDS = {
     "optgroup": {"option", "optgroup"},
 }
 _SCOPES = {
-    *(
-        "article",
-        "aside",
-        "blockquote",
-        "button",
-        "caption",
-        "details",
-        "dialog",
-        "dl",
-        "fieldset",
-        "figure",
-        "footer",
-    ),
-    *("form", "header", "main", "math", "menu", "nav", "object", "ol", "section", "select", "svg", "table", "tbody"),
-    *("td", "template", "tfoot", "th", "thead", "tr", "ul"),
+    *("article", "aside", "blockquote", "button", "caption", "details", "dialog", "dl", "fieldset", "figure"),
+    *("footer", "form", "header", "main", "math", "menu", "nav", "object", "ol", "section", "select", "svg"),
+    *("table", "tbody", "td", "template", "tfoot", "th", "thead", "tr", "ul"),
 }
 # Open elements that are searched at a start tag.
 _MAX_OPEN = 32

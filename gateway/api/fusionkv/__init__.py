@@ -16,43 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 # Services import this package too, and need no client: it takes half a second.
 _NAMES = {
-    "fusionkv.gateway.client": ("DEFAULT_ADDRESS", "ORDER_NAMES"),
-    "fusionkv.gateway.client.client": ("AsyncClient", "Client"),
-    "fusionkv.gateway.client.requests": ("IngestOptions", "Message", "Options"),
-    "fusionkv.gateway.client.results": (
-        "Answer",
-        "Deleted",
-        "Event",
-        "Explanation",
-        "Ingested",
-        "Item",
-        "Model",
-        "Passage",
-        "Progress",
-        "Sources",
-        "Stats",
-        "Summary",
-        "Token",
-        "as_dict",
-    ),
-    "fusionkv.kvcache_service.blobs": ("BlobThread",),
-    "fusionkv.protos.runtime.errors": (
-        "AlreadyExists",
-        "DataLoss",
-        "DeadlineExceeded",
-        "FailedPrecondition",
-        "InvalidArgument",
-        "NotFound",
-        "PermissionDenied",
-        "ResourceExhausted",
-        "ServiceError",
-        "Unauthenticated",
-        "Unavailable",
-    ),
-    "fusionkv.protos.runtime.tls": ("ClientTLS",),
-    "fusionkv.protos.runtime.watched": ("BadFile",),
+    "fusionkv.gateway.client": "DEFAULT_ADDRESS ORDER_NAMES",
+    "fusionkv.gateway.client.client": "AsyncClient Client",
+    "fusionkv.gateway.client.requests": "IngestOptions Message Options",
+    "fusionkv.gateway.client.results": "Answer Deleted Event Explanation Ingested Item Model Passage Progress "
+    "Sources Stats Summary Token as_dict",
+    "fusionkv.kvcache_service.blobs": "BlobThread",
+    "fusionkv.protos.runtime.errors": "AlreadyExists DataLoss DeadlineExceeded FailedPrecondition InvalidArgument "
+    "NotFound PermissionDenied ResourceExhausted ServiceError Unauthenticated Unavailable",
+    "fusionkv.protos.runtime.tls": "ClientTLS",
+    "fusionkv.protos.runtime.watched": "BadFile",
 }
-_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if TYPE_CHECKING:
     from fusionkv.gateway.client import DEFAULT_ADDRESS as DEFAULT_ADDRESS
