@@ -177,28 +177,18 @@ class Shares:
         """Amount held by all tenants together."""
         return self._held.total()
 
-    def take(self, tenant: str, amount: int = 1) -> bool:
-        """Takes an amount if it is available now, and returns whether it was; `release` returns it."""
-        fits = self.held + amount <= self._total and self._held[tenant] + amount <= self._limit
-        if fits:
-            self._held[tenant] += amount
-        return fits
-
     @contextlib.contextmanager
     def holding(self, tenant: str, amount: int = 1) -> Iterator[bool]:
         """Takes an amount if available and releases it at the end; yields whether it was available."""
-        taken = self.take(tenant, amount)
+        fits = self.held + amount <= self._total and self._held[tenant] + amount <= self._limit
+        taken = amount if fits else 0
+        self._held[tenant] += taken
         try:
-            yield taken
+            yield fits
         finally:
-            if taken:
-                self.release(tenant, amount)
-
-    def release(self, tenant: str, amount: int = 1) -> None:
-        """Returns an amount that was taken."""
-        self._held[tenant] -= amount
-        if not self._held[tenant]:
-            del self._held[tenant]
+            self._held[tenant] -= taken
+            if not self._held[tenant]:
+                del self._held[tenant]
 
 
 @dataclass(frozen=True, slots=True)

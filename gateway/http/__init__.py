@@ -1,1 +1,1 @@
-"""The gateway's HTTP servers: an OpenAI-compatible endpoint, and pages for operators."""
+"""The gateway's HTTP server: an OpenAI-compatible endpoint."""

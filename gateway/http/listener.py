@@ -3,7 +3,7 @@
 import asyncio
 import ipaddress
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
 
 from aiohttp import HttpVersion11, web
@@ -34,21 +34,14 @@ class Listener:
 
     name = "http"
 
-    def __init__(
-        self,
-        addresses: Sequence[str],
-        config: GatewayConfig,
-        bearer: Bearer | None = None,
-        allowed_origins: Sequence[str] = (),
-    ) -> None:
-        self._addresses = addresses
+    def __init__(self, config: GatewayConfig, bearer: Bearer | None = None) -> None:
         self._config = config
         self._bearer = bearer
         self._arrivals = Arrivals(seconds=config.http_body_seconds)
         self.app = web.Application(
             middlewares=[self._trace, self._limit_age, self._handle_errors], client_max_size=_MAX_BODY
         )
-        self._origins = Origins(allowed_origins)
+        self._origins = Origins(config.http_allowed_origins)
         self._origins.attach(self.app)
         self._runner = web.AppRunner(self.app, handler_cancellation=True, shutdown_timeout=config.drain_seconds)
         self._servers: list[asyncio.Server] = []
@@ -92,7 +85,7 @@ class Listener:
         # http_head_seconds limits the TLS handshake too.
         seconds = self._config.http_head_seconds if tls else None
         bound = []
-        for address in self._addresses:
+        for address in self._config.http_listen:
             if address.startswith("unix:"):
                 path = address.removeprefix("unix:")
                 with process.private_sockets():

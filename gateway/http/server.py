@@ -35,7 +35,7 @@ class HTTPServer(Listener):
     name = "fusionkv-gateway-http"
 
     def __init__(self, config: GatewayConfig, application: Application, bearer: Bearer | None) -> None:
-        super().__init__(config.http_listen, config, bearer, config.http_allowed_origins)
+        super().__init__(config, bearer)
         self._application = application
         # Names of Kubernetes; vLLM's /health fails when its engine can't answer.
         self.get("/livez", _alive)

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence, Set
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from opentelemetry import metrics, trace
@@ -141,15 +142,15 @@ class Ingest:
     ) -> pb.IngestResponse:
         vocabulary = await self._workers.model(deadline)
         with tracer.start_as_current_span("gateway.parse") as span:
-            parsed = await self._parsers.parse(tenant, content, kind, vocabulary, request.first_line or 1)
+            parsed, cost = await self._parsers.parse(tenant, content, kind, vocabulary, request.first_line or 1)
             notes = parse.max_text(len(content), self._config.max_text_bytes)
-            documents = _documents_of(request, parsed.documents, notes)
+            documents = _documents_of(request, parsed, notes)
             without_text = [name for name, chunks in documents.items() if not chunks]
             documents = {name: chunks for name, chunks in documents.items() if chunks}
             span.set_attribute("fusionkv.chunks", sum(map(len, documents.values())))
         model = self._search.identity(vocabulary.identity)
         async with self._alone({(tenant.salt, request.corpus, name) for name in documents}):
-            done = await self._replace(tenant, request, documents, parsed.cost, model)
+            done = await self._replace(tenant, request, documents, cost, model)
         done.without_text.extend(without_text)
         _documents.add(len(documents), {"fusionkv.media_type": kind})
         return done
@@ -193,13 +194,10 @@ class Ingest:
             with tracer.start_as_current_span("gateway.store"):
                 writes, at = [], 0
                 for name, pieces in documents.items():
-                    stored_chunks = [_with_variant(chunk, chunks_by_ids.get(chunk.ids)) for chunk in pieces]
-                    writes.append(
-                        tenant.retrieval.replace(
-                            request.corpus, name, stored_chunks, vectors[at : at + len(stored_chunks)], model
-                        )
-                    )
-                    at += len(stored_chunks)
+                    whole = [_with_variant(chunk, chunks_by_ids.get(chunk.ids)) for chunk in pieces]
+                    own = vectors[at : at + len(whole)]
+                    writes.append(tenant.retrieval.replace(request.corpus, name, whole, own, model))
+                    at += len(whole)
                 replaced = sum(await asyncio.gather(*writes))
         return pb.IngestResponse(documents=len(documents), chunks=len(chunks), tokens=tokens, replaced=replaced)
 
@@ -264,15 +262,12 @@ def _documents_of(
     lines: dict[str, int] = {}
     shared, notes = metadata_pairs(request.metadata), 0
     for document in parsed:
-        name = request.prefix + (
-            document.name or (f"{request.name}#{document.line}" if document.line else request.name)
-        )
+        unnamed = f"{request.name}#{document.line}" if document.line else request.name
+        name = request.prefix + (document.name or unnamed)
         try:
             check_document(name)
-            document_metadata = document.metadata
-            metadata = (
-                metadata_pairs(dict(request.metadata) | dict(document_metadata)) if document_metadata else shared
-            )
+            own = dict(document.metadata)
+            metadata = metadata_pairs(dict(request.metadata) | own) if own else shared
         except InvalidArgument as error:
             raise InvalidArgument(f"line {document.line}: {error}" if document.line else str(error)) from None
         if name in documents:
@@ -284,10 +279,7 @@ def _documents_of(
                 "the file"
             )
         lines[name] = document.line
-        documents[name] = [
-            TextChunk(
-                name, position, text, tuple(ids), title=document.title, source=request.source, metadata=metadata
-            )
-            for position, (text, ids) in enumerate(document.pieces)
-        ]
+        about: dict[str, Any] = {"title": document.title, "source": request.source, "metadata": metadata}
+        pieces = enumerate(document.pieces)
+        documents[name] = [TextChunk(name, at, text, tuple(ids), **about) for at, (text, ids) in pieces]
     return documents

@@ -42,14 +42,6 @@ class ParsedDocument:
     pieces: list[Piece]
 
 
-@dataclass(frozen=True)
-class ParsedFile:
-    """The documents of a file; `cost` is the number of tokens already spent on parsing."""
-
-    documents: list[ParsedDocument]
-    cost: int
-
-
 class Parsers:
     """Parses up to `parsers` documents at the same time; one of several tenants can't use all parsers."""
 
@@ -65,8 +57,8 @@ class Parsers:
 
     async def parse(
         self, tenant: Tenant, content: bytes, kind: str, vocabulary: Vocabulary, first_line: int = 1
-    ) -> ParsedFile:
-        """Parses a file into documents with their chunks. The cost of parsing is spent even on failure.
+    ) -> tuple[list[ParsedDocument], int]:
+        """Parses a file into documents with their chunks; returns the cost in tokens too, spent even on failure.
 
         Raises:
             InvalidArgument: the content is not of its media type, has too much text or too many chunks, or takes too
@@ -89,8 +81,7 @@ class Parsers:
             process = self._idle.pop() if self._idle else Parser(self._config)
             try:
                 await process.use(vocabulary)
-                documents = await process.parse(content, kind, first_line)
-                return ParsedFile(documents, _cost(process))
+                return await process.parse(content, kind, first_line), _cost(process)
             finally:
                 tenant.meter.spend(_cost(process))
                 if process.usable:

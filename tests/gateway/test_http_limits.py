@@ -34,7 +34,7 @@ class Served(Listener):
     """The gateway's own listener: greets, reads a body, streams for a second, or sends more than anybody reads."""
 
     def __init__(self, address: str, **limits: Any) -> None:
-        super().__init__([address], dataclasses.replace(LONG, **limits))
+        super().__init__(dataclasses.replace(LONG, http_listen=(address,), **limits))
         self.cancelled = 0
         self.get("/", self._greet)
         self.get("/stream", self._stream)

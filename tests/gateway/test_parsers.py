@@ -16,7 +16,7 @@ from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest import parse
 from fusionkv.gateway.ingest.document import Document
 from fusionkv.gateway.ingest.media_types import HTML, JSONL, MARKDOWN, PDF, PLAIN
-from fusionkv.gateway.ingest.parsers import TOKENS_A_SECOND, ParsedFile, Parsers, Piece
+from fusionkv.gateway.ingest.parsers import TOKENS_A_SECOND, ParsedDocument, Parsers, Piece
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted, Unavailable
 from tests.gateway.test_parse import pdf
@@ -55,8 +55,8 @@ def told(pid: int, what: str) -> str:
     return Path(f"/proc/{pid}/{what}").read_text()
 
 
-def pieces(parsed: ParsedFile) -> list[Piece]:
-    (document,) = parsed.documents
+def pieces(parsed: tuple[list[ParsedDocument], int]) -> list[Piece]:
+    ((document,), _) = parsed
     return document.pieces
 
 
@@ -80,10 +80,10 @@ async def test_a_document_is_parsed_as_in_this_process(kind: str, content: bytes
     expected = [TOKENS.chunks(document, 64, 8) for document in documents]
     async with parsers(chunk_tokens=64, overlap_tokens=8) as made:
         for _ in range(2):
-            parsed = await made.parse(tenant(), content, kind, TOKENS)
-            assert [found.pieces for found in parsed.documents] == expected
+            parsed, _ = await made.parse(tenant(), content, kind, TOKENS)
+            assert [found.pieces for found in parsed] == expected
             for name in ("name", "title", "metadata", "line"):
-                assert [getattr(found, name) for found in parsed.documents] == [getattr(d, name) for d in documents]
+                assert [getattr(found, name) for found in parsed] == [getattr(d, name) for d in documents]
             (pid,) = children()
         other = vocabulary(chunk="[{text}]")
         assert pieces(await made.parse(tenant(), b"x", PLAIN, other)) == other.chunks(Document("x"), 64, 8)

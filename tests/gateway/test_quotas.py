@@ -258,9 +258,10 @@ def test_calls_that_come_together_keep_to_every_quota(start: Start, serve: Serve
 
 def test_one_tenant_leaves_some_to_the_others_and_what_was_held_is_given_back() -> None:
     shares = Shares(3, spare=1)
-    assert [shares.take(tenant) for tenant in "aaabb"] == [True, True, False, True, False]
-    shares.release("a")
-    assert (shares.held, shares.take("b")) == (2, True)
+    with contextlib.ExitStack() as held:
+        with shares.holding("a"):
+            assert [held.enter_context(shares.holding(name)) for name in "aabb"] == [True, False, True, False]
+        assert (shares.held, held.enter_context(shares.holding("b"))) == (2, True)
     shares = Shares(10)
     with shares.holding("a", 8) as first, shares.holding("a", 3) as second:
         assert (first, second, shares.held) == (True, False, 8)
@@ -270,6 +271,5 @@ def test_one_tenant_leaves_some_to_the_others_and_what_was_held_is_given_back() 
 @pytest.mark.parametrize(("total", "spare", "most"), [(3, 0, 3), (1, 1, 1), (2, 1, 1), (100, 60, 100), (100, 50, 50)])
 def test_what_one_tenant_may_hold(total: int, spare: int, most: int) -> None:
     shares = Shares(total, spare=spare)
-    assert shares.take("a", most)
-    assert not shares.take("a")
-    assert shares.take("b", total - most) or most == total
+    with shares.holding("a", most) as first, shares.holding("a") as more, shares.holding("b", total - most) as rest:
+        assert (first, more, rest) == (True, False, True)
