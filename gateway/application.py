@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 from opentelemetry import metrics
@@ -18,7 +18,7 @@ from fusionkv.gateway.auth.tenants import Tenants
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest.ingest import Ingest
 from fusionkv.gateway.ingest.precompute import Precompute
-from fusionkv.gateway.passthrough import ChatEngine, Passthrough
+from fusionkv.gateway.passthrough import Passthrough
 from fusionkv.gateway.pipeline import AnswerEngine, Pipeline
 from fusionkv.gateway.plan import corpus_name, order
 from fusionkv.gateway.retrieval import page_tokens
@@ -38,6 +38,10 @@ from fusionkv.protos.runtime.errors import (
     Unavailable,
 )
 
+if TYPE_CHECKING:
+    from fusionkv.gateway.workers.vllm import VLLMEngine
+
+R = TypeVar("R")
 _degraded = metrics.get_meter(__name__).create_counter(
     "fusionkv.gateway.degraded", description="answers given without the cache"
 )
@@ -69,7 +73,7 @@ class Application:
         self._search = search
         self._engine = engine
         self._pipeline = Pipeline(config, engine, search)
-        self._passthrough = Passthrough(cast(ChatEngine, engine), self._pipeline)  # used if the engine is vLLM
+        self._passthrough = Passthrough(cast("VLLMEngine", engine), self._pipeline)  # used if the engine is vLLM
         self._started = time.monotonic()
         self._checking = asyncio.Lock()
         self._ready, self._checked = False, -math.inf
@@ -145,25 +149,15 @@ class Application:
         except TimeoutError as error:
             raise DeadlineExceeded("embedding took longer than the request's deadline") from error
 
-    async def generate(self, call: AdmittedCall, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse]:
+    def generate(self, call: AdmittedCall, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse]:
         """Streams an answer, as `Pipeline.answer`."""
-        answer = self._pipeline.answer(call.tenant, request, call.deadline)
-        async with contextlib.aclosing(answer) as responses:
-            async for response in responses:
-                if response.HasField("summary"):
-                    self._answered(call, response.summary)
-                yield response
+        return self._noted(call, self._pipeline.answer(call.tenant, request, call.deadline))
 
-    async def passed(
+    def passed(
         self, call: AdmittedCall, request: pb.GenerateRequest, passed: Mapping[str, Any], stream: bool
     ) -> AsyncGenerator[pb.GenerateResponse | dict[str, Any]]:
         """Passes a chat on to vLLM, as `Passthrough.answer`; only with decode = vllm."""
-        answer = self._passthrough.answer(call.tenant, request, passed, stream, call.deadline)
-        async with contextlib.aclosing(answer) as responses:
-            async for response in responses:
-                if isinstance(response, pb.GenerateResponse) and response.HasField("summary"):
-                    self._answered(call, response.summary)
-                yield response
+        return self._noted(call, self._passthrough.answer(call.tenant, request, passed, stream, call.deadline))
 
     async def model(self, call: AdmittedCall) -> pb.GetModelResponse:
         model = (await self._engine.model(call.deadline)).model
@@ -212,13 +206,22 @@ class Application:
         await self._search.close()
         await self._tenants.close()
 
-    def _answered(self, call: AdmittedCall, summary: Summary) -> None:
-        self._ready, self._checked = True, time.monotonic()  # an answer says more than a check
-        call.log_fields.update(
-            recipe=summary.recipe, ttft=round(summary.seconds.ttft, 6), tokens=summary.tokens_generated
-        )
-        if summary.degraded:
-            call.counts.degraded += 1
-            _degraded.add(1, {"fusionkv.recipe": recipe_label(summary.recipe)})
-            call.log_fields["degraded"] = summary.degraded_reason
-            summary.degraded_reason = access.withheld(summary.degraded_reason)
+    async def _noted(self, call: AdmittedCall, answer: AsyncGenerator[R]) -> AsyncGenerator[R]:
+        """Passes an answer on, and notes what its summary says."""
+        async with contextlib.aclosing(answer) as responses:
+            async for response in responses:
+                if isinstance(response, pb.GenerateResponse) and response.HasField("summary"):
+                    self._ready, self._checked = True, time.monotonic()  # an answer says more than a check
+                    _note(call, response.summary)
+                yield response
+
+
+def _note(call: AdmittedCall, summary: Summary) -> None:
+    call.log_fields.update(
+        recipe=summary.recipe, ttft=round(summary.seconds.ttft, 6), tokens=summary.tokens_generated
+    )
+    if summary.degraded:
+        call.counts.degraded += 1
+        _degraded.add(1, {"fusionkv.recipe": recipe_label(summary.recipe)})
+        call.log_fields["degraded"] = summary.degraded_reason
+        summary.degraded_reason = access.withheld(summary.degraded_reason)

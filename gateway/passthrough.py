@@ -4,13 +4,13 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind
 
 from fusionkv.gateway.auth.tenants import Tenant
-from fusionkv.gateway.pipeline import AnswerEngine, Pipeline, answer_attributes
+from fusionkv.gateway.pipeline import Pipeline, answer_attributes
 from fusionkv.gateway.plan import Passage
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
 from fusionkv.protos.deadline import Deadline
@@ -18,23 +18,19 @@ from fusionkv.protos.fusion.v1.fusion_pb2 import Sampling
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import ServiceError, Unavailable
 
+if TYPE_CHECKING:
+    from fusionkv.gateway.workers.vllm import VLLMEngine  # its packages are not installed without vLLM
+
 tracer = trace.get_tracer(__name__)
 _FINISHED = {"stop": "end", "length": "max_tokens"}
 # As for embeddings: an estimate until vLLM has counted.
 _BYTES_PER_TOKEN = 4
 
 
-class ChatEngine(AnswerEngine, Protocol):
-    """An engine that also answers chats of text."""
-
-    def chat(self, body: Mapping[str, Any], tenant: str, deadline: Deadline) -> AsyncGenerator[dict[str, Any]]:
-        """Yields the reply to a chat completion, or the chunks of its stream."""
-
-
 class Passthrough:
     """Passes chats on to vLLM, which computes the prompt, and reuses what its prefix cache has of it."""
 
-    def __init__(self, engine: ChatEngine, pipeline: Pipeline) -> None:
+    def __init__(self, engine: "VLLMEngine", pipeline: Pipeline) -> None:
         self._engine = engine
         self._pipeline = pipeline
 

@@ -77,9 +77,7 @@ class Blobs:
 
     async def unpin(self, pin: Pin) -> None:
         """Releases a pin; one that has expired is ignored."""
-        await self._unpin(pin, Deadline.after(self._timeout))
-
-    async def _unpin(self, pin: Pin, deadline: Deadline) -> None:
+        deadline = Deadline.after(self._timeout)
         for lease in pin.leases:
             await self._cache.release(lease, timeout=deadline.remaining())
 

@@ -6,13 +6,16 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from fusionkv.kvcache_service.index.index import Index
 from fusionkv.kvcache_service.index.record import EntryRecord, HitKind
 from fusionkv.kvcache_service.keys import entry_key, path_keys
 from fusionkv.kvcache_service.tiers.base import Place
 from fusionkv.protos.runtime.errors import ResourceExhausted
+
+if TYPE_CHECKING:
+    from fusionkv.kvcache_service.events import EventPublisher  # its packages are optional
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -95,14 +98,6 @@ class Leases:
         assert counts == {id(entry): entry.leases for entry in entries if entry.leases}, "leases and counts disagree"
 
 
-class TierListener(Protocol):
-    """Is told on the event loop which visible entries come to a tier, and leave it."""
-
-    def stored(self, record: EntryRecord, tier: str) -> None: ...
-
-    def removed(self, key: bytes, tier: str) -> None: ...
-
-
 class Entries:
     """All visible entries, and the invisible ones that are still held. Must be used on the event loop's thread."""
 
@@ -115,7 +110,8 @@ class Entries:
         self.withdrawn: set[StoredEntry] = set()
         self.finder: Callable[[bytes], int | None] | None = None
         """During recovery: adds an entry to the index if the home tier has it, and returns its row."""
-        self.listener: TierListener | None = None
+        self.listener: EventPublisher | None = None
+        """Is told which visible entries come to a tier, and leave it."""
 
     def __len__(self) -> int:
         return len(self.index.rows)
