@@ -5,7 +5,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -164,11 +164,17 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Query:
-    """What a corpus is searched for: a question, in documents that have all the metadata of `where`."""
+    """What a corpus is searched for.
+
+    Attributes:
+        where: metadata that a document must have.
+        without: digests of chunks that are left out.
+    """
 
     corpus: str
     question: str
     where: Mapping[str, str] = field(default_factory=dict)
+    without: Set[bytes] = frozenset()
 
 
 # Converts a document's chunks and vectors to those of another model.
@@ -215,17 +221,9 @@ class Retrieval(ABC):
 
     @abstractmethod
     async def candidates(
-        self,
-        query: Query,
-        vector: np.ndarray | None,
-        depth: int,
-        model: ModelIdentity,
-        without: Collection[bytes] = (),
+        self, query: Query, vector: np.ndarray | None, depth: int, model: ModelIdentity
     ) -> list[Candidate]:
-        """The `depth` best chunks by BM25 and the `depth` best by cosine, merged, in no particular order.
-
-        None has a digest of `without`.
-        """
+        """The `depth` best chunks by BM25 and the `depth` best by cosine, merged, in no particular order."""
 
     @abstractmethod
     async def chunks(self, corpus: str, document: str, model: ModelIdentity) -> list[tuple[TextChunk, np.ndarray]]:
@@ -313,10 +311,9 @@ class HybridSearch:
     ) -> list[tuple[TextChunk, float]]:
         """The `count` best chunks of different texts; searches deeper while copies displace other candidates."""
         weight = self._weight if vector is not None else 0.0
-        depth, known_digests = max(_DEPTH * count, _MIN_DEPTH), set[bytes]()
-        candidates, dropped = list[Candidate](), 0
+        depth, candidates, dropped = max(_DEPTH * count, _MIN_DEPTH), list[Candidate](), 0
         for _ in range(_MAX_SEARCHES):
-            batch = await retrieval.candidates(query, vector, depth, model, known_digests)
+            batch = await retrieval.candidates(query, vector, depth, model)
             candidates += batch
             ranked = rank(candidates, weight, len(candidates))
             places = await asyncio.to_thread(distinct, (chunk.text for chunk, _ in ranked), query.question, count)
@@ -327,7 +324,7 @@ class HybridSearch:
             # Fewer than the depth: there are no others.
             if len(batch) < depth or (len(places) == count and copies <= _MAX_COPIES * len(batch)):
                 break
-            known_digests |= new
+            query = replace(query, without=query.without | new)
             depth = min(2 * depth, _MAX_DEPTH)
         trace.get_current_span().set_attribute("fusionkv.candidates", len(candidates))
         return [ranked[place] for place in places]

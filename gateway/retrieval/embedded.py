@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -113,14 +113,9 @@ class EmbeddedRetrieval(Retrieval):
         return self._table(corpus).documents.items(after, limit)
 
     async def candidates(
-        self,
-        query: Query,
-        vector: np.ndarray | None,
-        depth: int,
-        model: ModelIdentity,
-        without: Collection[bytes] = (),
+        self, query: Query, vector: np.ndarray | None, depth: int, model: ModelIdentity
     ) -> list[Candidate]:
-        condition = condition_of(query.where, without)
+        condition = condition_of(query)
 
         async def search(table: CorpusTable) -> tuple[pa.Table, pa.Table | None]:
             if vector is None:

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import hashlib
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -126,19 +126,14 @@ class MilvusRetrieval(Retrieval):
         return [item for item in items if item.name > after][: limit or None]
 
     async def candidates(
-        self,
-        query: Query,
-        vector: np.ndarray | None,
-        depth: int,
-        model: ModelIdentity,
-        without: Collection[bytes] = (),
+        self, query: Query, vector: np.ndarray | None, depth: int, model: ModelIdentity
     ) -> list[Candidate]:
         queries: dict[str, Any] = {"words": rows.without_function_words(query.question)}
         if vector is not None:
             queries["vector"] = vector.astype(np.float32)
         with _corpus_errors(query.corpus):
             collection = await self._checked(query.corpus, model)
-            by_words, *rest = await collection.search(queries, depth, rows.condition(query.where, without))
+            by_words, *rest = await collection.search(queries, depth, rows.condition(query))
         return await asyncio.to_thread(_merged, by_words, rest[0] if rest else [], vector)
 
     async def chunks(self, corpus: str, document: str, model: ModelIdentity) -> list[tuple[TextChunk, np.ndarray]]:

@@ -4,7 +4,7 @@ import base64
 import hashlib
 import json
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ from pymilvus import DataType, Function, FunctionType, MilvusClient
 from pymilvus.milvus_client import IndexParams
 from pymilvus.orm.schema import CollectionSchema
 
-from fusionkv.gateway.retrieval.base import TextChunk
+from fusionkv.gateway.retrieval.base import Query, TextChunk
 from fusionkv.gateway.tokens import ModelIdentity
 from fusionkv.protos.runtime.errors import InvalidArgument
 
@@ -150,13 +150,13 @@ def vector(row: Row) -> np.ndarray:
     return np.asarray(row["vector"], np.float32)
 
 
-def condition(where: Mapping[str, str], without: Collection[bytes]) -> str:
-    """The condition for chunks with all metadata of `where` and no digest of `without`."""
+def condition(query: Query) -> str:
+    """The condition for the chunks among which a query searches."""
     # Milvus does not read \uXXXX.
-    pairs = ((json.dumps(text, ensure_ascii=False) for text in pair) for pair in where.items())
+    pairs = ((json.dumps(text, ensure_ascii=False) for text in pair) for pair in query.where.items())
     conditions = [IS_CHUNK, *(f"metadata[{key}] == {value}" for key, value in pairs)]
-    if without:
-        conditions.append(f"digest not in {json.dumps(sorted(digest.hex() for digest in without))}")
+    if query.without:
+        conditions.append(f"digest not in {json.dumps(sorted(digest.hex() for digest in query.without))}")
     return " and ".join(conditions)
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import bisect
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from lancedb.query import MatchQuery
 from lancedb.table import AsyncTable
 
 from fusionkv.gateway.client.results import Item
-from fusionkv.gateway.retrieval.base import TextChunk, no_document
+from fusionkv.gateway.retrieval.base import Query, TextChunk, no_document
 from fusionkv.gateway.retrieval.indexed_table import IndexedTable, create_indexes
 from fusionkv.gateway.tokens import ModelIdentity
 
@@ -180,11 +180,8 @@ class CorpusTable(IndexedTable):
         """The rows of both searches, which see the same version of every document that both find."""
 
         async def search() -> tuple[pa.Table, pa.Table]:
-            by_words, by_meaning = (
-                self.by_words(question, limit, condition),
-                self.by_meaning(vector, limit, condition),
-            )
-            return await asyncio.gather(by_words, by_meaning)
+            by_words = self.by_words(question, limit, condition)
+            return await asyncio.gather(by_words, self.by_meaning(vector, limit, condition))
 
         replaced = {write.document for write in self._queue}
         self._replaced.append(replaced)
@@ -259,14 +256,14 @@ def _quoted(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-def condition_of(where: Mapping[str, str], without: Collection[bytes]) -> str:
-    """The condition for chunks with all metadata of `where` and no digest of `without`; empty if all are meant."""
+def condition_of(query: Query) -> str:
+    """The condition for the chunks among which a query searches; empty for all."""
     conditions = []
-    if where:
-        pairs = ", ".join(_quoted(f"{key}={value}") for key, value in where.items())
+    if query.where:
+        pairs = ", ".join(_quoted(f"{key}={value}") for key, value in query.where.items())
         conditions.append(f"array_has_all(metadata, make_array({pairs}))")
-    if without:
-        digests = ", ".join(f"X'{digest.hex()}'" for digest in sorted(without))
+    if query.without:
+        digests = ", ".join(f"X'{digest.hex()}'" for digest in sorted(query.without))
         conditions.append(f"digest NOT IN ({digests})")
     return " AND ".join(conditions)
 
