@@ -6,7 +6,6 @@ does not declare support for its hybrid memory manager.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,10 +70,6 @@ class ConnectorOptions:
             raise ValueError("kv_connector_extra_config.listen needs pool_bytes")
         return options
 
-    def tls(self) -> ClientTLS | None:
-        ca, cert, key = (Path(file) if file else None for file in (self.tls_ca, self.tls_cert, self.tls_key))
-        return ClientTLS.of(ca, cert, key)
-
 
 @dataclass
 class _Metadata(KVConnectorMetadata):
@@ -132,7 +127,8 @@ class FusionKVConnector(KVConnectorBase_V1):
         altered = alterations(config)
         if options.pool_bytes:
             _check_fusing(vllm_config, altered)
-        self._background = Background(options.cache, options.tls(), options.tls_worker)
+        tls = ClientTLS.of(options.tls_ca, options.tls_cert, options.tls_key)
+        self._background = Background(options.cache, tls, options.tls_worker)
         self._busy = False
         self._fusing: FusedPrefill | None = None
         self._scheduler: Any = None

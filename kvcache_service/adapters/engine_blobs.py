@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, TypeVar
 
 from fusionkv.kvcache_service.blobs import Blobs, BlobThread
@@ -56,10 +55,6 @@ class EngineOptions:
             raise ValueError(f"{where}.cache is missing: the address of the cache service")
         return cls(**given)
 
-    def tls(self) -> ClientTLS | None:
-        ca, cert, key = (Path(file) if file else None for file in (self.tls_ca, self.tls_cert, self.tls_key))
-        return ClientTLS.of(ca, cert, key)
-
 
 class EngineBlobs:
     """The blobs of an engine, from any thread. No call raises an error of the service."""
@@ -67,9 +62,8 @@ class EngineBlobs:
     def __init__(self, options: EngineOptions, layout: Mapping[str, Any], log: logging.Logger) -> None:
         """layout: the engine and everything else that determines what the bytes mean, and that keys leave out."""
         tag = json.dumps({**layout, "weights": options.weights}, sort_keys=True)
-        self._thread = BlobThread(
-            options.cache, layout=tag, tenant=options.tenant, timeout=options.seconds, tls=options.tls()
-        )
+        tls = ClientTLS.of(options.tls_ca, options.tls_cert, options.tls_key)
+        self._thread = BlobThread(options.cache, layout=tag, tenant=options.tenant, timeout=options.seconds, tls=tls)
         self._address = options.cache
         self._away_until = 0.0
         self._log, self._faults = log, RateLimitedLog(log)

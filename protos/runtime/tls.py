@@ -155,9 +155,9 @@ class ClientTLS:
         self._context = Watched(files, self._read_context)
 
     @classmethod
-    def of(cls, ca: Path | None, cert: Path | None, key: Path | None) -> "ClientTLS | None":
+    def of(cls, ca: Path | str | None, cert: Path | str | None, key: Path | str | None) -> "ClientTLS | None":
         """The settings tls_ca, tls_cert and tls_key of a client; without a CA, its calls are not encrypted."""
-        return cls(ca, cert, key) if ca is not None else None
+        return cls(Path(ca), Path(cert) if cert else None, Path(key) if key else None) if ca else None
 
     def channel(self, dial: Callable[[grpc.ChannelCredentials], C]) -> C:
         """A channel that `dial` creates with the latest files; it is replaced for later calls when a file changes."""
