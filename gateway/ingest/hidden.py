@@ -184,19 +184,17 @@ def _selector(tokens: Iterable[Node]) -> _Selector | None:
             selector.combine(token.value)
         elif token in ("*", "&"):
             selector.add("*", is_certain=token == "*")
-        elif token in (".", ":") and (following := next(rest, None)):
-            is_name = following.type == "ident"
-            if token == "." and is_name:
-                selector.add("." + following.value, counts=(0, 1, 0))
-            elif token == ":" and (
-                following.type == "function" or (is_name and following.lower_value not in _PSEUDO_ELEMENTS)
-            ):
-                selector.add("*", counts=(0, 1, 0), is_certain=False)
-            else:
-                return None
+        elif token == "." and (name := next(rest, None)) and name.type == "ident":
+            selector.add("." + name.value, counts=(0, 1, 0))
+        elif token == ":" and (name := next(rest, None)) and _is_pseudo_class(name):
+            selector.add("*", counts=(0, 1, 0), is_certain=False)
         else:
             return None
     return selector if selector.compounds[-1][0] and selector._combinator in ("", " ") else None
+
+
+def _is_pseudo_class(name: Node) -> bool:
+    return name.type == "function" or (name.type == "ident" and name.lower_value not in _PSEUDO_ELEMENTS)
 
 
 def _attribute(tokens: Sequence[Node]) -> tuple[str, bool]:
