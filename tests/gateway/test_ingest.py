@@ -118,6 +118,17 @@ class Rig:
     async def chunks(self, document: str) -> Any:
         return await self.engine.chunks("c", document, self.search.identity(self.workers.vocabulary.identity))
 
+    async def encode(self, recipe: str, name: str = "", **changed: Any) -> list[pb.PrecomputeResponse]:
+        """changed: attributes of the tenant that differ."""
+        request = pb.PrecomputeRequest(corpus="c", name=name, recipe=recipe)
+        return [p async for p in self.precompute.run(dataclasses.replace(self.tenant, **changed), request)]
+
+    def limit(self, tokens: int) -> None:
+        """Gives the tenant a quota of so many tokens a minute, of which none are used, and lets a first call in."""
+        meter = Meter(lambda: Quota(tokens_per_minute=tokens), clock=lambda: 0.0)
+        meter.admit()
+        self.tenant = dataclasses.replace(self.tenant, meter=meter)
+
     async def names(self) -> list[str]:
         return [item.name for item in await self.engine.documents("c")]
 
@@ -168,18 +179,12 @@ async def test_a_prompt_that_a_worker_refuses_costs_no_tokens(
         yield
 
     monkeypatch.setattr(rig.workers, "generate", generate, raising=False)
-    meter = Meter(lambda: Quota(tokens_per_minute=1), clock=lambda: 0.0)
-    meter.admit()
+    rig.limit(1)
     asked = requests.generate(question="Which?", passages=["A lake."], recipe="a3")
     with pytest.raises(error):
-        _ = [
-            event
-            async for event in rig.pipeline.answer(
-                dataclasses.replace(rig.tenant, meter=meter), asked, Deadline.after(60)
-            )
-        ]
+        _ = [event async for event in rig.pipeline.answer(rig.tenant, asked, Deadline.after(60))]
     with contextlib.nullcontext() if free else pytest.raises(ResourceExhausted):
-        meter.admit()
+        rig.tenant.meter.admit()
 
 
 async def test_a_prompt_that_is_too_long_costs_what_it_took_to_find_out(rig: Rig) -> None:
@@ -192,21 +197,14 @@ async def test_a_prompt_that_is_too_long_costs_what_it_took_to_find_out(rig: Rig
 
     vocabulary.model.max_tokens = 2500
     given = requests.generate(question="Which?", passages=["A lake."] * 100, recipe="a3")
-    meter = Meter(lambda: Quota(tokens_per_minute=3000), clock=lambda: 0.0)
-    meter.admit()
-    tenant = dataclasses.replace(rig.tenant, meter=meter)
-    with mock.patch.object(vocabulary, "chunk", chunk), pytest.raises(InvalidArgument, match="first 3 of 100"):
-        await anext(rig.pipeline.answer(tenant, given, Deadline.after(60)))
-    assert made == 3
-    with pytest.raises(ResourceExhausted, match="tokens per minute"):
-        meter.admit()
     long = requests.generate(question="Which? " * 3000, passages=["A lake."], recipe="a3")
-    tenant = dataclasses.replace(rig.tenant, meter=Meter(lambda: Quota(tokens_per_minute=3000), clock=lambda: 0.0))
-    tenant.meter.admit()
-    with pytest.raises(InvalidArgument, match="the prompt has"):
-        await anext(rig.pipeline.answer(tenant, long, Deadline.after(60)))
-    with pytest.raises(ResourceExhausted, match="tokens per minute"):
-        tenant.meter.admit()
+    for asked, said in ((given, "first 3 of 100"), (long, "the prompt has")):
+        rig.limit(3000)
+        with mock.patch.object(vocabulary, "chunk", chunk), pytest.raises(InvalidArgument, match=said):
+            await anext(rig.pipeline.answer(rig.tenant, asked, Deadline.after(60)))
+        with pytest.raises(ResourceExhausted, match="tokens per minute"):
+            rig.tenant.meter.admit()
+    assert made == 4, "three, and the one of the long question"
 
 
 async def test_an_answer_that_is_read_too_slowly_ends(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,19 +273,14 @@ async def test_a_primer_is_of_first_chunks_of_a_few_documents(rig: Rig, document
     lines = [json.dumps({"id": f"{number:02}", "text": f"It is {number}."}) for number in range(documents)]
     await rig.ingest("d.jsonl", "\n".join(lines))
     await rig.ingest("long.txt", "\n\n".join(PARAGRAPHS))
-    tenant = dataclasses.replace(rig.tenant, salt="acme")
     for name, chunks in (("", documents + 4), ("long.txt", 4)):
-        request = pb.PrecomputeRequest(corpus="c", name=name, recipe="a3+primed")
-        progress = [p async for p in rig.precompute.run(tenant, request)]
+        progress = await rig.encode("a3+primed", name, salt="acme")
         assert (progress[-1].done, len(rig.workers.encoded)) == (chunks, chunks)
         sample = [(await rig.chunks(f"{number:02}"))[0][0].ids for number in range(min(8, documents))]
         sample += [(await rig.chunks("long.txt"))[0][0].ids] * (documents < 8)
         for asked in rig.workers.encoded:
-            assert (asked.mode, asked.tenant, asked.corpus) == (
-                asked.MODE_PRIMED,
-                "acme",
-                plan.corpus_name("acme", "c"),
-            )
+            expected = (asked.MODE_PRIMED, "acme", plan.corpus_name("acme", "c"))
+            assert (asked.mode, asked.tenant, asked.corpus) == expected
             assert [tuple(part.ids) for part in asked.before] == sample
         rig.workers.encoded.clear()
 
@@ -298,8 +291,7 @@ async def test_chunks_of_a_primer_fit_into_the_models_length_and_are_no_tokens_o
     limit = rig.workers.vocabulary.model.max_tokens = 300
     spent: list[int] = []
     meter = mock.Mock(check_tokens=lambda: None, spend=spent.append)
-    request = pb.PrecomputeRequest(corpus="c", recipe="a3+primed")
-    _ = [p async for p in rig.precompute.run(dataclasses.replace(rig.tenant, meter=meter), request)]
+    await rig.encode("a3+primed", meter=meter)
     tokens = [len(asked.chunk.ids) for asked in rig.workers.encoded]
     for asked in rig.workers.encoded:
         assert 1 < len(asked.before) < 8
@@ -309,19 +301,13 @@ async def test_chunks_of_a_primer_fit_into_the_models_length_and_are_no_tokens_o
 
 async def test_chunks_are_encoded_alone_for_recipes_without_a_primer(rig: Rig) -> None:
     await rig.ingest("d.txt", "\n\n".join(PARAGRAPHS))
-    request = pb.PrecomputeRequest(corpus="c", recipe="a3")
-    _ = [p async for p in rig.precompute.run(rig.tenant, request)]
+    await rig.encode("a3")
     assert {(asked.mode, len(asked.before)) for asked in rig.workers.encoded} == {(1, 0)}
 
 
 async def test_what_was_encoded_ahead_of_time_stays_with_its_chunk(rig: Rig) -> None:
     await rig.ingest("d.txt", "\n\n".join(PARAGRAPHS))
-    _ = [
-        p
-        async for p in rig.precompute.run(
-            rig.tenant, pb.PrecomputeRequest(corpus="c", recipe="a3+similarity_guided(1)")
-        )
-    ]
+    await rig.encode("a3+similarity_guided(1)")
     assert len(rig.workers.encoded) == 4
     await rig.ingest("d.txt", "\n\n".join([PARAGRAPHS[2], "A new one tells of something else, at some length."]))
     kept = [(chunk.variant, chunk.neighbours) for chunk, _ in await rig.chunks("d.txt")]

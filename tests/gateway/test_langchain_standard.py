@@ -1,7 +1,7 @@
 """LangChain's standard test suites, against a real gateway."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from langchain_core.language_models import BaseChatModel
@@ -41,26 +41,17 @@ def lakes(notes: str) -> str:
 
 class TestChatModel(ChatModelUnitTests):
     supports_model_override = False  # a gateway serves one model
-
-    @property
-    def chat_model_class(self) -> type[BaseChatModel]:
-        return ChatFusionKV
-
-    @property
-    def chat_model_params(self) -> dict[str, Any]:
-        return {"corpus": "notes"}
+    chat_model_class: type[BaseChatModel] = ChatFusionKV
+    chat_model_params: ClassVar[dict[str, Any]] = {"corpus": "notes"}
 
 
 class TestChatModelAnswers(ChatModelIntegrationTests):
     supports_model_override = False
+    chat_model_class: type[BaseChatModel] = ChatFusionKV
 
     @pytest.fixture(autouse=True)
     def _address(self, notes: str) -> None:
         self.address = notes
-
-    @property
-    def chat_model_class(self) -> type[BaseChatModel]:
-        return ChatFusionKV
 
     @property
     def chat_model_params(self) -> dict[str, Any]:
@@ -68,24 +59,17 @@ class TestChatModelAnswers(ChatModelIntegrationTests):
 
 
 class TestRetriever(RetrieversIntegrationTests):
+    retriever_constructor: type[BaseRetriever] = FusionKVRetriever
+    retriever_query_example = "How deep is the lake?"
+
     @pytest.fixture(autouse=True)
     def _address(self, lakes: str) -> None:
         self.address = lakes
 
     @property
-    def retriever_constructor(self) -> type[BaseRetriever]:
-        return FusionKVRetriever
-
-    @property
     def retriever_constructor_params(self) -> dict[str, Any]:
         return {"corpus": "lakes", "address": self.address}
 
-    @property
-    def retriever_query_example(self) -> str:
-        return "How deep is the lake?"
-
 
 class TestRetrieverByItsOtherName(TestRetriever):
-    @property
-    def num_results_arg_name(self) -> str:
-        return "top_k"
+    num_results_arg_name = "top_k"

@@ -1,7 +1,6 @@
 """Blobs of other engines: found, read and stored in batches, apart by tenant and layout, and never wrong."""
 
 import asyncio
-import contextlib
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from fusionkv.kvcache_service.blobs import Blobs, BlobThread
 from fusionkv.kvcache_service.data_plane import connection
 from fusionkv.kvcache_service.transport import Transport
 from fusionkv.protos.runtime import errors
-from tests.kvcache_service.tools import MIB, Service, nearby, payload
+from tests.kvcache_service.tools import MIB, Service, hanging, nearby, payload
 
 
 def named(count: int, size: int = 1000) -> dict[bytes, bytes]:
@@ -216,17 +215,10 @@ async def test_callers_without_an_event_loop(service: Service) -> None:
 
 
 async def test_who_waits_while_it_is_closed_gets_an_error(service: Service, monkeypatch: Any) -> None:
-    asked = threading.Event()
-
-    async def late(request: Any, *, near: bool, waiting: Any = contextlib.nullcontext) -> Any:
-        asked.set()
-        with waiting():
-            await asyncio.sleep(60)
-
-    monkeypatch.setattr(service.plane._service.lookups, "find", late)
+    asked = hanging(service, "find", monkeypatch)
     blobs = BlobThread(service.client.address, layout="a")
     found = blobs.submit(lambda b: b.prefix([b"a"]))
-    await asyncio.to_thread(asked.wait, 20)
+    await asked.wait()
     await asyncio.to_thread(blobs.close)
     with pytest.raises(errors.Unavailable, match="the client is closed"):
         found.result(0)

@@ -24,7 +24,18 @@ from fusionkv.kvcache_service.data_plane.tickets import Tickets
 from fusionkv.kvcache_service.transport import GRPCCalls
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.runtime import errors
-from tests.kvcache_service.tools import MIB, NAMESPACE, Clock, Service, digest, nearby, payload, reserved, serving
+from tests.kvcache_service.tools import (
+    MIB,
+    NAMESPACE,
+    Clock,
+    Service,
+    digest,
+    hanging,
+    nearby,
+    payload,
+    reserved,
+    serving,
+)
 from tests.waiting import until
 
 
@@ -293,15 +304,8 @@ async def test_a_cancelled_fetch_writes_nothing_afterwards(start: Any) -> None:
 
 async def test_a_lookup_that_hangs_up_before_the_response_holds_no_lease(service: Service, monkeypatch: Any) -> None:
     await service.put("S", b"abc")
-    asked = asyncio.Event()
-
-    async def late(request: Any, *, near: bool, waiting: Any) -> Any:
-        asked.set()
-        with waiting():
-            await asyncio.sleep(60)
-
     async with opened(service) as connected:
-        monkeypatch.setattr(service.plane._service.lookups, "lookup", late)
+        asked = hanging(service, "lookup", monkeypatch)
         request = pb.LookupRequest(namespace=NAMESPACE, path=[pb.PathElement(digest=digest("S"))])
         await asyncio.to_thread(connected.sendall, encode(pb.DataRequest(lookup=request)))
         await asked.wait()
@@ -369,12 +373,7 @@ async def test_a_service_that_drains_ends_what_it_does(start: Any) -> None:
 async def test_time_that_is_over_ends_a_call(counted: Any, monkeypatch: Any) -> None:
     service, _ = counted
     await service.put("S", b"abc")
-
-    async def late(request: Any, *, near: bool, waiting: Any) -> Any:
-        with waiting():
-            await asyncio.sleep(60)
-
-    monkeypatch.setattr(service.plane._service.lookups, "lookup", late)
+    hanging(service, "lookup", monkeypatch)
     with pytest.raises(errors.DeadlineExceeded, match=r"lookup at the cache service at .* no response in time"):
         await service.find("S", timeout=0.2)
     await until(lambda: not service.plane._connections)
@@ -382,14 +381,7 @@ async def test_time_that_is_over_ends_a_call(counted: Any, monkeypatch: Any) -> 
 
 async def test_a_closed_client_says_so(counted: Any, monkeypatch: Any) -> None:
     service, _ = counted
-    asked = asyncio.Event()
-
-    async def late(request: Any, *, near: bool, waiting: Any) -> Any:
-        asked.set()
-        with waiting():
-            await asyncio.sleep(60)
-
-    monkeypatch.setattr(service.plane._service.lookups, "lookup", late)
+    asked = hanging(service, "lookup", monkeypatch)
     task = asyncio.create_task(service.find("S"))
     await asked.wait()
     await service.client.close()

@@ -4,10 +4,12 @@ import asyncio
 import hashlib
 import itertools
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.kvcache_service.config import Config
@@ -223,6 +225,19 @@ async def nearby(service: Service, socket: Path, *, send_file: bool = True) -> A
             await client.close()
             if doorway is not None:
                 doorway.close()
+
+
+def hanging(service: Service, call: str, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Lets no call of this name to the data plane end; an event that such a call sets."""
+    asked = asyncio.Event()
+
+    async def hang(request: Any, *, near: bool, waiting: Any = nullcontext) -> Any:
+        asked.set()
+        with waiting():
+            await asyncio.sleep(60)
+
+    monkeypatch.setattr(service.plane._service.lookups, call, hang)
+    return asked
 
 
 def index_of(*entries: EntryRecord) -> Index:
