@@ -10,17 +10,14 @@ from typing import Any
 # thing, other fields, or under "*" any names.
 _NAMES = {"*": str}
 _ISSUER = {"group": str, "kind": {"Issuer", "ClusterIssuer"}, "name!": str}
+_ROUTE = {
+    "parentRefs": [{"name!": str, "namespace": str, "sectionName": str}],
+    "hostnames": [str],
+    "rules": [{"backendRefs": [{"name!": str, "port": int}]}],
+}
 _KINDS: dict[tuple[str, str], Any] = {
-    ("gateway.networking.k8s.io/v1", "GRPCRoute"): {
-        "parentRefs": [{"name!": str, "namespace": str, "sectionName": str}],
-        "hostnames": [str],
-        "rules": [{"backendRefs": [{"name!": str, "port": int}]}],
-    },
-    ("gateway.networking.k8s.io/v1", "HTTPRoute"): {
-        "parentRefs": [{"name!": str, "namespace": str, "sectionName": str}],
-        "hostnames": [str],
-        "rules": [{"backendRefs": [{"name!": str, "port": int}]}],
-    },
+    ("gateway.networking.k8s.io/v1", "GRPCRoute"): _ROUTE,
+    ("gateway.networking.k8s.io/v1", "HTTPRoute"): _ROUTE,
     ("keda.sh/v1alpha1", "ScaledObject"): {
         "scaleTargetRef!": {"apiVersion": str, "kind": str, "name!": str},
         "minReplicaCount": int,

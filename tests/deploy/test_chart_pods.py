@@ -136,9 +136,7 @@ def test_a_cluster_may_choose_the_users(render: Render) -> None:
     found = render(
         {
             "podSecurityContext": chosen,
-            "vllm": {"enabled": True},
-            "milvus": {"enabled": True},
-            "redis": {"enabled": True},
+            **{key: {"enabled": True} for key in ("vllm", "milvus", "redis")},
             "worker": {"model": {"uri": "hf://o/m"}},
             "encode": {"corpora": ["a"]},
         }
@@ -329,10 +327,7 @@ def discovery() -> dict[str, Any]:
 class Cluster(BaseHTTPRequestHandler):
     """As much of an API server as `helm install` asks for: it runs a StatefulSet of three workers."""
 
-    found: ClassVar[dict[str, Any]] = {
-        **discovery(),
-        "/apis/apps/v1/namespaces/ns/statefulsets/rel-worker": RUNNING,
-    }
+    found: ClassVar[dict[str, Any]] = {**discovery(), "/apis/apps/v1/namespaces/ns/statefulsets/rel-worker": RUNNING}
 
     def do_GET(self) -> None:
         body = self.found.get(self.path.partition("?")[0])

@@ -13,11 +13,7 @@ from fusionkv.fusion_worker.quality.defaults import PRIMED
 from tests.commands import run_python
 from tests.deploy.test_monitoring import dashboard_of
 
-WRITTEN = {
-    "configuration": "docs/configuration.md",
-    "methods": "docs/methods.md",
-    "chart": "k8s/fusionkv/README.md",
-}
+WRITTEN = {"configuration": "docs/configuration.md", "methods": "docs/methods.md", "chart": "k8s/fusionkv/README.md"}
 
 
 # Recipes come with the engine, which loads torch.

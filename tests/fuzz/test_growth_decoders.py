@@ -104,14 +104,7 @@ def listed(token: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "call",
-    [
-        base.check_corpus,
-        base.check_document,
-        listed,
-        plan.check_question,
-        milvus_rows.without_function_words,
-    ],
+    "call", [base.check_corpus, base.check_document, listed, plan.check_question, milvus_rows.without_function_words]
 )
 def test_names_and_questions(call: Callable[[str], object]) -> None:
     grows(shapes.TEXTS, growth.in_thread(call, errors=ServiceError))

@@ -9,11 +9,12 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from opentelemetry import trace
 
@@ -112,19 +113,29 @@ class Described(FusionServiceServicer):
         self.model.CopyFrom(test_tokens.vocabulary().model)
         self.model.device = device
 
+    @property
+    def handler(self) -> grpc.GenericRpcHandler:
+        return rpc.handlers(SERVICE, self)
+
     async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
         return self.model
 
 
-async def test_workers_of_one_model_share_a_vocabulary_and_others_keep_theirs() -> None:
+@contextlib.asynccontextmanager
+async def pool_of(*served: grpc.GenericRpcHandler) -> AsyncIterator[WorkerPool]:
+    """A pool that is connected to all of these, at the addresses of workers."""
     async with contextlib.AsyncExitStack() as stack:
-        models = [Described(f"cuda:{number}") for number in range(7)]
-        for number in range(5):
-            models[number].model.name = f"model {number}"
-        each = [rpc.handlers(SERVICE, described) for described in models]
-        pool = WorkerPool([await stack.enter_async_context(listening(handler)) for handler in each])
+        pool = WorkerPool([await stack.enter_async_context(listening(handler)) for handler in served])
         stack.push_async_callback(pool.close)
         await until(lambda: all(member.client.connected for member in pool.members.known))
+        yield pool
+
+
+async def test_workers_of_one_model_share_a_vocabulary_and_others_keep_theirs() -> None:
+    models = [Described(f"cuda:{number}") for number in range(7)]
+    for number in range(5):
+        models[number].model.name = f"model {number}"
+    async with pool_of(*(described.handler for described in models)) as pool:
         seen = []
         for _ in range(2):
             for asked in pool.members.known:
@@ -139,15 +150,9 @@ async def test_workers_of_one_model_share_a_vocabulary_and_others_keep_theirs() 
 
 async def test_a_recipe_is_refused_only_if_no_worker_can_follow_it() -> None:
     check = partial(check_usable, find_recipe("cacheclip"), 0)
-    async with contextlib.AsyncExitStack() as stack:
-        models = [Described("cpu") for _ in range(2)]
-        for auxiliary, described in enumerate(models):
-            described.model.capabilities.auxiliary = bool(auxiliary)
-        each = [rpc.handlers(SERVICE, described) for described in models]
-        addresses = [await stack.enter_async_context(listening(handler)) for handler in each]
-        one, both = WorkerPool(addresses[:1]), WorkerPool(addresses)
-        stack.push_async_callback(one.close)
-        stack.push_async_callback(both.close)
+    without, with_one = Described("cpu"), Described("cpu")
+    without.model.capabilities.auxiliary, with_one.model.capabilities.auxiliary = False, True
+    async with pool_of(without.handler) as one, pool_of(without.handler, with_one.handler) as both:
         with pytest.raises(FailedPrecondition, match="start the worker with --auxiliary"):
             await one.model(Deadline.after(30), check)
         for member in both.members.known:
@@ -244,17 +249,13 @@ async def test_requests_that_find_one_failure_together_make_one_pause() -> None:
 
 
 async def test_another_program_at_the_address_of_a_worker_is_passed_over() -> None:
-    async with contextlib.AsyncExitStack() as stack:
-        other = await stack.enter_async_context(listening(rpc.handlers(OTHER, KVCacheServiceServicer())))
-        worker = await stack.enter_async_context(listening(rpc.handlers(SERVICE, Described("cpu"))))
-        alone, both = WorkerPool([other]), WorkerPool([other, worker])
-        stack.push_async_callback(alone.close)
-        stack.push_async_callback(both.close)
-        await until(lambda: all(member.client.connected for member in both.members.known))
-        member = next(member for member in both.members.known if member.client.address == worker)
-        with member.counted():
+    other = rpc.handlers(OTHER, KVCacheServiceServicer())
+    async with pool_of(other) as alone, pool_of(other, Described("cpu").handler) as both:
+        _, worker = both.members.known
+        with worker.counted():
             assert (await both.model(Deadline.after(30))).model.fingerprint == b"f" * 32
-        with pytest.raises(Unavailable, match=f"^{other} is not a fusion worker of this version$"):
+        (address,) = (member.client.address for member in alone.members.known)
+        with pytest.raises(Unavailable, match=f"^{address} is not a fusion worker of this version$"):
             await alone.model(Deadline.after(30))
 
 
@@ -265,22 +266,20 @@ class Hung(Described):
 
 
 async def test_callers_do_not_wait_for_a_hung_worker_one_after_another() -> None:
-    async with listening(rpc.handlers(SERVICE, Hung("cpu"))) as address:
-        pool = WorkerPool([address])
+    async with pool_of(Hung("cpu").handler) as pool:
         started = time.monotonic()
         asked = await asyncio.gather(*(pool.model(Deadline.after(0.4)) for _ in range(5)), return_exceptions=True)
         assert time.monotonic() - started < 1.2, "2 s, one after another"
         assert all(isinstance(error, DeadlineExceeded) for error in asked), asked
-        await pool.close()
 
 
 async def test_vllm_does_not_wait_for_a_hung_worker_whose_model_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with listening(rpc.handlers(SERVICE, Described("cpu"))) as address:
+    async with listening(Described("cpu").handler) as address:
         pool = WorkerPool([address])
         engine = vllm.VLLMEngine(pool, GatewayConfig(decode="vllm", vllm_url="http://127.0.0.1:1"))
         known = await engine.model(Deadline.after(30))
     await until(lambda: not pool.address())
-    async with listening(rpc.handlers(SERVICE, Hung("cpu")), address):
+    async with listening(Hung("cpu").handler, address):
         await until(pool.address)
         monkeypatch.setattr(vllm, "_MODEL_SECONDS", 0.1)
         async with asyncio.timeout(10):
@@ -309,7 +308,7 @@ async def test_a_name_without_an_address_does_not_hide_one_that_is_still_looked_
         return await getaddrinfo(host, *args, **more)
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", slow)
-    async with listening(rpc.handlers(SERVICE, Described("cpu"))) as address:
+    async with listening(Described("cpu").handler) as address:
         pool = WorkerPool(["dns:a..b:7071", f"dns:localhost:{address.rpartition(':')[2]}"])
         asking = asyncio.create_task(pool.model(Deadline.after(30)))
         await until(lambda: "can't resolve dns:a..b:7071" in caplog.text)
