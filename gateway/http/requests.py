@@ -8,7 +8,6 @@ from typing import Any
 
 from fusionkv.gateway.client import requests
 from fusionkv.gateway.client.results import Passage
-from fusionkv.gateway.http import passed
 from fusionkv.gateway.plan import MAX_MESSAGES, MAX_NOTES, Conversation
 from fusionkv.protos.contract.template import template_values
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
@@ -26,8 +25,8 @@ _SUPPORTED = frozenset(["model", "stream", "stream_options", "fusionkv", _TEMPLA
 # Accepted and ignored.
 _CACHE_HINTS = ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")
 _IGNORED = frozenset(["user", "metadata", "store", "service_tier", "safety_identifier", *_CACHE_HINTS])
-# Accepted only with these values, which have no effect.
-_ONLY: Mapping[str, tuple[Any, ...]] = {
+# Accepted with these values, which have no effect; only vLLM can follow others (docs/openai.md lists them).
+_PASSED: Mapping[str, tuple[Any, ...]] = {
     "n": (1,),
     "logprobs": (False,),
     "top_logprobs": (0,),
@@ -35,47 +34,48 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
     "tools": ([],),
     "tool_choice": ("none",),
     "parallel_tool_calls": (True, False),
+    "reasoning_effort": ("none",),
+    # Of vLLM.
+    "structured_outputs": (),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "repetition_penalty": (1,),
+    "stop_token_ids": ([],),
+    "ignore_eos": (False,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),
+}
+# Accepted only with these values, which have no effect.
+_ONLY: Mapping[str, tuple[Any, ...]] = {
+    **_PASSED,
+    "modalities": (["text"],),
     "functions": ([],),
     "function_call": ("none",),
-    "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "audio": (),
-    "moderation": (),
-    "prediction": (),
-    "web_search_options": (),
+    **dict.fromkeys(("audio", "moderation", "prediction", "web_search_options"), ()),
     # Of vLLM.
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "stop_token_ids": ([],),
-    "ignore_eos": (False,),
     "use_beam_search": (False,),
-    "include_stop_str_in_output": (False,),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True, False),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
 }
+# Field of `fusionkv` that names a model or a LoRA adapter that vLLM serves.
+_VLLM_MODEL = "vllm_model"
 # As `_ONLY`, in `stream_options`.
 _STREAM_ONLY: Mapping[str, tuple[Any, ...]] = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
 _SYSTEM = ("system", "developer")
 # Of a message: names and an earlier answer's reasoning are not part of the prompt. Then as `_ONLY`.
 _OF_MESSAGE = frozenset(["role", "content", "name", "reasoning", "reasoning_content"])
 _MESSAGE_ONLY: Mapping[str, tuple[Any, ...]] = {
-    "tool_calls": ([],),
-    "annotations": ([],),
-    "audio": (),
-    "function_call": (),
-    "refusal": (),
-    "tool_call_id": (),
+    **dict.fromkeys(("tool_calls", "annotations"), ([],)),
+    **dict.fromkeys(("audio", "function_call", "refusal", "tool_call_id"), ()),
 }
 # Of a part of a message's content: marks for a prompt cache are ignored. Then as `_ONLY`.
 _OF_PART = frozenset(["type", "text", "cache_control", "prompt_cache_breakpoint"])
@@ -237,20 +237,25 @@ def _among(value: Any, accepted: tuple[Any, ...]) -> bool:
 
 def _passed(fields: dict[str, Any], extension: dict[str, Any]) -> dict[str, Any]:
     """Moves what only vLLM can follow out of a chat's fields, and leaves the messages that FusionKV reads."""
-    names = [name for name in passed.FIELDS & fields.keys() if not _among(fields[name], _ONLY.get(name, ()))]
+    names = [name for name in _PASSED.keys() & fields.keys() if not _among(fields[name], _PASSED[name])]
     to_vllm = {name: fields.pop(name) for name in names}
-    if passed.MODEL in extension:
-        to_vllm["model"] = _typed(extension, passed.MODEL, str, "")
-        del extension[passed.MODEL]
+    if _VLLM_MODEL in extension:
+        to_vllm["model"] = _typed(extension, _VLLM_MODEL, str, "")
+        del extension[_VLLM_MODEL]
     messages = _list(fields, "messages", MAX_MESSAGES)
-    if not to_vllm and not any(map(passed.is_about_tools, messages)):
+    if not to_vllm and not any(map(_is_about_tools, messages)):
         return {}
     if extension.get("prompt_template") or extension.get("system"):
         raise BadRequest(
             "system and prompt_template can't be combined with fields that only vLLM follows", "fusionkv"
         )
-    fields["messages"] = [message for message in messages if not passed.is_about_tools(message)]
+    fields["messages"] = [message for message in messages if not _is_about_tools(message)]
     return {**to_vllm, "messages": messages}
+
+
+def _is_about_tools(message: Any) -> bool:
+    """Whether a message calls tools, or is the result of one."""
+    return isinstance(message, dict) and (message.get("role") == "tool" or bool(message.get("tool_calls")))
 
 
 def _usage(fields: Mapping[str, Any], stream: bool) -> bool:
