@@ -69,7 +69,3 @@ class TestRetriever(RetrieversIntegrationTests):
     @property
     def retriever_constructor_params(self) -> dict[str, Any]:
         return {"corpus": "lakes", "address": self.address}
-
-
-class TestRetrieverByItsOtherName(TestRetriever):
-    num_results_arg_name = "top_k"
