@@ -3,10 +3,5 @@
 PLAIN, MARKDOWN, HTML = "text/plain", "text/markdown", "text/html"
 PDF, JSONL = "application/pdf", "application/jsonl"
 MEDIA_TYPES = (PLAIN, MARKDOWN, HTML, PDF, JSONL)
-ENDINGS = {
-    **dict.fromkeys((".txt", ".text"), PLAIN),
-    **dict.fromkeys((".md", ".markdown"), MARKDOWN),
-    **dict.fromkeys((".html", ".htm", ".xhtml"), HTML),
-    ".pdf": PDF,
-    **dict.fromkeys((".jsonl", ".ndjson"), JSONL),
-}
+ENDINGS = {".txt": PLAIN, ".text": PLAIN, ".md": MARKDOWN, ".markdown": MARKDOWN, ".pdf": PDF}
+ENDINGS |= {".html": HTML, ".htm": HTML, ".xhtml": HTML, ".jsonl": JSONL, ".ndjson": JSONL}
