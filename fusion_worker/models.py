@@ -254,8 +254,7 @@ def _check_added(directory: Path, tokenizer: Any) -> None:
 def _probe(model: Model) -> None:
     """Reads all weights (13 ms for SmolLM2), and computes the beginning of a prompt once, on all ranks.
 
-    Raises:
-        FailedPrecondition: a token is not in the embedding, or the network computes numbers that are not finite.
+    Raises FailedPrecondition if a token is not in the embedding, or the network computes numbers that are not finite.
     """
     known = model.tokenizer.get_vocab(with_added_tokens=True)
     for token in model.tokenizer.get_added_tokens_decoder().values():
@@ -501,9 +500,8 @@ def _numbered(tokenizer: Tokenizer, name: str) -> tuple[int, ...]:
 def check_supported(config: Any) -> None:
     """Checks that the engine supports a model configuration.
 
-    Raises:
-        FailedPrecondition: the family is unknown, the RoPE depends on the prompt's length, attention is not causal,
-            or logits are soft-capped.
+    Raises FailedPrecondition if the family is unknown, the RoPE depends on the prompt's length, attention is not
+    causal, or logits are soft-capped.
     """
     family = config.model_type
     if family not in FAMILIES:

@@ -85,9 +85,8 @@ class Admission:
     async def place(self, deadline: Deadline) -> AsyncIterator[None]:
         """Waits for a free place in order of arrival, and holds it while the context is open.
 
-        Raises:
-            ResourceExhausted: the queue is full, or the first token is not expected by the caller's deadline. Never
-                raised while a place is free: a prediction that is too high is then corrected by running requests.
+        Raises ResourceExhausted if the queue is full, or the first token is not expected by the caller's deadline;
+        never while a place is free: a prediction that is too high is then corrected by running requests.
         """
         if self._free.locked():
             self._check(deadline)

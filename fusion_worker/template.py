@@ -176,8 +176,7 @@ class ChatTemplate:
 def beginning(tokenizer: Any) -> str:
     """The control tokens that a tokenizer's post-processor puts in front of a plain text.
 
-    Raises:
-        FailedPrecondition: they are not control tokens of the tokenizer.
+    Raises FailedPrecondition if they are not control tokens of the tokenizer.
     """
     encoded = tokenizer("a", return_special_tokens_mask=True)
     added = encoded["special_tokens_mask"]
@@ -213,8 +212,7 @@ def _turn(text: str, around: list[str]) -> str:
 def _cut(rest: str, *marks: str) -> list[str]:
     """Splits a rendered conversation at the marks.
 
-    Raises:
-        ValueError: a mark does not occur exactly once, or the marks are in another order.
+    Raises ValueError if a mark does not occur exactly once, or the marks are in another order.
     """
     parts = []
     for mark in marks:

@@ -48,8 +48,7 @@ class _Recorder:
 def install(model: Model) -> None:
     """Makes the model attend over the pool. Called once, at start: the model's configuration names the function.
 
-    Raises:
-        FailedPrecondition: the model's keys don't rotate with their position as `model.rotations` say.
+    Raises FailedPrecondition if the model's keys don't rotate with their position as `model.rotations` say.
     """
     AttentionInterface.register(NAME, _attend)
     # Without a mask function of this name, transformers makes no mask; positions and spans take its place.

@@ -73,8 +73,7 @@ class Sampler:
     def draw(self, logits: torch.Tensor, known: Best | None = None) -> int:
         """Samples a token id from logits, float32 [vocabulary]. known: their `best`, if it is known already.
 
-        Raises:
-            NotFinite: one of them is NaN or infinite.
+        Raises NotFinite if one of them is NaN or infinite.
         """
         params = self._params
         if self.greedy:

@@ -146,8 +146,7 @@ def report(args: argparse.Namespace) -> None:
 def measure(model: str, dtype: str = "auto") -> Network:
     """Reads what counts of a model from its configuration; weights are not read.
 
-    Raises:
-        FailedPrecondition: the model or the dtype is unknown, or the model is not supported.
+    Raises FailedPrecondition if the model or the dtype is unknown, or the model is not supported.
     """
     import torch
     from transformers import AutoModelForCausalLM

@@ -211,9 +211,8 @@ def shards(directory: Path) -> list[Path]:
 def weights(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """The dtype, as safetensors names it, and the shape of each tensor of a model directory.
 
-    Raises:
-        FailedPrecondition: there are no weights in safetensors format; some file, or some tensor of the index, is
-            missing; weights beside them would not be loaded; or a tensor is quantised without a word in config.json.
+    Raises FailedPrecondition if there are no weights in safetensors format; some file, or some tensor of the index,
+    is missing; weights beside them would not be loaded; or a tensor is quantised without a word in config.json.
     """
     files = shards(directory)
     _check_files(directory, files)
@@ -266,8 +265,7 @@ def _tensors(directory: Path, files: Sequence[Path]) -> dict[str, tuple[str, tup
 def config_values(directory: Path, families: Collection[str]) -> dict[str, Any]:
     """What config.json says of a model's computation: keyword arguments of AutoConfig.for_model.
 
-    Raises:
-        FailedPrecondition: a key is not known and may change what is computed, or a value can't be used.
+    Raises FailedPrecondition if a key is not known and may change what is computed, or a value can't be used.
     """
     file = directory / "config.json"
     if not file.is_file():

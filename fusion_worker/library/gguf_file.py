@@ -87,9 +87,8 @@ def digest(parts: Sequence[Path]) -> str:
 def read(parts: Sequence[Path]) -> GgufModel:
     """Reads all parts of a model, as `parts_of` returns them.
 
-    Raises:
-        FailedPrecondition: a part is no GGUF file, is damaged, or is not the part that its name says; or tensors of
-            other parts are missing.
+    Raises FailedPrecondition if a part is no GGUF file, is damaged, or is not the part that its name says; or tensors
+    of other parts are missing.
     """
     metadata: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}

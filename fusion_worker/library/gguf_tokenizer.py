@@ -42,8 +42,7 @@ _ENDS = ("eos", "eot", "eom")
 def tokenizer_of(metadata: dict[str, Any], architecture: str) -> tuple[Any, list[int]]:
     """The tokenizer with its chat template, and the ids of all tokens that end an answer.
 
-    Raises:
-        FailedPrecondition: the file describes no tokenizer, or one that can't be built.
+    Raises FailedPrecondition if the file describes no tokenizer, or one that can't be built.
     """
     keys = Keys(metadata, "tokenizer.")
     kind = keys.get("ggml.model", str)

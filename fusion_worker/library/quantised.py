@@ -23,8 +23,7 @@ PACKAGES = {
 def settings(file: Path, said: Any) -> dict[str, Any]:
     """What transformers is told of the `quantization_config` of a config.json.
 
-    Raises:
-        FailedPrecondition: the method is not supported, a package is missing, or a key would be ignored.
+    Raises FailedPrecondition if the method is not supported, a package is missing, or a key would be ignored.
     """
     method = said.get("quant_method") if isinstance(said, Mapping) else None
     if not isinstance(method, str) or method not in PACKAGES:

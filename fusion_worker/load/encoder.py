@@ -47,10 +47,7 @@ class Encoder:
     async def primed(self, prompt: Prompt) -> Encoded:
         """Stores the last chunk as encoded after the corpus's primer, and, for first places, after the system prompt.
 
-        If the corpus has no primer yet, it is made of the other chunks.
-
-        Raises:
-            FailedPrecondition, Unavailable: as for `exact`.
+        If the corpus has no primer yet, it is made of the other chunks. Raises as `exact` does.
         """
         namespace, (*sample, chunk) = self._loader.namespace(prompt.tenant), prompt.chunks
         both = replace(prompt, chunks=(chunk, chunk))
@@ -64,8 +61,7 @@ class Encoder:
     async def after_neighbours(self, prompt: Prompt) -> Encoded:
         """Computes the last chunk after the isolated KV of all other chunks, and stores it as a variant.
 
-        Raises:
-            FailedPrecondition, Unavailable: as for `exact`.
+        Raises as `exact` does.
         """
         namespace = self._loader.namespace(prompt.tenant)
         *neighbours, chunk = prompt.chunks

@@ -83,8 +83,7 @@ class Loader:
     async def plain(self, tokens: int) -> AsyncIterator[PromptLayout]:
         """Fresh slots for `tokens` tokens, without reused parts.
 
-        Raises:
-            ResourceExhausted: they don't fit the pool.
+        Raises ResourceExhausted if they don't fit the pool.
         """
         load = PromptLoad(self._pool, self.loads)
         async with load.admit([], tokens):

@@ -146,8 +146,7 @@ class Lookups:
     async def isolated(self, prompt: Prompt, namespace: bytes) -> AsyncIterator[list[ChunkSource]]:
         """Looks up the system prompt, and every chunk as encoded after it alone, each at its position.
 
-        Raises:
-            CacheFault: as for `prompt`.
+        Raises CacheFault as `prompt` does.
         """
         sources = []
         async with AsyncExitStack() as stack:
@@ -165,8 +164,7 @@ class Lookups:
     async def stored(self, path: tuple[bytes, bytes], variant: bytes, namespace: bytes) -> AsyncIterator[bool]:
         """Whether the cache service stores this variant of the chunk at the end of `path` (system prompt, chunk).
 
-        Raises:
-            CacheFault: as for `prompt`.
+        Raises CacheFault as `prompt` does.
         """
         # An exact hit would win over the variant. The variant's digest in the path prevents one: no chunk has it.
         async with self._lookup(namespace, [(path[0], ()), (variant, ()), (path[1], (variant,))]) as hits:
@@ -176,8 +174,7 @@ class Lookups:
     async def exact(self, prompt: Prompt, namespace: bytes) -> AsyncIterator[bool]:
         """Whether the cache service stores all parts of a prompt under their exact paths.
 
-        Raises:
-            CacheFault: as for `prompt`.
+        Raises CacheFault as `prompt` does.
         """
         async with self._lookup(namespace, [(part.digest, ()) for part in prompt.parts]) as hits:
             pairs = zip(prompt.parts, hits, strict=True)
@@ -186,8 +183,7 @@ class Lookups:
     async def named(self, name: bytes, namespace: bytes) -> bytes | None:
         """The bytes of an entry that is no KV, whose path is `name` alone; None if there is none.
 
-        Raises:
-            CacheFault: as for `prompt`, or the entry is too large.
+        Raises CacheFault as `prompt` does, or if the entry is too large.
         """
         async with self._lookup(namespace, [(name, ())]) as (hit,):
             if hit.entry is None or self._cache is None:
@@ -206,8 +202,7 @@ class Lookups:
     async def delete(self, name: bytes, namespace: bytes) -> None:
         """Deletes the entry of `named`, if there is one.
 
-        Raises:
-            CacheFault: as for `prompt`, or the entry was not deleted everywhere.
+        Raises CacheFault as `prompt` does, or if the entry was not deleted everywhere.
         """
         # The cache service deletes from its remote tier what it stores itself, or has found there.
         async with self._lookup(namespace, [(name, ())]):

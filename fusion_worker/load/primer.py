@@ -65,8 +65,7 @@ class Primers:
     async def of(self, prompt: Prompt) -> Primer:
         """The primer of a prompt's corpus; if there is none, it is made of the prompt's chunks.
 
-        Raises:
-            CacheFault: as for `Lookups.prompt`.
+        Raises CacheFault as `Lookups.prompt` does.
         """
         key = prompt.tenant, prompt.corpus
         known = self._known.get(key)
@@ -88,8 +87,7 @@ class Primers:
     async def forget(self, tenant: str, corpus: str) -> None:
         """Deletes the primer of a corpus, here and in the cache service.
 
-        Raises:
-            CacheFault: as for `Lookups.delete`; it is deleted here.
+        Raises CacheFault as `Lookups.delete` does; it is deleted here.
         """
         self._known.pop((tenant, corpus), None)
         await self._lookups.delete(keys.primer_name(corpus), self._namespace(tenant))

@@ -35,9 +35,7 @@ class PromptLoad:
         """Allocates room for all parts at once, pins those that the pool has, and starts loading the others.
 
         fresh: number of fresh slots. namespace: as for `ChunkLoads.start`.
-
-        Raises:
-            ResourceExhausted: they don't fit the pool.
+        Raises ResourceExhausted if they don't fit the pool.
         """
         pool = self._pool
         self._parts, self._present = [], []

@@ -56,8 +56,7 @@ class WriteBack:
     async def put(self, namespace: bytes, part: LoadedChunk) -> None:
         """Stores a part and waits until it is committed.
 
-        Raises:
-            ServiceError: the cache service can't be reached, or refused the part.
+        Raises ServiceError if the cache service can't be reached, or refused the part.
         """
         await self.send(
             namespace, part.source, await asyncio.to_thread(self._storage.take_out, part.pooled), offered=False

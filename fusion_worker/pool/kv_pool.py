@@ -82,8 +82,7 @@ class KVPool:
     async def room(self, new: Sequence[int], pinned: Sequence[int] = ()) -> None:
         """Waits until runs of all token counts `new` can be allocated, beside the caller's `pinned` chunks.
 
-        Raises:
-            ResourceExhausted: they don't fit even an empty pool.
+        Raises ResourceExhausted if they don't fit even an empty pool.
         """
         need = sum(map(self.free.needed, new))
         total = need + sum(map(self.free.needed, pinned))
@@ -100,8 +99,7 @@ class KVPool:
     def add(self, key: bytes, tokens: int, base: int) -> PooledChunk:
         """Allocates a chunk, pinned and not ready: the caller loads it and completes `ready`.
 
-        Raises:
-            ResourceExhausted: no room; can't happen after `room`.
+        Raises ResourceExhausted without room, which can't happen after `room`.
         """
         runs, ready = self._take(tokens), asyncio.get_running_loop().create_future()
         pooled = PooledChunk(key, tokens, base, runs, ready, self._freed, pins=1)
@@ -134,8 +132,7 @@ class KVPool:
     def check_integrity(self, idle: bool = False) -> None:
         """Checks that every slot has exactly one owner and, with `idle`, that nothing is pinned or reserved.
 
-        Raises:
-            AssertionError: a check failed.
+        Raises AssertionError if not.
         """
         chunks = [*self.chunks]
         owned = sorted([*self.free.runs, *(run for r in chunks for run in r.runs)], key=lambda r: r.start)

@@ -75,9 +75,7 @@ class Verdict:
         """Reads the verdicts in a model's directory; there may be none.
 
         auxiliary: fingerprint of the auxiliary model in use. Verdicts that depend on another one are left out.
-
-        Raises:
-            FailedPrecondition: the file can't be read, or is for another model or of recipes that have changed.
+        Raises FailedPrecondition if the file can't be read, or is for another model or of recipes that have changed.
         """
         path, again = directory / FILE, f"run `fusionkv check {directory}` again"
         if not path.exists():

@@ -83,8 +83,7 @@ class Handover:
     def room(self, tokens: int) -> Iterator[HeldPrompt]:
         """Allocates memory for a prompt's KV, and frees it on exit. Its handle is unknown until `fill`.
 
-        Raises:
-            ResourceExhausted: the size limit is reached, or the process is out of file descriptors or memory.
+        Raises ResourceExhausted if the size limit is reached, or the process is out of file descriptors or memory.
         """
         size = tokens * self._model.token_bytes
         if self.bytes + size > self._max_bytes:

@@ -112,8 +112,7 @@ class Signer:
     async def verify(self, cache: CacheClient, entry: Entry, data: memoryview) -> None:
         """Checks the bytes of a `genuine` entry against its seal. Takes 0.2 ms per MiB.
 
-        Raises:
-            DataLoss: the bytes differ; the cache service has been asked to delete the entry.
+        Raises DataLoss if they differ; the cache service has been asked to delete the entry.
         """
         key, seal = self._keys.find(entry.signature[:ID_BYTES]), entry.signature[_SEAL]
         # The key may have been removed from the file since the lookup.

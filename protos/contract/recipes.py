@@ -142,8 +142,7 @@ class Recipe:
     def ratio_for(self, asked: float | None) -> float:
         """The ratio for a request that asks for `asked`; None asks for the default.
 
-        Raises:
-            InvalidArgument: the ratio is outside 0..1 or not a number, or differs from a fixed ratio.
+        Raises InvalidArgument if the ratio is outside 0..1 or not a number, or differs from a fixed ratio.
         """
         if asked is not None and not 0.0 <= asked <= 1.0:
             raise InvalidArgument(f"ratio is {asked:g}: it must be from 0 to 1")
@@ -325,9 +324,8 @@ _TERM = re.compile(r"([a-z0-9_]{1,32})(?:\(([0-9]{1,6}(?:, ?[0-9]{1,6}){0,3})\))
 def find_recipe(name: str) -> Recipe:
     """Finds a recipe by name, with modifiers applied: `recipe` or `recipe+modifier+modifier(1,2)`.
 
-    Raises:
-        InvalidArgument: the recipe or a modifier is unknown, a modifier does not fit the recipe, or the name is too
-            long.
+    Raises InvalidArgument if the recipe or a modifier is unknown, a modifier does not fit the recipe, or the name is
+    too long.
     """
     if len(name) > MAX_RECIPE:
         raise InvalidArgument(f"the recipe's name has {len(name)} characters; the maximum is {MAX_RECIPE}")

@@ -22,8 +22,7 @@ def template_error(template: str) -> str:
 def template_values(given: Mapping[str, str]) -> dict[str, bool | float | str]:
     """Parses values for variables of a chat template, each of which is JSON.
 
-    Raises:
-        InvalidArgument: there are too many, or one is neither true, false, a number nor a short text.
+    Raises InvalidArgument if there are too many, or one is neither true, false, a number nor a short text.
     """
     if len(given) > _MAX_VALUES:
         raise InvalidArgument(f"chat_template_kwargs has {len(given)} values; the maximum is {_MAX_VALUES}")

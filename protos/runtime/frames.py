@@ -29,8 +29,7 @@ def encode_frame(data: memoryview | bytes) -> bytes:
 def decode_frame(message: bytes) -> memoryview:
     """The data of a message `{bytes data = 1}`, without a copy.
 
-    Raises:
-        ValueError: the message is not exactly one field 1.
+    Raises ValueError if the message is not exactly one field 1.
     """
     if not message:
         return memoryview(b"")

@@ -142,10 +142,8 @@ def check_files() -> None:
 def data_folder(path: Path, *files: str) -> None:
     """Creates a folder for data that only this user may read, or makes it one.
 
-    What a group may write to stays open to the group. `files` are files of the service, if they exist.
-
-    Raises:
-        OSError: the folder can't be created, or a file is something else: opening a FIFO would wait for its writer.
+    What a group may write to stays open to the group. `files` are files of the service, if they exist. Raises OSError
+    if the folder can't be created, or a file is something else: opening a FIFO would wait for its writer.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.stat()

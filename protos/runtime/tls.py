@@ -39,8 +39,7 @@ class ServerTLS:
     def of(cls, cert: Path | None, key: Path | None, client_ca: Path | None) -> "ServerTLS | None":
         """The settings tls_cert, tls_key and tls_client_ca; None if none is set.
 
-        Raises:
-            ValueError: only some of the required settings are set.
+        Raises ValueError if only some of the required settings are set.
         """
         if cert is not None and key is not None:
             return cls(cert, key, client_ca)

@@ -110,8 +110,7 @@ def load(path: Path, prompts: Mapping[str, str] | None = None, long: bool = Fals
 def read_prompts(path: Path) -> dict[str, str]:
     """Reads LongBench's prompts by dataset.
 
-    Raises:
-        DatasetError: the file is not a JSON object of strings, or one lacks {context}.
+    Raises DatasetError if the file is not a JSON object of strings, or one lacks {context}.
     """
     loaded = _parse(path, _text(path), str(path))
     for name, prompt in loaded.items():

@@ -28,8 +28,7 @@ class Prompter:
     def prompt(self, sample: Sample, chat: bool, answer_tokens: int) -> tuple[Prompt, int]:
         """The prompt, and the number of chunks dropped from its middle so that it fits with its answer.
 
-        Raises:
-            ValueError: no chunk fits.
+        Raises ValueError if no chunk fits.
         """
         template = self._model.template
         head, tail = (template.head, template.tail) if chat else (self._model.begin, "")
