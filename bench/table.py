@@ -26,7 +26,7 @@ from fusionkv.bench.worker.passages import Passages
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.evaluate.command import run as run_command
 from fusionkv.fusion_worker.library.resolve import resolve
-from fusionkv.fusion_worker.quality.defaults import PRIMED
+from fusionkv.fusion_worker.quality.verdict import PRIMED
 from fusionkv.protos.contract.recipes import find_recipe
 from fusionkv.protos.runtime.process import cores
 

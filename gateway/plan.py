@@ -10,8 +10,7 @@ from fusionkv.gateway.retrieval.base import TextChunk
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.contract.length import TooLong
 from fusionkv.protos.contract.recipes import MODIFIERS
-from fusionkv.protos.contract.requests import RequestedRecipe, check_request
-from fusionkv.protos.contract.sampling import check_sampling
+from fusionkv.protos.contract.requests import RequestedRecipe, check_request, check_sampling
 from fusionkv.protos.contract.template import template_error, template_values
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fusionkv.bench import table
-from fusionkv.fusion_worker.quality.defaults import PRIMED
+from fusionkv.fusion_worker.quality.verdict import PRIMED
 from tests.commands import run_python
 
 HEAD = "| smollm2, 2 cores of Xeon (AMX) | full attention | full reuse | the default |"

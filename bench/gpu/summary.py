@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from fusionkv.bench.gpu.report import Machine, Report, Row
-from fusionkv.fusion_worker.quality.defaults import PRIMED
+from fusionkv.fusion_worker.quality.verdict import PRIMED
 
 _SHAPE = "shape-7b"
 # (floor, expected) in milliseconds of an H100, by kind and size: counted work at the rates that were measured.

@@ -33,8 +33,7 @@ from fusionkv.fusion_worker.evaluate.report.cells import Cell
 from fusionkv.fusion_worker.evaluate.runner import Runner
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.fusion_worker.models import Model
-from fusionkv.fusion_worker.quality.defaults import UNMEASURED
-from fusionkv.fusion_worker.quality.verdict import FILE, SAFE, UNSAFE, Judged, Verdict
+from fusionkv.fusion_worker.quality.verdict import FILE, SAFE, UNMEASURED, UNSAFE, Judged, Verdict
 from fusionkv.protos.contract.capabilities import unusable
 from fusionkv.protos.contract.recipes import RECIPES, find_recipe
 from fusionkv.protos.runtime.settings import parse_bytes, positive

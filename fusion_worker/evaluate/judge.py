@@ -10,8 +10,16 @@ from fusionkv.fusion_worker.evaluate.data.samples import Block, Task
 from fusionkv.fusion_worker.evaluate.report.cells import Cell
 from fusionkv.fusion_worker.evaluate.report.statistics import Estimate, average
 from fusionkv.fusion_worker.evaluate.runner import Runner
-from fusionkv.fusion_worker.quality.defaults import PRIMED, UNMEASURED, Choice, Default
-from fusionkv.fusion_worker.quality.verdict import SAFE, UNDECIDED, UNSAFE, Judged
+from fusionkv.fusion_worker.quality.verdict import (
+    PRIMED,
+    SAFE,
+    UNDECIDED,
+    UNMEASURED,
+    UNSAFE,
+    Choice,
+    Default,
+    Judged,
+)
 from fusionkv.protos.contract.recipes import RECIPES
 
 # Maximum KL divergence from full attention, in nats: full attention's tokens keep exp(-0.1), 90%, of their

@@ -15,7 +15,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from fusionkv.fusion_worker.evaluate import command
-from fusionkv.fusion_worker.quality.defaults import PRIMED
+from fusionkv.fusion_worker.quality.verdict import PRIMED
 from fusionkv.protos.runtime.errors import FailedPrecondition, first_line
 from fusionkv.protos.runtime.settings import positive
 

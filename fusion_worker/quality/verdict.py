@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from fusionkv.fusion_worker.quality.defaults import UNMEASURED, Choice, Default
 from fusionkv.protos.contract.recipes import RECIPES, Recipe, find_recipe
 from fusionkv.protos.contract.selectors import SecondModel
 from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
@@ -15,6 +14,34 @@ FILE = "fusionkv-check.json"
 SAFE, UNSAFE, UNDECIDED = "safe", "unsafe", "not enough evidence"
 # Of what all recipes do: a verdict says nothing of a recipe that has changed since.
 _RECIPES = hashlib.sha256(repr([replace(r, description="") for r in RECIPES.values()]).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A recipe at a ratio, for requests that set none."""
+
+    recipe: str
+    ratio: float
+
+    def __str__(self) -> str:
+        return f"{self.recipe} at {self.ratio:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Default:
+    """What `default` means on a model. why: the reason, as a sentence."""
+
+    choice: Choice
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.choice}: {self.why}"
+
+
+# Of the recipes that need nothing learned, the nearest to full attention at 0.2 on the few questions that SmolLM2 and
+# Qwen2.5-Coder-0.5B were asked; not measured on other models (docs/journal/encoding.md).
+PRIMED = Choice("deeplayer+primed", 0.2)
+UNMEASURED = Default(PRIMED, "`fusionkv check` recommends nothing else for this model")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,11 @@ from fusionkv.protos.contract.length import check_length
 from fusionkv.protos.contract.limits import check_label, check_variants
 from fusionkv.protos.contract.names import full_name
 from fusionkv.protos.contract.recipes import Recipe, find_recipe
-from fusionkv.protos.contract.sampling import check_sampling
-from fusionkv.protos.fusion.v1.fusion_pb2 import GenerateRequest, GetModelResponse
+from fusionkv.protos.fusion.v1.fusion_pb2 import GenerateRequest, GetModelResponse, Sampling
 from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
+
+_MAX_TEMPERATURE = 100
+_MAX_STOPS, _MAX_STOP = 16, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,20 @@ def check_request(request: GenerateRequest, model: GetModelResponse) -> Requeste
     check_filled(request.question.ids, "the question")
     check_length(request, asked.recipe.links, model.max_tokens)
     return asked
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raises InvalidArgument if temperature, top_p or a stop string is out of range; other values all have a meaning.
+
+    The number of stop strings is checked before any of them.
+    """
+    temperature, top_p, stop = sampling.temperature, sampling.top_p, sampling.stop
+    if not 0 <= temperature <= _MAX_TEMPERATURE:
+        raise InvalidArgument(f"temperature is {temperature:g}: it must be from 0 (greedy) to {_MAX_TEMPERATURE}")
+    if not 0 <= top_p <= 1:
+        raise InvalidArgument(f"top_p is {top_p:g}: it must be from 0 to 1")
+    if len(stop) > _MAX_STOPS or any(not 1 <= len(each) <= _MAX_STOP for each in stop):
+        raise InvalidArgument(f"a request takes at most {_MAX_STOPS} stop strings of 1 to {_MAX_STOP} characters")
 
 
 def check_filled(ids: Sequence[int], what: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from bs4 import BeautifulSoup
 from dashboard import DASHBOARD, SHOWN
 
-from fusionkv.fusion_worker.quality.defaults import PRIMED
+from fusionkv.fusion_worker.quality.verdict import PRIMED
 from tests.commands import run_python
 from tests.deploy.test_monitoring import dashboard_of
 

@@ -16,7 +16,7 @@ from fusionkv.bench.services.vllm import CASES, Row
 from fusionkv.fusion_worker.evaluate.data.samples import Task
 from fusionkv.fusion_worker.evaluate.report import rows as report
 from fusionkv.fusion_worker.evaluate.report.cells import Cell, Measured
-from fusionkv.fusion_worker.quality.defaults import PRIMED
+from fusionkv.fusion_worker.quality.verdict import PRIMED
 from fusionkv.protos.contract.recipes import find_recipe
 from tests.commands import run_python
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fusionkv.fusion_worker.decode.sampling import Sampler, SamplingParams
 from fusionkv.fusion_worker.decode.text import TextStream
-from fusionkv.protos.contract.sampling import check_sampling
+from fusionkv.protos.contract.requests import check_sampling
 from fusionkv.protos.fusion.v1.fusion_pb2 import Sampling
 from fusionkv.protos.runtime.errors import InvalidArgument
 from tests.examples import examples

@@ -14,10 +14,9 @@ import torch
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.fusion_worker.library.cache import fingerprint
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
-from fusionkv.fusion_worker.quality.defaults import Choice, Default
 from fusionkv.fusion_worker.quality.ratio_guard import SAMPLES, Allowed, RatioGuard
 from fusionkv.fusion_worker.quality.shadow import Sample
-from fusionkv.fusion_worker.quality.verdict import FILE, SAFE, UNDECIDED, UNSAFE, Judged, Verdict
+from fusionkv.fusion_worker.quality.verdict import FILE, SAFE, UNDECIDED, UNSAFE, Choice, Default, Judged, Verdict
 from fusionkv.protos.answer.v1.answer_pb2 import Explanation, Summary
 from fusionkv.protos.contract.recipes import find_recipe as find
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fusionkv import langchain
-from fusionkv.fusion_worker.quality.defaults import PRIMED
+from fusionkv.fusion_worker.quality.verdict import PRIMED
 from fusionkv.gateway.client import ORDER_NAMES, requests, results
 from fusionkv.gateway.client.client import Client
 from fusionkv.gateway.client.results import Sources, Summary, Token

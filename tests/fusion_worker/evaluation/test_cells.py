@@ -33,8 +33,7 @@ from fusionkv.fusion_worker.evaluate.report.cells import (
     table,
 )
 from fusionkv.fusion_worker.library.cache import fingerprint
-from fusionkv.fusion_worker.quality.defaults import Choice, Default
-from fusionkv.fusion_worker.quality.verdict import FILE, Verdict
+from fusionkv.fusion_worker.quality.verdict import FILE, Choice, Default, Verdict
 from fusionkv.protos.contract.recipes import find_recipe
 from fusionkv.protos.contract.selectors import CachedAttention, QuestionAttention
 from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted

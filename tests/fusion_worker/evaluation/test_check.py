@@ -18,8 +18,7 @@ from fusionkv.fusion_worker.evaluate.data.samples import Block, Sample, Task
 from fusionkv.fusion_worker.evaluate.judge import LEAST, Tally, judge, recommend
 from fusionkv.fusion_worker.evaluate.oracles import compare
 from fusionkv.fusion_worker.evaluate.report.cells import Cell, Measured
-from fusionkv.fusion_worker.quality.defaults import PRIMED, UNMEASURED, Choice
-from fusionkv.fusion_worker.quality.verdict import FILE, SAFE, UNDECIDED, UNSAFE, Verdict
+from fusionkv.fusion_worker.quality.verdict import FILE, PRIMED, SAFE, UNDECIDED, UNMEASURED, UNSAFE, Choice, Verdict
 from fusionkv.protos.contract.recipes import find_recipe
 from tests.fusion_worker.oracle import saved
 
