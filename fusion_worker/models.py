@@ -22,22 +22,12 @@ from fusionkv.protos.fusion.v1.fusion_pb2 import Capabilities, GetModelResponse
 from fusionkv.protos.runtime.errors import FailedPrecondition, first_line, printable
 
 log = logging.getLogger(__name__)
-# model_type -> whether RoPE pairs neighbouring channels (GLM) instead of the two halves (Llama).
-FAMILIES = {
-    "deepseek_v2": True,
-    "gemma3_text": False,
-    "glm4": True,
-    "gpt_oss": False,
-    "llama": False,
-    "mistral": False,
-    "mixtral": False,
-    "phi3": False,
-    "qwen2": False,
-    "qwen2_moe": False,
-    "qwen3": False,
-    "qwen3_moe": False,
-    "smollm3": False,
-}
+FAMILIES = (
+    *("deepseek_v2", "gemma3_text", "glm4", "gpt_oss", "llama", "mistral", "mixtral", "phi3"),
+    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"),
+)
+# Whose RoPE pairs neighbouring channels, instead of the two halves.
+_INTERLEAVED = ("deepseek_v2", "glm4")
 # Rotations that depend only on the position; those of `dynamic` and `longrope` also depend on the prompt's length.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -471,7 +461,7 @@ def wrap(
 
 def _rotations(network: Any) -> tuple[Rotation, ...]:
     config, rotary = network.config, network.model.rotary_emb
-    interleaved = FAMILIES[config.model_type]
+    interleaved = config.model_type in _INTERLEAVED
     if hasattr(rotary, "inv_freq"):
         turning, still = (Rotation(rotary.inv_freq * factor, interleaved) for factor in (1, 0))
         # Layers without RoPE, as in SmolLM3, don't rotate.
@@ -505,7 +495,7 @@ def check_supported(config: Any) -> None:
     """
     family = config.model_type
     if family not in FAMILIES:
-        supported = ", ".join(sorted(FAMILIES))
+        supported = ", ".join(FAMILIES)
         raise FailedPrecondition(f"model family {family!r} is not supported; supported families: {supported}")
     rope = getattr(config, "rope_parameters", None) or {}
     # One for all layers, or one for each layer type.

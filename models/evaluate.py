@@ -162,15 +162,12 @@ def evaluate(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directories", type=Path, nargs="*", help="model directories")
-    parser.add_argument(
-        "--models", type=Path, nargs="+", default=[], help="more model directories (default: all shipped models)"
-    )
+    parser.add_argument("directories", type=Path, nargs="*", help="model directories (default: all shipped models)")
     parser.add_argument("--n", type=int, default=100, help="questions per task")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     parser.add_argument("--json", type=Path, help="file to write the figures to as JSON")
     options = parser.parse_args()
-    directories = options.directories + options.models or shipped()
+    directories = options.directories or shipped()
     tables = {path.name: evaluate(path, options.n, tuple(options.tasks)) for path in directories}
     if options.json:
         options.json.write_text(json.dumps({"n": options.n, "exact_match": tables}, indent=1) + "\n")

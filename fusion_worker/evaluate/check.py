@@ -56,23 +56,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("model", type=Path, metavar="MODEL", help="model directory, *.gguf file, hub id or known name")
-    add(
-        "--data",
-        type=Path,
-        nargs="+",
-        metavar="FILE",
-        help="files of questions with passages, in a format of `fusionkv eval` (default: built-in questions)",
-    )
+    about = "files of questions with passages, in a format of `fusionkv eval` (default: built-in questions)"
+    add("--data", type=Path, nargs="+", metavar="FILE", help=about)
     add("--n", type=positive, default=36, help="maximum questions of a file (default: %(default)s)")
     add("--minutes", type=positive, help="ask no more questions after this time, except for the first 12")
     command.add_engine(parser)
     add("--pool-bytes", type=parse_bytes, default=2 << 30, metavar="SIZE", help="size of the KV pool (default: 2GiB)")
-    add(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help=f"file for the verdicts (default: {FILE} in the model's directory, where workers look for it)",
-    )
+    about = f"file for the verdicts (default: {FILE} in the model's directory, where workers look for it)"
+    add("--out", type=Path, metavar="FILE", help=about)
     add("--json", action="store_true", help="print the verdicts as JSON")
     return parser
 

@@ -68,46 +68,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("models", type=Path, nargs="*", metavar="MODEL", help="as `fusionkv check` (default: the reference models)")
-    add(
-        "--data",
-        type=Path,
-        nargs="+",
-        default=[],
-        metavar="PATH",
-        help="RULER, LongBench or CacheBlend files or folders",
-    )
+    about = "RULER, LongBench or CacheBlend files or folders"
+    add("--data", type=Path, nargs="+", default=[], metavar="PATH", help=about)
     add("--prompts", type=Path, metavar="FILE", help="LongBench's dataset2prompt.json, to use its prompts")
     add("--long", action="store_true", help="ask the questions of --data for two or three sentences")
     add("--tasks", nargs="+", choices=TASKS, help="reference tasks (default: all, or none with --data)")
-    add(
-        "--recipes",
-        nargs="+",
-        metavar="RECIPE",
-        help="recipes, with or without modifiers; `default` is the model's (default: that one, and every recipe "
-        "without modifiers that needs no specially trained model)",
+    about = (
+        "recipes, with or without modifiers; `default` is the model's (default: that one, and every recipe without "
+        "modifiers that needs no specially trained model)"
     )
-    add(
-        "--ratios",
-        nargs="+",
-        type=_ratio,
-        metavar="R",
-        help=f"shares to recompute (default: {RATIOS}; of --data {_DATA_RATIOS})",
-    )
+    add("--recipes", nargs="+", metavar="RECIPE", help=about)
+    about = f"shares to recompute (default: {RATIOS}; of --data {_DATA_RATIOS})"
+    add("--ratios", nargs="+", type=_ratio, metavar="R", help=about)
     add("--n", type=positive, default=500, help="maximum samples per task (default: %(default)s)")
-    add(
-        "--chunk-tokens",
-        type=positive,
-        default=512,
-        help="size of chunks of an unsplit context (default: %(default)s)",
-    )
+    about = "size of chunks of an unsplit context (default: %(default)s)"
+    add("--chunk-tokens", type=positive, default=512, help=about)
     add("--out", type=Path, default=Path("build/eval"), help="folder of the results (default: %(default)s)")
     command.add_engine(parser)
-    add(
-        "--pool-bytes",
-        type=parse_bytes,
-        metavar="SIZE",
-        help="size of the KV pool of each process (default: 256MiB; with --data 2GiB)",
-    )
+    about = "size of the KV pool of each process (default: 256MiB; with --data 2GiB)"
+    add("--pool-bytes", type=parse_bytes, metavar="SIZE", help=about)
     add("--store", nargs="+", choices=STORES, default=["plain"], help="storage formats of KV (default: plain)")
     add("--processes", type=positive, help="number of processes (default: one on a GPU, one per core on a CPU)")
     add("--json", action="store_true", help="print the worst scores and the paths of the reports as JSON")

@@ -111,18 +111,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fusionkv size", description=__doc__)
-    parser.add_argument("model", metavar="MODEL", help="model directory, *.gguf file, hub id, or a name of a model")
-    parser.add_argument("--documents", type=positive, default=1000, metavar="N", help="(default: %(default)s)")
-    parser.add_argument(
-        "--document-tokens", type=positive, default=1000, metavar="N", help="tokens in a document (%(default)s)"
-    )
-    parser.add_argument(
-        "--chunk-tokens", type=positive, default=256, metavar="N", help="tokens in a chunk (%(default)s)"
-    )
-    parser.add_argument("--chunks", type=positive, default=8, metavar="N", help="chunks in a prompt (%(default)s)")
-    parser.add_argument("--prompts", type=positive, default=8, metavar="N", help="prompts at a time (%(default)s)")
-    parser.add_argument("--dtype", default="auto", help="float32, bfloat16 or float16 (default: the checkpoint's)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="model directory, *.gguf file, hub id, or a name of a model")
+    add("--documents", type=positive, default=1000, metavar="N", help="(default: %(default)s)")
+    add("--document-tokens", type=positive, default=1000, metavar="N", help="tokens in a document (%(default)s)")
+    add("--chunk-tokens", type=positive, default=256, metavar="N", help="tokens in a chunk (%(default)s)")
+    add("--chunks", type=positive, default=8, metavar="N", help="chunks in a prompt (%(default)s)")
+    add("--prompts", type=positive, default=8, metavar="N", help="prompts at a time (%(default)s)")
+    add("--dtype", default="auto", help="float32, bfloat16 or float16 (default: the checkpoint's)")
+    add("--json", action="store_true", help="print JSON")
     return parser
 
 

@@ -88,14 +88,8 @@ KNOWN: dict[str, KnownModel] = {
             83_506_384,
             "Apache-2.0",
             (
-                "model.safetensors",
-                "config.json",
-                "tokenizer.json",
-                "tokenizer_config.json",
-                "special_tokens_map.json",
-                "modules.json",
-                "sentence_bert_config.json",
-                "1_Pooling/config.json",
+                *("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"),
+                *("special_tokens_map.json", "modules.json", "sentence_bert_config.json", "1_Pooling/config.json"),
             ),
         ),
     )

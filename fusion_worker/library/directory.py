@@ -14,22 +14,9 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 # Attention of transformers itself, which the worker replaces by its own; any other name may be code of a hub.
 _ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 _SIZES = (
-    "head_dim",
-    "hidden_size",
-    "intermediate_size",
-    "kv_lora_rank",
-    "moe_intermediate_size",
-    "n_routed_experts",
-    "num_attention_heads",
-    "num_experts",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "num_local_experts",
-    "q_lora_rank",
-    "qk_nope_head_dim",
-    "qk_rope_head_dim",
-    "shared_expert_intermediate_size",
-    "v_head_dim",
+    *("head_dim", "hidden_size", "intermediate_size", "kv_lora_rank", "moe_intermediate_size", "n_routed_experts"),
+    *("num_attention_heads", "num_experts", "num_hidden_layers", "num_key_value_heads", "num_local_experts"),
+    *("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "shared_expert_intermediate_size", "v_head_dim"),
     "vocab_size",
 )
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -68,21 +55,15 @@ _HARMLESS = re.compile(
     r"|unk_token_id|unsloth_\w+|use_bfloat16|use_cache|use_reentrant|_unsloth_\w+"
 )
 # Keys that a family's configuration does not have, with the values that say what the family does anyway.
+_OFF = (
+    *("add_cross_attention", "is_encoder_decoder", "mlp_bias", "qk_layernorm", "rope_interleaved"),
+    *("tie_encoder_decoder", "use_bidirectional_attention", "use_sliding_window"),
+)
 _SAYS_SO: dict[str, tuple[Any, ...]] = {
-    "add_cross_attention": (False,),
-    "attn_logit_softcapping": (0,),
-    "chunk_size_feed_forward": (0,),
-    "final_logit_softcapping": (0,),
-    "is_causal": (True,),
-    "is_encoder_decoder": (False,),
-    "mlp_bias": (False,),
+    **dict.fromkeys(_OFF, (False,)),
+    **dict.fromkeys(("attn_logit_softcapping", "chunk_size_feed_forward", "final_logit_softcapping"), (0,)),
+    **dict.fromkeys(("is_causal", "use_rotary_emb"), (True,)),
     "pruned_heads": ({},),
-    "qk_layernorm": (False,),
-    "rope_interleaved": (False,),
-    "tie_encoder_decoder": (False,),
-    "use_bidirectional_attention": (False,),
-    "use_rotary_emb": (True,),
-    "use_sliding_window": (False,),
 }
 _FAMILY_SAYS_SO: dict[tuple[str, str], Any] = {
     ("qwen2", "attention_bias"): True,

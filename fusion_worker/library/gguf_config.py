@@ -16,23 +16,15 @@ ROPE_FACTORS = "rope_freqs.weight"
 _HARMLESS = re.compile(r"(general|quantize\.imatrix|mradermacher)\..*|\w+\.rope\.scaling\.finetuned")
 _ELSEWHERE = ("general.", "tokenizer.")  # architecture_of and gguf_tokenizer account for these
 # Keys of the architecture that are accepted with values that change nothing.
+_ZERO = (
+    *("attention.clamp_kqv", "attention.max_alibi_bias", "attention.shared_kv_layers", "attn_logit_softcapping"),
+    *("expert_count", "expert_shared_count", "expert_used_count", "final_logit_softcapping", "nextn_predict_layers"),
+    *("leading_dense_block_count", "pooling_type", "rope.scaling.yarn_log_multiplier"),
+)
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_ZERO, (0,)),
+    **dict.fromkeys(("embedding_scale", "logit_scale", "residual_scale"), (1,)),
     "attention.causal": (True,),
-    "attention.clamp_kqv": (0,),
-    "attention.max_alibi_bias": (0,),
-    "attention.shared_kv_layers": (0,),
-    "attn_logit_softcapping": (0,),
-    "embedding_scale": (1,),
-    "expert_count": (0,),
-    "expert_shared_count": (0,),
-    "expert_used_count": (0,),
-    "final_logit_softcapping": (0,),
-    "leading_dense_block_count": (0,),
-    "logit_scale": (1,),
-    "nextn_predict_layers": (0,),
-    "pooling_type": (0,),
-    "residual_scale": (1,),
-    "rope.scaling.yarn_log_multiplier": (0,),
     "tensor_data_layout": ("Meta AI original pth",),
     "use_parallel_residual": (False,),
 }

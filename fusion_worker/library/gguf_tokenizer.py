@@ -18,15 +18,8 @@ _GPT2 = ("gpt-2", "mpt", "olmo")
 _DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 # Those of Llama 3 take a word that is a token as it is, whatever the merges say, and begin with a BOS token.
 _WHOLE_WORDS = (
-    "llama3",
-    "llama-v3",
-    "llama-bpe",
-    "falcon3",
-    "falcon-h1",
-    "pixtral",
-    "midm-2.0",
-    "lfm2",
-    "jina-v5-nano",
+    *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1"),
+    *("pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
 )
 _UNKNOWN, _CONTROL, _OWN = 2, 3, 4  # types of tokens: unknown, control and user-defined
 # Recovering merges takes time by the square of a token's characters; Gemma's longest token has 31.

@@ -102,16 +102,8 @@ class Block:
     def digest(self) -> str:
         """Identifies the samples' text and scoring, independent of their file."""
         task = self.task
-        how = [
-            _DEFINITION,
-            task.metrics,
-            task.max_tokens,
-            task.chat,
-            task.first_line,
-            task.group,
-            *[task.classes] * bool(task.classes),
-            *[task.compared] * bool(task.compared),
-        ]
+        how: list[Any] = [_DEFINITION, task.metrics, task.max_tokens, task.chat, task.first_line, task.group]
+        how += [names for names in (task.classes, task.compared) if names]
         return _digest([how, [astuple(sample) for sample in self.samples]])
 
 

@@ -18,12 +18,8 @@ _LEAST = 12
 # The ratio of the first table and of the pictures, or the measured one closest to it.
 _RATIO = 0.15
 _COSTS = (
-    "encoded_tokens_per_chunk",
-    "stored_tokens",
-    "recomputed_tokens",
-    "scored_rows",
-    "select_seconds",
-    "prefill_seconds",
+    *("encoded_tokens_per_chunk", "stored_tokens", "recomputed_tokens"),
+    *("scored_rows", "select_seconds", "prefill_seconds"),
 )
 # Columns of a model's answers to a set in a terminal, and their titles.
 _COLUMNS = {
