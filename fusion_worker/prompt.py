@@ -121,9 +121,9 @@ class ChunkSource:
     lossless: bool = False
 
     @classmethod
-    def isolated(cls, prompt: Prompt, index: int, position: int, namespace: bytes) -> "ChunkSource":
+    def isolated(cls, prompt: Prompt, index: int, namespace: bytes) -> "ChunkSource":
         """A part to encode after the system prompt only; index 0 is the system prompt itself."""
-        system, part = prompt.system, prompt.parts[index]
+        system, part, position = prompt.system, prompt.parts[index], prompt.starts[index]
         path = (system.digest, part.digest) if index else (system.digest,)
         base = len(system) if index else 0
         return cls(part, position, base, path, keys.entry_key(namespace, path), lossless=position == base)
@@ -135,14 +135,20 @@ class ChunkSource:
         return cls(primer, base, base, path, keys.entry_key(namespace, path), is_primer=True, lossless=True)
 
     @classmethod
-    def primed(
-        cls, prompt: Prompt, index: int, position: int, namespace: bytes, primer: "ChunkSource"
-    ) -> "ChunkSource":
+    def primed(cls, prompt: Prompt, index: int, namespace: bytes, primer: "ChunkSource") -> "ChunkSource":
         """A chunk to encode after the system prompt and a primer."""
-        system, part = prompt.system, prompt.parts[index]
+        system, part, position = prompt.system, prompt.parts[index], prompt.starts[index]
         path, variant = (system.digest, part.digest), keys.primed_variant(primer.chunk.digest)
         key, base = keys.entry_key(namespace, path, variant), len(system) + len(primer.chunk)
         return cls(part, position, base, path, key, variant, after=primer.key)
+
+    @classmethod
+    def after_neighbours(cls, prompt: Prompt, namespace: bytes) -> "ChunkSource":
+        """The last chunk of a prompt, to encode after the isolated KV of all other chunks (FusionRAG 3.1)."""
+        (*neighbours, chunk), position = prompt.chunks, prompt.starts[-1]
+        path, variant = (prompt.system.digest, chunk.digest), keys.neighbours_variant(n.digest for n in neighbours)
+        key = keys.entry_key(namespace, path, variant)
+        return cls(chunk, position, position, path, key, variant, alone=False)
 
     @property
     def is_system(self) -> bool:

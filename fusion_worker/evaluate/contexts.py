@@ -16,7 +16,6 @@ from fusionkv.fusion_worker.pool.chunks import PooledChunk
 from fusionkv.fusion_worker.pool.slots import slots_of
 from fusionkv.fusion_worker.prompt import Chunk, ChunkSource, LoadedChunk, Primer, Prompt, PromptLayout
 from fusionkv.kernels.segments import Rotation
-from fusionkv.kvcache_service import keys
 from fusionkv.protos.contract.recipes import Isolated, Primed, Recipe, SimilarityGuided
 
 # Passages of a library that its primer is made of.
@@ -30,25 +29,18 @@ Encoding = Isolated | Primed | SimilarityGuided
 class Contexts:
     """The chunks of a few prompts, encoded and held in the pool.
 
-    wholes: by prompt, its system prompt, and all its chunks encoded as a single one, as by full attention.
+    parts: by prompt and encoding; None: all its chunks encoded as a single one, as by full attention.
     """
 
     loader: Loader
-    parts: Mapping[tuple[Prompt, Encoding], tuple[LoadedChunk, ...]]
-    wholes: Mapping[Prompt, tuple[LoadedChunk, ...]]
+    parts: Mapping[tuple[Prompt, Encoding | None], tuple[LoadedChunk, ...]]
 
     @asynccontextmanager
-    async def placed(self, prompt: Prompt, encode: Encoding, fresh: int) -> AsyncIterator[PromptLayout]:
+    async def placed(self, prompt: Prompt, encode: Encoding | None, fresh: int) -> AsyncIterator[PromptLayout]:
         """A prompt's parts with an encoding, and `fresh` new slots."""
         async with self.loader.plain(fresh) as room:
             # The parts are shared, so a request can't release them.
             yield PromptLayout(self.parts[prompt, encode], room.fresh, lambda: None)
-
-    @asynccontextmanager
-    async def whole(self, prompt: Prompt, fresh: int) -> AsyncIterator[PromptLayout]:
-        """A prompt's parts as computed by full attention, and `fresh` new slots."""
-        async with self.loader.plain(fresh) as room:
-            yield PromptLayout(self.wholes[prompt], room.fresh, lambda: None)
 
 
 @asynccontextmanager
@@ -67,8 +59,7 @@ async def hold(
     stay in the pool while there is room. restored: quantised chunks of earlier calls, by key. Raises
     ResourceExhausted if the chunks don't fit.
     """
-    parts: dict[tuple[Prompt, Encoding], tuple[LoadedChunk, ...]] = {}
-    wholes: dict[Prompt, tuple[LoadedChunk, ...]] = {}
+    parts: dict[tuple[Prompt, Encoding | None], tuple[LoadedChunk, ...]] = {}
     async with AsyncExitStack() as stack:
 
         async def bring(sources: Sequence[ChunkSource]) -> tuple[LoadedChunk, ...]:
@@ -78,10 +69,9 @@ async def hold(
             return layout.parts
 
         for prompt in prompts:
-            one = whole(prompt)
-            namespace = loader.namespace(prompt.tenant)
-            starts = enumerate(one.starts)
-            wholes[prompt] = await bring([ChunkSource.isolated(one, i, start, namespace) for i, start in starts])
+            one, namespace = whole(prompt), loader.namespace(prompt.tenant)
+            sources = [ChunkSource.isolated(one, i, namespace) for i in range(len(one.parts))]
+            parts[prompt, None] = await bring(sources)
             parts[prompt, Isolated()] = await bring(_wanted(loader, prompt, {}))
         if Primed() in encodes:
             # Of the last passages, so that few samples hold one of them.
@@ -96,11 +86,12 @@ async def hold(
                 variants = {}
                 for chunk in prompt.chunks[1:]:
                     near = neighbours.before(prompt.system, chunk, similarity.nearest(chunk, encode.neighbours))
-                    sources, variants[chunk.digest] = _after(loader, prompt, near, chunk)
-                    async with neighbours.turn, loader.parts(sources):
-                        await bring(sources[-1:])
+                    *before, variant = _after(loader, replace(prompt, chunks=(*near, chunk)))
+                    variants[chunk.digest] = variant
+                    async with neighbours.turn, loader.parts([*before, variant]):
+                        await bring([variant])
                 parts[prompt, encode] = await bring(_wanted(loader, prompt, variants))
-        yield Contexts(loader, parts, wholes)
+        yield Contexts(loader, parts)
 
 
 def encoding(recipe: Recipe) -> Encoding:
@@ -126,20 +117,21 @@ def encoded_tokens(prompt: Prompt, encode: Encoding) -> int:
     return prompt.context_tokens * (2 if isinstance(encode, SimilarityGuided | Primed) else 1)
 
 
-def _wanted(loader: Loader, prompt: Prompt, variants: Mapping[bytes, tuple[bytes, bytes]]) -> list[ChunkSource]:
-    """The sources of a prompt's parts. variants: variant and key of chunks not encoded alone, by digest."""
+def _wanted(loader: Loader, prompt: Prompt, variants: Mapping[bytes, ChunkSource]) -> list[ChunkSource]:
+    """The sources of a prompt's parts. variants: chunks not encoded alone, by digest."""
     namespace = loader.namespace(prompt.tenant)
-    sources = []
-    for i, (part, start) in enumerate(zip(prompt.parts, prompt.starts, strict=True)):
-        alone = ChunkSource.isolated(prompt, i, start, namespace)
-        if (variant := variants.get(part.digest)) and i and not alone.lossless:
-            # A chunk right after the system prompt is an exact hit, which wins over variants.
-            name, key = variant
-            alone = ChunkSource(part, start, start, alone.path, key, name, alone=False)
-        if i and not loader.storage.lossless:
-            alone = replace(alone, key=alone.key + RESTORED, lossless=False)
-        sources.append(alone)
+    sources = [ChunkSource.isolated(prompt, 0, namespace)]
+    for i, chunk in enumerate(prompt.chunks, 1):
+        alone = ChunkSource.isolated(prompt, i, namespace)
+        # A chunk right after the system prompt is an exact hit, which wins over variants.
+        variant = None if alone.lossless else variants.get(chunk.digest)
+        sources.append(_stored(loader, alone) if variant is None else replace(variant, position=alone.position))
     return sources
+
+
+def _stored(loader: Loader, source: ChunkSource) -> ChunkSource:
+    """A source of KV as the storage format gives it back."""
+    return source if loader.storage.lossless else replace(source, key=source.key + RESTORED, lossless=False)
 
 
 def _primed(loader: Loader, prompt: Prompt, primer: Primer) -> list[ChunkSource]:
@@ -149,8 +141,7 @@ def _primed(loader: Loader, prompt: Prompt, primer: Primer) -> list[ChunkSource]
     for i, part in enumerate(prompt.parts[2:], 2):
         before = ChunkSource.of_primer(prompt.system, primer.before(part), namespace)
         primers[before.key] = before
-        made = ChunkSource.primed(prompt, i, prompt.starts[i], namespace, before)
-        parts.append(made if loader.storage.lossless else replace(made, key=made.key + RESTORED))
+        parts.append(_stored(loader, ChunkSource.primed(prompt, i, namespace, before)))
     return [*first[:1], *primers.values(), *first[1:], *parts]
 
 
@@ -164,24 +155,12 @@ def _restore(loader: Loader, placed: Sequence[LoadedChunk], done: dict[bytes, Po
             done[key] = pooled
 
 
-def _after(
-    loader: Loader, prompt: Prompt, near: Sequence[Chunk], chunk: Chunk
-) -> tuple[list[ChunkSource], tuple[bytes, bytes]]:
-    """How a chunk is encoded after its neighbours, which are encoded alone (FusionRAG 3.1).
-
-    Returns the sources of the neighbours and the chunk; and the chunk's variant and key.
-    """
+def _after(loader: Loader, prompt: Prompt) -> list[ChunkSource]:
+    """The sources of a prompt whose last chunk is encoded after the others, its neighbours, which are alone."""
     namespace = loader.namespace(prompt.tenant)
-    whole = Prompt(prompt.system, (*near, chunk), (), prompt.tenant)
-    alone = [ChunkSource.isolated(whole, i, start, namespace) for i, start in enumerate(whole.starts)]
-    *before, last = (source for source in alone if len(source.chunk))
-    variant = keys.neighbours_variant(n.digest for n in near)
-    path = (prompt.system.digest, chunk.digest)
-    key = keys.entry_key(namespace, path, variant)
-    new = ChunkSource(chunk, last.position, last.position, path, key, variant, alone=False)
-    if not loader.storage.lossless:
-        new = replace(new, key=key + RESTORED)
-    return [*before, new], (variant, key)
+    alone = [ChunkSource.isolated(prompt, i, namespace) for i in range(len(prompt.chunks))]
+    last = _stored(loader, ChunkSource.after_neighbours(prompt, namespace))
+    return [*(source for source in alone if len(source.chunk)), last]
 
 
 class Deviations:

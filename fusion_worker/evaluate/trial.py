@@ -53,19 +53,18 @@ class Trial:
                 drawing (FusionRAG, fig. 8).
         """
         full, away = await self._plain()
-        answers = {cell: await self._alone(cell, full.given, picture) for cell in self._others}
+        answers = {cell: await self._answer(cell, full.given, timed=True, picture=picture) for cell in self._others}
         return await self._compared(full, answers, away)
 
     async def untimed(self) -> list[Answer]:
         """Answers in all cells at once: recipes share encodings, scores and full attention's context."""
         full, away = await self._full_attention()
-        full.seconds = {}
-        ratios: dict[Recipe, list[float]] = {}
-        for cell in self._others:
-            ratios.setdefault(cell.recipe, []).append(cell.ratio)
-        scored = await self._scored(ratios)
-        by_recipe = (self._recipe(r, ratios[r], scored.get((r.encode, r.select)), full.given) for r in ratios)
-        answers = {cell: answer for cells in await asyncio.gather(*by_recipe) for cell, answer in cells.items()}
+        scored = await self._scored(dict.fromkeys(cell.recipe for cell in self._others))
+        known = [scored.get((cell.recipe.encode, cell.recipe.select)) for cell in self._others]
+        answering = (self._answer(cell, full.given, one) for cell, one in zip(self._others, known, strict=True))
+        answers = dict(zip(self._others, await asyncio.gather(*answering), strict=True))
+        for answer in (full, *answers.values()):
+            answer.seconds = {}
         return await self._compared(full, answers, away)
 
     async def _compared(self, full: Answer, others: dict[Cell, Answer], away: _ByCell) -> list[Answer]:
@@ -103,7 +102,7 @@ class Trial:
         The context's KV is computed once for all questions about it.
         """
         one, answer = whole(self._prompt), Answer()
-        async with self._contexts.whole(self._prompt, len(one.question) + self._asked.answer_tokens) as layout:
+        async with self._contexts.placed(self._prompt, None, len(one.question) + self._asked.answer_tokens) as layout:
             plan = await self._tools.planner.fuse(layout, one, RECIPES["full_reuse"], 0.0)
             await self._tools.examiner.answer(self._asked, plan, answer, timed=False)
             answer.values |= {"recomputed": one.context_tokens, "stored": 0}
@@ -129,12 +128,20 @@ class Trial:
         names = ("gold_nll", *task.metrics, *(f"{name}_full" for name in task.compared))
         return Answer({name: answer.values[name] for name in names})
 
-    async def _alone(self, cell: Cell, given: Given | None, picture: bool) -> Answer:
-        answer = Answer()
+    async def _answer(
+        self,
+        cell: Cell,
+        given: Given | None,
+        scored: Scored | None = None,
+        timed: bool = False,
+        picture: bool = False,
+    ) -> Answer:
+        """Answers in a cell. scored: what its selector found, if that is known."""
+        answer, keep = Answer(), _keep(cell.recipe, self._prompt)
         async with self._placed(cell.recipe, cell.ratio) as layout:
             with clock(answer, "select"):
-                plan = await self._tools.planner.fuse(layout, self._prompt, cell.recipe, cell.ratio)
-            await self._tools.examiner.answer(self._asked, plan, answer, given, _keep(cell.recipe, self._prompt))
+                plan = await self._tools.planner.fuse(layout, self._prompt, cell.recipe, cell.ratio, scored)
+            await self._tools.examiner.answer(self._asked, plan, answer, given, keep, timed)
         if picture:
             chosen = zip(self._prompt.chunks, explain.chosen(self._prompt, plan), strict=True)
             chunks = [
@@ -167,22 +174,6 @@ class Trial:
             for together, all_scored in zip(passes.values(), by_pass, strict=True)
             for recipe, scored in zip(together, all_scored, strict=True)
         }
-
-    async def _recipe(
-        self, recipe: Recipe, ratios: Sequence[float], scored: Scored | None, given: Given | None
-    ) -> dict[Cell, Answer]:
-        """Answers in a recipe's cells at once, with shared scores."""
-
-        async def one(ratio: float) -> Answer:
-            answer = Answer()
-            async with self._placed(recipe, ratio) as layout:
-                plan = await self._tools.planner.fuse(layout, self._prompt, recipe, ratio, scored)
-                keep = _keep(recipe, self._prompt)
-                await self._tools.examiner.answer(self._asked, plan, answer, given, keep, timed=False)
-            return answer
-
-        answers = await asyncio.gather(*map(one, ratios))
-        return {Cell(recipe, ratio): answer for ratio, answer in zip(ratios, answers, strict=True)}
 
     def _placed(self, recipe: Recipe, ratio: float) -> AbstractAsyncContextManager[PromptLayout]:
         context = self._prompt.context_tokens

@@ -1,5 +1,7 @@
 """Encodes chunks ahead of time: under their exact path, or after their neighbours (FusionRAG 3.1)."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from fusionkv.fusion_worker.load.loader import Loader
@@ -7,7 +9,7 @@ from fusionkv.fusion_worker.load.lookup import CacheFault, NotFiniteKV
 from fusionkv.fusion_worker.prompt import ChunkSource, Prompt
 from fusionkv.kvcache_service import keys
 from fusionkv.protos.contract.recipes import InPlace, Primed
-from fusionkv.protos.runtime.errors import FailedPrecondition, ServiceError, Unavailable
+from fusionkv.protos.runtime.errors import FailedPrecondition, Unavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class Encoder:
             Unavailable: the cache service can't be reached or refused the bytes.
         """
         namespace = self._loader.namespace(prompt.tenant)
-        try:
+        with _errors():
             # Not left to the next lookup: it finds nothing in quantised entries, which full attention can't use.
             async with self._loader.lookups.exact(prompt, namespace) as known:
                 if known:
@@ -41,8 +43,6 @@ class Encoder:
                     return Encoded(keys.entry_key(namespace, path), b"", existed=True)
             async with self._loader.lookups.prompt(prompt, namespace, InPlace()) as sources:
                 return await self._store(sources, namespace)
-        except CacheFault as fault:
-            raise _error(fault) from fault
 
     async def primed(self, prompt: Prompt) -> Encoded:
         """Stores the last chunk as encoded after the corpus's primer, and, for first places, after the system prompt.
@@ -51,12 +51,10 @@ class Encoder:
         """
         namespace, (*sample, chunk) = self._loader.namespace(prompt.tenant), prompt.chunks
         both = replace(prompt, chunks=(chunk, chunk))
-        try:
+        with _errors():
             primer = await self._loader.primers.of(replace(prompt, chunks=tuple(sample)))
             async with self._loader.lookups.prompt(both, namespace, Primed(), primer=primer) as sources:
                 return await self._store(sources, namespace)
-        except CacheFault as fault:
-            raise _error(fault) from fault
 
     async def after_neighbours(self, prompt: Prompt) -> Encoded:
         """Computes the last chunk after the isolated KV of all other chunks, and stores it as a variant.
@@ -64,21 +62,14 @@ class Encoder:
         Raises as `exact` does.
         """
         namespace = self._loader.namespace(prompt.tenant)
-        *neighbours, chunk = prompt.chunks
-        before = Prompt(prompt.system, tuple(neighbours), (), prompt.tenant)
-        variant = keys.neighbours_variant(n.digest for n in neighbours)
-        path = (prompt.system.digest, chunk.digest)
-        key = keys.entry_key(namespace, path, variant)
-        try:
-            async with self._loader.lookups.stored(path, variant, namespace) as known:
+        new = ChunkSource.after_neighbours(prompt, namespace)
+        with _errors():
+            async with self._loader.lookups.stored(new, namespace) as known:
                 if known:
-                    return Encoded(key, variant, existed=True)
-            position = before.tokens
-            new = ChunkSource(chunk, position, position, path, key, variant, alone=False)
-            async with self._loader.lookups.isolated(before, namespace) as sources:
+                    return Encoded(new.key, new.variant, existed=True)
+            neighbours = replace(prompt, chunks=prompt.chunks[:-1])
+            async with self._loader.lookups.isolated(neighbours, namespace) as sources:
                 return await self._store([*sources, new], namespace)
-        except CacheFault as fault:
-            raise _error(fault) from fault
 
     async def _store(self, sources: list[ChunkSource], namespace: bytes) -> Encoded:
         """Computes missing parts and waits until the cache service has stored all of them."""
@@ -91,5 +82,10 @@ class Encoder:
         return Encoded(key, last.variant, existed=last.entry is not None)
 
 
-def _error(fault: CacheFault) -> ServiceError:
-    return (FailedPrecondition if isinstance(fault, NotFiniteKV) else Unavailable)(str(fault))
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Raises a `CacheFault` as the error of a call."""
+    try:
+        yield
+    except CacheFault as fault:
+        raise (FailedPrecondition if isinstance(fault, NotFiniteKV) else Unavailable)(str(fault)) from fault

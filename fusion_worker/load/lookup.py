@@ -102,22 +102,20 @@ class Lookups:
                 start = prompt.starts[i]
                 if self._serves(hit, encode, made[i]):
                     stored = self._from_hit(part, start, path[: i + 1], hit, exact[i], start)
-                    sources.append(stored or ChunkSource.isolated(prompt, i, start, namespace))
+                    sources.append(stored or ChunkSource.isolated(prompt, i, namespace))
                 elif primer is not None and made[i]:
                     first = ChunkSource.of_primer(prompt.system, primer.before(part), namespace)
                     primers[first.key] = first
-                    sources.append(ChunkSource.primed(prompt, i, start, namespace, first))
+                    sources.append(ChunkSource.primed(prompt, i, namespace, first))
                 elif isinstance(encode, Primed):
-                    sources.append(ChunkSource.isolated(prompt, i, start, namespace))
+                    sources.append(ChunkSource.isolated(prompt, i, namespace))
                 else:
                     # A part computed after lossless parts only is lossless, and gets the exact key in the pool,
                     # unlike one computed after stale parts. In the cache service both are versions.
                     lossless = all(source.lossless for source in sources)
                     key = exact[i] if lossless else keys.variant_key(exact[i], made[i])
-                    here = ChunkSource(
-                        part, start, start, path[: i + 1], key, made[i], alone=False, lossless=lossless
-                    )
-                    sources.append(here)
+                    own = (path[: i + 1], key, made[i])
+                    sources.append(ChunkSource(part, start, start, *own, alone=False, lossless=lossless))
             sources[1:1] = primers.values()
             yield [source for source in sources if len(source.chunk)]
 
@@ -152,22 +150,20 @@ class Lookups:
         async with AsyncExitStack() as stack:
             lookups = [self._lookup(namespace, [(prompt.system.digest, ()), (c.digest, ())]) for c in prompt.chunks]
             by_chunk = [await stack.enter_async_context(lookup) for lookup in lookups]
-            for i, start in enumerate(prompt.starts):
-                alone = ChunkSource.isolated(prompt, i, start, namespace)
+            for i in range(len(prompt.parts)):
+                alone = ChunkSource.isolated(prompt, i, namespace)
                 hit = (by_chunk[0][0] if by_chunk else _MISS) if i == 0 else by_chunk[i - 1][1]
                 exact = hit if hit.kind is HitKind.EXACT else _MISS
-                stored = self._from_hit(alone.chunk, start, alone.path, exact, alone.key, alone.base)
+                stored = self._from_hit(alone.chunk, alone.position, alone.path, exact, alone.key, alone.base)
                 sources.append(stored or alone)
             yield [source for source in sources if len(source.chunk)]
 
     @asynccontextmanager
-    async def stored(self, path: tuple[bytes, bytes], variant: bytes, namespace: bytes) -> AsyncIterator[bool]:
-        """Whether the cache service stores this variant of the chunk at the end of `path` (system prompt, chunk).
-
-        Raises CacheFault as `prompt` does.
-        """
+    async def stored(self, source: ChunkSource, namespace: bytes) -> AsyncIterator[bool]:
+        """Whether the cache service stores this variant of a chunk. Raises CacheFault as `prompt` does."""
+        (system, chunk), variant = source.path, source.variant
         # An exact hit would win over the variant. The variant's digest in the path prevents one: no chunk has it.
-        async with self._lookup(namespace, [(path[0], ()), (variant, ()), (path[1], (variant,))]) as hits:
+        async with self._lookup(namespace, [(system, ()), (variant, ()), (chunk, (variant,))]) as hits:
             yield hits[2].entry is not None and hits[2].entry.variant == variant
 
     @asynccontextmanager
@@ -228,7 +224,7 @@ class Lookups:
                 f"the cache service returned an entry of {entry.tokens} tokens and {entry.size} bytes for a chunk of "
                 f"{len(part)} tokens"
             )
-        if hit.kind is HitKind.EXACT and (entry.key != exact or entry.base != base):
+        if hit.kind is HitKind.EXACT and (entry.key, entry.base) != (exact, base):
             raise CacheFault("the cache service returned the wrong entry as an exact hit")
         if self._storage.lossless:
             lossless = hit.kind is HitKind.EXACT and base == position
