@@ -225,14 +225,9 @@ def test_what_changes_the_computation_and_cannot_be_said_otherwise(key: str, val
 
 
 REQUIRED = (
-    "llama.block_count",
-    "llama.context_length",
-    "llama.embedding_length",
-    "llama.feed_forward_length",
-    "llama.attention.head_count",
-    "llama.attention.layer_norm_rms_epsilon",
-    "tokenizer.ggml.tokens",
-    "tokenizer.ggml.pre",
+    *("llama.block_count", "llama.context_length", "llama.embedding_length", "llama.feed_forward_length"),
+    *("llama.attention.head_count", "llama.attention.layer_norm_rms_epsilon"),
+    *("tokenizer.ggml.tokens", "tokenizer.ggml.pre"),
 )
 
 

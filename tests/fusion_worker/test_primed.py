@@ -32,6 +32,17 @@ def reused(plain: Any, system: list[int], chunks: list[list[int]], primers: list
     return join(parts)
 
 
+def primed(system: list[int], chunks: list[list[int]], question: list[int], primers: list[list[int]]) -> Any:
+    """The answer of "llama" over chunks that were encoded after these primers."""
+    plain = oracle("llama")
+    return plain.after(reused(plain, system, chunks, primers), question)
+
+
+def made_of(*chunks: list[int]) -> list[int]:
+    """The primer of a corpus whose first prompt has these chunks."""
+    return [i for chunk in chunks for i in chunk][:TOKENS]
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen2-mixed", "glm4"])
 async def test_chunks_after_the_primer(kind: str, cached: Any, text: Text) -> None:
     """Short chunks make no primer of their own."""
@@ -61,31 +72,26 @@ async def test_chunks_after_the_primer(kind: str, cached: Any, text: Text) -> No
 
 async def test_a_corpus_is_encoded_after_its_own_passages(cached: Any, text: Text) -> None:
     """All workers use the primer that the first one has made; other corpora and tenants have their own."""
-    plain, first = oracle("llama"), await cached("llama")
+    first, other = await cached("llama"), [random_ids(200, 1), random_ids(190, 2)]
     system, question, a, b = (text[n] for n in "SQAB")
-    fallback = list(first.servicer.loader.fallback.ids)
-    own = [i for chunk in LONG for i in chunk][:TOKENS]
-    asked = {**PRIMED, "corpus": "one"}
+    own, fallback = made_of(*LONG), list(first.servicer.loader.fallback.ids)
+
+    async def fill(worker: Any, chunks: list[list[int]], primers: list[list[int]], **about: str) -> None:
+        parts = system, chunks, question
+        await worker.fill(*parts, **PRIMED, **{"corpus": "one", **about}, expected=primed(*parts, primers))
+
     # Chunks that the primer is made of would find a copy of themselves in it.
-    expected = plain.after(reused(plain, system, LONG, [fallback] * 2), question)
-    await first.fill(system, LONG, question, **asked, expected=expected)
-    expected = plain.after(reused(plain, system, [a, b, LONG[0]], [own, fallback]), question)
+    await fill(first, LONG, [fallback] * 2)
     for worker in (first, await cached("llama")):
-        await worker.fill(system, [a, b, LONG[0]], question, **asked, expected=expected)
+        await fill(worker, [a, b, LONG[0]], [own, fallback])
     # Later prompts change nothing.
-    other = [random_ids(200, 1), random_ids(190, 2)]
-    expected = plain.after(reused(plain, system, other, [own]), question)
-    await (await cached("llama")).fill(system, other, question, **asked, expected=expected)
-    for about in ({"corpus": "two"}, {"corpus": "one", "tenant": "another"}):
-        theirs = [*other[0], *other[1]]
-        expected = plain.after(reused(plain, system, other, [fallback]), question)
-        await first.fill(system, other, question, **PRIMED, **about, expected=expected)
-        expected = plain.after(reused(plain, system, [a, b], [theirs]), question)
-        await first.fill(system, [a, b], question, **PRIMED, **about, expected=expected)
+    await fill(await cached("llama"), other, [own])
+    for about in ({"corpus": "two"}, {"tenant": "another"}):
+        await fill(first, other, [fallback], **about)
+        await fill(first, [a, b], [made_of(*other)], **about)
 
 
 async def test_workers_that_begin_at_once_agree(cached: Any, text: Text) -> None:
-    plain = oracle("llama")
     system, question, a, b = (text[n] for n in "SQAB")
     rigs = [await cached("llama") for _ in range(3)]
     prompts = [[random_ids(200 + i, 10 + i), random_ids(150, 20 + i)] for i in range(3)]
@@ -94,30 +100,23 @@ async def test_workers_that_begin_at_once_agree(cached: Any, text: Text) -> None
         *(rig.fill(system, chunks, question, **asked) for rig, chunks in zip(rigs, prompts, strict=True))
     )
     answers = [await rig.ask(system, [a, b], question, **asked) for rig in rigs]
-    possible = [
-        plain.after(reused(plain, system, [a, b], [[i for c in chunks for i in c]]), question) for chunks in prompts
-    ]
+    possible = [primed(system, [a, b], question, [made_of(*chunks)]) for chunks in prompts]
     (found,) = {min(range(3), key=lambda n: error(answer.logits[0], possible[n])) for answer in answers}
     assert all(error(answer.logits[0], possible[found]) < CLOSE for answer in answers)
 
 
 async def test_without_a_cache_service_the_primer_is_kept_in_memory(start: Any, text: Text) -> None:
-    plain, rig = oracle("llama"), await start("llama")
-    system, question, a, b = (text[n] for n in "SQAB")
+    rig, (system, question, a, b) = await start("llama"), (text[n] for n in "SQAB")
     await rig.ask(system, LONG, question, **PRIMED, corpus="one")
-    own = [i for chunk in LONG for i in chunk][:TOKENS]
-    expected = plain.after(reused(plain, system, [a, b], [own]), question)
+    expected = primed(system, [a, b], question, [made_of(*LONG)])
     await rig.ask(system, [a, b], question, **PRIMED, corpus="one", expected=expected)
 
 
 async def test_the_primer_of_a_corpus_is_forgotten(start: Any, text: Text) -> None:
-    plain, rig = oracle("llama"), await start("llama")
-    system, question, a, b = (text[n] for n in "SQAB")
-    other = [random_ids(200, 1), random_ids(190, 2)]
-    for chunks in (LONG, other):
+    rig, (system, question, a, b) = await start("llama"), (text[n] for n in "SQAB")
+    for chunks in (LONG, [random_ids(200, 1), random_ids(190, 2)]):
         await rig.ask(system, chunks, question, **PRIMED, corpus="one")
-        own = [i for chunk in chunks for i in chunk][:TOKENS]
-        expected = plain.after(reused(plain, system, [a, b], [own]), question)
+        expected = primed(system, [a, b], question, [made_of(*chunks)])
         await rig.ask(system, [a, b], question, **PRIMED, corpus="one", expected=expected)
         for tenant in (rig.tenant, rig.tenant, "another"):
             await rig.servicer.ForgetCorpus(pb.ForgetCorpusRequest(tenant=tenant, corpus="one"), None)
@@ -142,16 +141,14 @@ async def test_what_is_recomputed_over_primed_chunks(cached: Any, text: Text) ->
 
 async def test_encoded_ahead(cached: Any, text: Text) -> None:
     """The primer is made of the chunks that come along, for whoever asks first."""
-    plain, rig = oracle("llama"), await cached("llama")
-    system, question, a, b = (text[n] for n in "SQAB")
-    own = [i for chunk in LONG for i in chunk][:TOKENS]
+    rig, (system, question, a, b) = await cached("llama"), (text[n] for n in "SQAB")
     for chunk in (a, b, LONG[1]):
         made = [await rig.encode(system, LONG, chunk, "PRIMED", corpus="ahead") for _ in range(2)]
         assert [m.existed for m in made] == [False, True]
         assert made[0].key == made[1].key
     worker, fallback = await cached("llama"), list(rig.servicer.loader.fallback.ids)
-    for chunks, primers in (([a, b], [own]), ([b, a, LONG[1]], [own, fallback])):
-        expected = plain.after(reused(plain, system, chunks, primers), question)
+    for chunks, primers in (([a, b], [made_of(*LONG)]), ([b, a, LONG[1]], [made_of(*LONG), fallback])):
+        expected = primed(system, chunks, question, primers)
         answer = await worker.ask(system, chunks, question, **PRIMED, corpus="ahead", expected=expected)
         assert answer.summary.tokens_encoded == 0
 
@@ -169,13 +166,12 @@ async def test_a_chunk_that_does_not_fit_behind_the_primer_is_encoded_alone(cach
 
 
 async def test_the_primer_leaves_a_full_pool(cached: Any, text: Text) -> None:
-    plain = oracle("llama")
     system, question, a, b, c, d = (text[n] for n in "SQABCD")
     room = 700 * (await cached("llama")).model.token_bytes
     rig = await cached("llama", pool_bytes=room)
     primer = list(rig.servicer.loader.fallback.ids)
     for chunks in ([a, b], [c, d], [d, b], [b, a, c, d]):
-        expected = plain.after(reused(plain, system, chunks, [primer] * (len(chunks) - 1)), question)
+        expected = primed(system, chunks, question, [primer] * (len(chunks) - 1))
         await rig.fill(system, chunks, question, **PRIMED, expected=expected)
         await rig.ask(system, [random_ids(600, len(chunks))], question, recipe="full_reuse")
     await rig.settled()

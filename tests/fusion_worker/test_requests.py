@@ -11,6 +11,7 @@ import torch
 
 from fusionkv.fusion_worker.compute.jobs import ForwardJob, Nothing
 from fusionkv.fusion_worker.pool.slots import SlotRange
+from fusionkv.protos.contract.length import shorten
 from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted
 from tests.fusion_worker.oracle import Parts, oracle, random_ids
 
@@ -298,3 +299,19 @@ async def test_bad_requests(change: dict[str, Any], message: str, start: Any) ->
     parts = [fields.pop(name) for name in ("system", "chunks", "question")]
     with pytest.raises(InvalidArgument, match=message):
         await rig.ask(*parts, **fields)
+
+
+FEWER, SHORTER = "ask for at most 10 tokens", "use fewer passages"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "context", "said"),
+    [
+        (90, 20, 50, f"{FEWER} (max_tokens) or {SHORTER} (top_k) or shorter ones (chunk_tokens)"),
+        (90, 20, 5, f"{FEWER} (max_tokens)"),
+        (120, 20, 50, f"{SHORTER} (top_k) or shorter ones (chunk_tokens)"),
+        (100, 1, 0, "shorten the question or the system prompt"),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_told_only_what_helps(prompt: int, answer: int, context: int, said: str) -> None:
+    assert shorten(prompt, answer, 100, context) == said

@@ -81,16 +81,9 @@ def test_always_some_token(seed: int, temperature: float, top_p: float, top_k: i
 @pytest.mark.parametrize(
     "bad",
     [
-        {"temperature": -0.1},
-        {"temperature": math.nan},
-        {"temperature": math.inf},
-        {"temperature": 101.0},
-        {"top_p": -0.1},
-        {"top_p": 1.1},
-        {"top_p": math.nan},
-        {"stop": [""]},
-        {"stop": ["x" * 257]},
-        {"stop": ["x"] * 17},
+        *({"temperature": value} for value in (-0.1, math.nan, math.inf, 101.0)),
+        *({"top_p": value} for value in (-0.1, 1.1, math.nan)),
+        *({"stop": strings} for strings in ([""], ["x" * 257], ["x"] * 17)),
     ],
     ids=str,
 )

@@ -10,7 +10,6 @@ import pytest
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.fusion_worker.servicer import handler
 from fusionkv.protos.deadline import Deadline
-from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.fusion.v1 import fusion_pb2_grpc
 from fusionkv.protos.runtime import errors
 from tests.services import listening
@@ -86,16 +85,3 @@ async def test_a_caller_that_goes_away(start: Any) -> None:
         await events.aclose()
         await rig.settled()
         await anext(client.generate(rig.request(*PROMPT)))
-
-
-async def test_encode(start: Any) -> None:
-    exact = {"mode": pb.EncodeRequest.MODE_EXACT}
-    async with (await start("llama")).client() as client:
-        for error, message, fields in (
-            (errors.InvalidArgument, "mode must be", {}),
-            (errors.FailedPrecondition, "fingerprint", {**exact, "model_fingerprint": bytes(32)}),
-            (errors.FailedPrecondition, "no cache service", exact),
-        ):
-            with pytest.raises(error, match=message):
-                await client.encode(pb.EncodeRequest(chunk=pb.Tokens(ids=[1, 2]), **fields))
-        assert (await client.model()).family == "llama"

@@ -250,28 +250,21 @@ def test_a_rank_without_its_worker_ends_at_once() -> None:
     assert subprocess.run(command, check=False, timeout=60).returncode == 0
 
 
-@pytest.mark.parametrize("count", [3, 8])
-def test_heads_that_can_not_be_shared(count: int, tmp_path: Path) -> None:
-    why = f"qwen2 has 4 KV heads, which can't be split evenly over {count} ranks: set tensor_parallel to a divisor"
-    with pytest.raises(FailedPrecondition, match=f"{why} of 4"):
-        models.check_shareable(saved(tmp_path / "qwen2", "qwen2"), count)
-
-
-def test_experts_that_can_not_be_shared(tmp_path: Path) -> None:
-    file = saved(tmp_path / "moe", "qwen3-moe") / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "moe_intermediate_size": 47}))
-    with pytest.raises(FailedPrecondition, match="47 channels of an expert, which can't be split evenly over 2"):
-        models.check_shareable(tmp_path / "moe", 2)
-
-
-def test_heads_that_each_rank_would_compute(tmp_path: Path) -> None:
-    with pytest.raises(FailedPrecondition, match=r"phi3 can't be split over ranks: .* computes all attention heads"):
-        models.check_shareable(saved(tmp_path / "phi3", "phi3"), 2)
-
-
-def test_latents_that_each_rank_would_hold(tmp_path: Path) -> None:
-    with pytest.raises(FailedPrecondition, match=r"deepseek-v2 can't be split over ranks: .* share a token's latent"):
-        models.check_shareable(saved(tmp_path / "deepseek-v2", "deepseek-v2"), 2)
+@pytest.mark.parametrize(
+    ("kind", "change", "count", "why"),
+    [
+        ("qwen2", {}, 3, "4 KV heads, .* evenly over 3 ranks: set tensor_parallel to a divisor of 4"),
+        ("qwen2", {}, 8, "4 KV heads, which can't be split evenly over 8 ranks"),
+        ("qwen3-moe", {"moe_intermediate_size": 47}, 2, "47 channels of an expert, which can't be split evenly"),
+        ("phi3", {}, 2, "phi3 can't be split over ranks: .* computes all attention heads"),
+        ("deepseek-v2", {}, 2, "deepseek-v2 can't be split over ranks: .* share a token's latent"),
+    ],
+)
+def test_what_can_not_be_shared(kind: str, change: dict[str, Any], count: int, why: str, tmp_path: Path) -> None:
+    file = saved(tmp_path / kind, kind) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(FailedPrecondition, match=why):
+        models.check_shareable(file.parent, count)
 
 
 def test_a_family_without_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
