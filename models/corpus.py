@@ -5,7 +5,7 @@ import json
 import random
 from pathlib import Path
 
-from fusionkv.fusion_worker.evaluate.data.stories import PROMPT, story
+from fusionkv.fusion_worker.evaluate.data.stories import story
 from fusionkv.fusion_worker.evaluate.data.words import NamePool
 
 SHELF = 3  # stories of a folder, which share no person's name; single-token names do not suffice for more
@@ -27,7 +27,7 @@ def write(out: Path, stories: int, pages: int, seed: int) -> tuple[int, int]:
             names.release_short()
         shelf = f"shelf-{number // SHELF + 1:02d}"
         (out / shelf).mkdir(parents=True, exist_ok=True)
-        made, questions = story(rng, names, pages, PROMPT)
+        made, questions = story(rng, names, pages)
         files = [f"{page.title.lower()}-{place:02d}.md" for place, page in enumerate(made, 1)]
         for file, page in zip(files, made, strict=True):
             (out / shelf / file).write_text(page.text + "\n", encoding="utf-8")

@@ -13,12 +13,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
-from fusionkv.fusion_worker.evaluate.data.stories import PROMPT, SYSTEM, TASKS, Sample, Size, sample
+from fusionkv.fusion_worker.evaluate.data.stories import SYSTEM, TASKS, Sample, sample
 from fusionkv.fusion_worker.evaluate.data.tasks import shipped
 
 METHODS = ("full_attention", "full_reuse")
 _SEED = 20_000_003  # different from all training seeds
 _NONE = -100
+_ROWS = 50  # samples of a pass
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,12 @@ class Prompts:
         return self.visible & (same | (self.chunk == 0)[:, None])
 
 
-def held_out(task: str, count: int, size: Size = PROMPT) -> list[Sample]:
+def held_out(task: str, count: int) -> list[Sample]:
     """`count` held-out samples, each with one question of `task`."""
     rng = random.Random(f"{_SEED} {task}")
     out: list[Sample] = []
     while len(out) < count:
-        made = sample(rng, size)
+        made = sample(rng)
         fitting = [q for q in made.questions if q.task == task]
         if fitting:
             out.append(Sample(made.pages, (rng.choice(fitting),)))
@@ -134,9 +135,7 @@ def exact(logits: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def evaluate(
-    directory: Path, count: int, tasks: tuple[str, ...] = TASKS, rows: int = 50
-) -> dict[str, dict[str, float]]:
+def evaluate(directory: Path, count: int, tasks: tuple[str, ...] = TASKS) -> dict[str, dict[str, float]]:
     """Exact match in percent, by method and task, over `count` held-out questions of each task."""
     # Not AutoTokenizer: for a qwen2 model it replaces the pre-tokenizer of tokenizer.json by the family's.
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
@@ -145,8 +144,8 @@ def evaluate(
     for task in tasks:
         start, samples = time.monotonic(), held_out(task, count)
         right: dict[str, list[bool]] = defaultdict(list)
-        for first in range(0, count, rows):
-            prompts = lay_out(samples[first : first + rows], tokenizer)
+        for first in range(0, count, _ROWS):
+            prompts = lay_out(samples[first : first + _ROWS], tokenizer)
             place = torch.arange(prompts.ids.shape[1]).expand_as(prompts.ids)
             logits, _ = forward(model, prompts.ids, place, prompts.visible)
             right["full_attention"] += exact(logits, prompts.answer).tolist()

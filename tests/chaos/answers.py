@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from fusionkv.fusion_worker.evaluate.data.stories import PROMPT, story
+from fusionkv.fusion_worker.evaluate.data.stories import story
 from fusionkv.fusion_worker.evaluate.data.words import NamePool
 from fusionkv.gateway.client.results import Answer
 from fusionkv.gateway.tokens import Vocabulary
@@ -48,7 +48,7 @@ class Answers:
         chance, client = random.Random(1), self.world.client
         names, texts = NamePool(chance), []
         for number in range(STORIES):
-            made, questions = story(chance, names, PAGES, PROMPT)
+            made, questions = story(chance, names, PAGES)
             for place, page in enumerate(made):
                 self.pages[f"{number}-{place}.txt"] = page.text
             texts += [q.text for q in chance.sample(questions, QUESTIONS // STORIES)]

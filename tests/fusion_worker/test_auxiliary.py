@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from fusionkv.fusion_worker import models as worker_models
-from fusionkv.fusion_worker.evaluate.data.stories import PROMPT, sample
+from fusionkv.fusion_worker.evaluate.data.stories import sample
 from fusionkv.fusion_worker.prompt import Chunk, ChunkSource, Prompt
 from fusionkv.fusion_worker.select import auxiliary
 from fusionkv.fusion_worker.select.auxiliary import carry_over, spans_of
@@ -78,7 +78,7 @@ def test_scores_find_their_tokens_in_the_other_tokenizer(root: Path, reference_m
         Tokenizer.from_file(str(folder / "tokenizer.json"))
         for folder in (reference_model, root / "models/clip/tuned-1")
     )
-    for page in sample(random.Random(11), PROMPT).pages:
+    for page in sample(random.Random(11)).pages:
         text, spans = spans_of(primary, primary.encode(page.text + "\n", add_special_tokens=False).ids)
         own = second.encode(text, add_special_tokens=False).offsets
         assert text == page.text + "\n"

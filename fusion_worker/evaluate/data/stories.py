@@ -9,6 +9,11 @@ from fusionkv.fusion_worker.evaluate.data.words import NamePool
 SYSTEM = "Answer the question using the passages.\n"
 TASKS = ("single", "multikey", "multiquery", "multivalue", "twohop", "chain1", "chain2", "coref")
 CROSS_CHUNK = ("multivalue", "twohop", "chain1", "chain2", "coref")
+# The size of the samples that the reference models are trained for and evaluated on: pages of a prompt, and of other
+# stories among them; approximate tokens of a page. Each is a minimum and a maximum.
+_PAGES, _FOREIGN, _TOKENS = (8, 8), (0, 2), (34, 50)
+# Facts of a story; of chains of scores, the depth of each.
+_CODES, _OWNERS, _HOUSES, _CHAINS, _ROLES = 3, 2, 2, (2, 2), 2
 
 
 @dataclass(frozen=True)
@@ -44,24 +49,6 @@ class Sample:
 
     pages: tuple[Page, ...]
     questions: tuple[Question, ...]
-
-
-@dataclass(frozen=True)
-class Size:
-    """The size of a sample. Counts are facts per story."""
-
-    pages: tuple[int, int] = (8, 8)  # minimum and maximum pages of the prompt
-    foreign: int = 2  # maximum pages of other stories among them
-    tokens: tuple[int, int] = (34, 50)  # approximate minimum and maximum tokens of a page
-    single: int = 1
-    codes: int = 3
-    owners: int = 2
-    houses: int = 2
-    chains: tuple[int, ...] = (2, 2)  # depth of each chain of scores
-    roles: int = 2
-
-
-PROMPT = Size()  # the size that models are trained for and evaluated on
 
 
 def filler(rng: random.Random) -> str:
@@ -154,36 +141,35 @@ class _Story:
             self.put(second, f"The {role} chose the {item}")
             self.ask("coref", f"choice of {name}", item, first, second)
 
-    def finish(self, tokens: tuple[int, int]) -> list[Page]:
+    def finish(self) -> list[Page]:
         """Fills the pages up to their length, and shuffles their sentences."""
         for page in self.pages:
-            target = self.rng.randint(*tokens) - 6
+            target = self.rng.randint(*_TOKENS) - 6
             while _length(page) < target - 4 or not page:
                 page.append(filler(self.rng))
             self.rng.shuffle(page)
         return [Page(self.title, tuple(page)) for page in self.pages]
 
 
-def story(rng: random.Random, names: NamePool, pages: int, size: Size) -> tuple[list[Page], list[Question]]:
+def story(rng: random.Random, names: NamePool, pages: int) -> tuple[list[Page], list[Question]]:
     """A story of `pages` pages. Sentences refer only to earlier pages."""
     made = _Story(rng, names, names.title(), [[] for _ in range(pages)])
-    roles = min(size.roles, pages // 2)
-    items = rng.sample(words.ITEMS, 2 * size.owners + roles)
-    for _ in range(size.single):
-        made.add_single()
-    made.add_codes(size.codes)
-    for i in range(size.owners):
+    roles = min(_ROLES, pages // 2)
+    items = rng.sample(words.ITEMS, 2 * _OWNERS + roles)
+    made.add_single()
+    made.add_codes(_CODES)
+    for i in range(_OWNERS):
         made.add_owner(items[2 * i : 2 * i + 2])
-    for city in names.places(size.houses):
+    for city in names.places(_HOUSES):
         made.add_house(city)
-    for depth in size.chains:
+    for depth in _CHAINS:
         made.add_chain(depth)
     if roles:
-        made.add_roles(items[2 * size.owners :])
-    return made.finish(size.tokens), made.questions
+        made.add_roles(items[2 * _OWNERS :])
+    return made.finish(), made.questions
 
 
-def foreign_page(rng: random.Random, names: NamePool, size: Size) -> Page:
+def foreign_page(rng: random.Random, names: NamePool) -> Page:
     """A page of another story, some of whose references are not in the prompt."""
     made = _Story(rng, names, names.title(), [[]])
     kinds = rng.sample(range(5), 3)
@@ -197,16 +183,16 @@ def foreign_page(rng: random.Random, names: NamePool, size: Size) -> Page:
         made.put(0, f"{names.short()} stays with {names.short()}")
     if 4 in kinds:
         made.put(0, f"{names.short()} scored like {names.short()}")
-    return made.finish(size.tokens)[0]
+    return made.finish()[0]
 
 
-def sample(rng: random.Random, size: Size) -> Sample:
+def sample(rng: random.Random) -> Sample:
     """The sample of a prompt: a story, with pages of other stories before or after it."""
     names = NamePool(rng)
-    total = rng.randint(*size.pages)
-    foreign = rng.randint(0, size.foreign)
+    total = rng.randint(*_PAGES)
+    foreign = rng.randint(*_FOREIGN)
     before = rng.randint(0, foreign)
-    pages, questions = story(rng, names, total - foreign, size)
-    others = [foreign_page(rng, names, size) for _ in range(foreign)]
+    pages, questions = story(rng, names, total - foreign)
+    others = [foreign_page(rng, names) for _ in range(foreign)]
     questions = [replace(q, needs=tuple(page + before for page in q.needs)) for q in questions]
     return Sample(tuple(others[:before] + pages + others[before:]), tuple(questions))

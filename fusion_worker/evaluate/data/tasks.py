@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fusionkv.fusion_worker.evaluate.data import stories
 from fusionkv.fusion_worker.evaluate.data.samples import Sample, Task
-from fusionkv.fusion_worker.evaluate.data.stories import PROMPT, SYSTEM, Question
+from fusionkv.fusion_worker.evaluate.data.stories import SYSTEM, Question
 
 # Stories among whose pages neighbours are found, as in a folder of documents.
 _GROUP = 4
@@ -44,4 +44,4 @@ def asked(name: str, count: int) -> list[tuple[stories.Sample, Question]]:
 @lru_cache(maxsize=1)
 def _stories(count: int) -> list[stories.Sample]:
     rng = random.Random(_SEED)
-    return [stories.sample(rng, PROMPT) for _ in range(count)]
+    return [stories.sample(rng) for _ in range(count)]
