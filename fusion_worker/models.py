@@ -275,20 +275,17 @@ def _probe(model: Model) -> None:
 def check_shareable(directory: Path, count: int) -> None:
     """Raises FailedPrecondition if a directory's model can't be split evenly over `count` ranks."""
     name, config = directory.name, configuration(directory)
-    if not config.base_model_tp_plan:
-        raise FailedPrecondition(
-            f"{name} can't be split over ranks: transformers has no tp_plan for {config.model_type}"
-        )
-    if getattr(config, "quantization_config", None) is not None:
-        raise FailedPrecondition(f"{name} can't be split over ranks: its weights are quantised")
-    if getattr(config, "kv_lora_rank", None):
-        raise FailedPrecondition(f"{name} can't be split over ranks: its attention heads share a token's latent")
-    plan = config.base_model_tp_plan
-    if any("self_attn" in name and style == "colwise_gather_output" for name, style in plan.items()):
-        raise FailedPrecondition(
-            f"{name} can't be split over ranks: by transformers' tp_plan for {config.model_type}, each rank computes "
-            "all attention heads"
-        )
+    plan, why = config.base_model_tp_plan, ""
+    if not plan:
+        why = f"transformers has no tp_plan for {config.model_type}"
+    elif getattr(config, "quantization_config", None) is not None:
+        why = "its weights are quantised"
+    elif getattr(config, "kv_lora_rank", None):
+        why = "its attention heads share a token's latent"
+    elif any("self_attn" in part and style == "colwise_gather_output" for part, style in plan.items()):
+        why = f"by transformers' tp_plan for {config.model_type}, each rank computes all attention heads"
+    if why:
+        raise FailedPrecondition(f"{name} can't be split over ranks: {why}")
     heads = config.num_attention_heads
     sizes = {"KV heads": getattr(config, "num_key_value_heads", None) or heads, "attention heads": heads}
     sizes |= {"MLP channels": config.intermediate_size}
@@ -488,15 +485,11 @@ def _numbered(tokenizer: Tokenizer, name: str) -> tuple[int, ...]:
 
 
 def check_supported(config: Any) -> None:
-    """Checks that the engine supports a model configuration.
+    """Checks that the engine supports a configuration of one of `FAMILIES`.
 
-    Raises FailedPrecondition if the family is unknown, the RoPE depends on the prompt's length, attention is not
-    causal, or logits are soft-capped.
+    Raises FailedPrecondition if the RoPE depends on the prompt's length, attention is not causal, or logits are
+    soft-capped.
     """
-    family = config.model_type
-    if family not in FAMILIES:
-        supported = ", ".join(FAMILIES)
-        raise FailedPrecondition(f"model family {family!r} is not supported; supported families: {supported}")
     rope = getattr(config, "rope_parameters", None) or {}
     # One for all layers, or one for each layer type.
     ropes = [rope[kind] for kind in rope if kind.endswith("_attention")] or [rope]

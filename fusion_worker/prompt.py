@@ -32,8 +32,7 @@ class Chunk:
 class Prompt:
     """A system prompt, chunks in order, and a question.
 
-    Attributes:
-        corpus: the chunks' origin, by which answer quality is tracked, and which a primer is of.
+    corpus: the chunks' origin, by which answer quality is tracked, and which a primer is of.
     """
 
     system: Chunk
@@ -209,9 +208,7 @@ class PromptLayout:
 class Links:
     """`each` link tokens after every chunk of a prompt (KVLink 2.3). What follows a chunk shifts by `each` positions.
 
-    Attributes:
-        ends: int64 [chunks], the position after each chunk's last token, without links.
-        ids: int64 [chunks * each].
+    ends: int64 [chunks], the position after each chunk's last token, without links. ids: int64 [chunks * each].
     """
 
     ends: torch.Tensor

@@ -39,9 +39,7 @@ class Source(NamedTuple):
 class Conversation(NamedTuple):
     """What to render.
 
-    Attributes:
-        today: YYYY-MM-DD, the date that the template is told.
-        values: for variables of the template.
+    today: YYYY-MM-DD, the date that the template is told. values: for variables of the template.
     """
 
     messages: list[dict[str, str]]
@@ -60,11 +58,8 @@ def bounded(source: Source, conversations: Sequence[Conversation], seconds: int)
     30 ms of processor time in a process that has loaded torch. Not for one that serves: a fork of a process with
     threads and CUDA is not safe.
 
-    Args:
-        seconds: of processor time, for all of them.
-
-    Raises:
-        Exceeded: it takes more time, memory or text.
+    seconds: of processor time, for all of them.
+    Raises Exceeded if it takes more time, memory or text.
     """
     reading, writing = os.pipe()
     with warnings.catch_warnings():
@@ -148,9 +143,7 @@ class Renderer:
     def render(self, source: Source, conversations: Sequence[Conversation], seconds: int) -> list[dict[str, str]]:
         """As `bounded`, for a template that `bounded` has rendered.
 
-        Raises:
-            Exceeded: as `bounded` does.
-            Unavailable: the process ended twice.
+        Raises Exceeded as `bounded` does, and Unavailable if the process ended twice.
         """
         asked = json.dumps([source, conversations, seconds])
         with self._lock:

@@ -60,12 +60,9 @@ class PromptTemplate:
         of this process (`rendering.bounded`). A prompt begins with the begin-of-sequence token where transformers'
         does: where the chat template writes it, or without one, where the tokenizer's post-processor puts it.
 
-        Args:
-            today: YYYY-MM-DD, the date that the chat template is told.
-
-        Raises:
-            FailedPrecondition: the chat template fails, takes too much time, memory or text, renders differently each
-                time, or does not render a message exactly once.
+        today: YYYY-MM-DD, the date that the chat template is told.
+        Raises FailedPrecondition if the chat template fails, takes too much time, memory or text, renders differently
+        each time, or does not render a message exactly once.
         """
         if not getattr(tokenizer, "chat_template", None):
             begin = beginning(tokenizer)
@@ -111,8 +108,7 @@ class PromptTemplate:
     def configured(self, system: str, prompt: str) -> "PromptTemplate":
         """The template with an operator's system prompt and layout of a user message; empty ones change nothing.
 
-        Args:
-            prompt: holds `{passages}`, and behind it `{question}`, each once.
+        prompt: holds `{passages}`, and behind it `{question}`, each once.
         """
         template = self
         if prompt:
@@ -130,9 +126,7 @@ class PromptTemplate:
 class ChatTemplate:
     """A tokenizer's chat template, for requests that set variables of it.
 
-    Attributes:
-        system, prompt: the operator's, as in `PromptTemplate.configured`.
-        today: as in `PromptTemplate.of`.
+    system, prompt: the operator's, as in `PromptTemplate.configured`. today: as in `PromptTemplate.of`.
     """
 
     tokenizer: Any

@@ -15,8 +15,7 @@ _MIN_SECONDS = 0.001
 class Deadline:
     """A moment of this process's monotonic clock; `min` of several is the earliest.
 
-    Attributes:
-        at: seconds, as `time.monotonic` counts them; infinite without a deadline.
+    at: seconds, as `time.monotonic` counts them; infinite without a deadline.
     """
 
     at: float = math.inf

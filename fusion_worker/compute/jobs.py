@@ -72,9 +72,7 @@ class ShallowScores(Output[torch.Tensor]):
 
     float32 [selectors, last position + 1], on the CPU.
 
-    Attributes:
-        selectors: selectors that need `FreshLayer`.
-        starts: as in `FreshStates`.
+    selectors: selectors that need `FreshLayer`. starts: as in `FreshStates`.
     """
 
     selectors: tuple[Selector, ...]

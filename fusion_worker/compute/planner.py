@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -102,18 +103,8 @@ class Planner:
         if recipe.attend is not None and reuses:
             low, high = len(prompt.system), prompt.question_start + len(links.ids)
             temper = Temper(low, high, recipe.attend.temperature, recipe.attend.scale)
-        return PrefillPlan(
-            layout,
-            keys,
-            positions,
-            ids,
-            chosen,
-            stale,
-            scores=scored.scores if scored is not None else None,
-            scored_rows=scored.rows if scored is not None else 0,
-            temper=temper,
-            links=len(links.ids),
-        )
+        plan = PrefillPlan(layout, keys, positions, ids, chosen, stale, temper=temper, links=len(links.ids))
+        return plan if scored is None else replace(plan, scores=scored.scores, scored_rows=scored.rows)
 
     async def _attention(self, layout: PromptLayout, prompt: Prompt, needs: CachedAttention) -> Attended:
         """As defined by `CachedAttention`."""

@@ -16,12 +16,7 @@ from fusionkv.kernels.segments import QuerySpan, Spans
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Slices of jobs and their batch.
-
-    Attributes:
-        spans: of each slice.
-        probes, votes: by index of the slice.
-    """
+    """Slices of jobs and their batch. spans: of each slice. probes, votes: by index of the slice."""
 
     slices: Sequence[ScheduledSlice]
     batch: Batch

@@ -131,7 +131,8 @@ def _evaluate(args: argparse.Namespace, console: Console) -> int:
 def _plan(args: argparse.Namespace) -> list[tuple[Task, list[Cell]]]:
     """All tasks, each with its cells."""
     given = args.recipes or [*(_UNTRAINED if args.auxiliary else _BY_ITSELF), DEFAULT]
-    defaults = dict.fromkeys(_default(directory) for directory in args.models or tasks.shipped())
+    verdicts = (Verdict.read(directory, _digest(directory)) for directory in args.models or tasks.shipped())
+    defaults = dict.fromkeys(verdict.default.choice.recipe for verdict in verdicts)
     named = (full_name(name, default) for name in given for default in defaults)
     recipes = [find_recipe(name) for name in dict.fromkeys(["full_attention", "full_reuse", *named])]
     if history := [recipe.name for recipe in recipes if isinstance(recipe.encode, Versions)]:
@@ -149,11 +150,6 @@ def _plan(args: argparse.Namespace) -> list[tuple[Task, list[Cell]]]:
         return [min(asked_for, key=lambda r: abs(r - _CONTROL_RATIO))] if task.name in controls else asked_for
 
     return [(task, jobs.cells_of(task, recipes, ratios(task))) for task in asked]
-
-
-def _default(directory: Path) -> str:
-    """The recipe that `default` means on a model."""
-    return Verdict.read(directory, _digest(directory)).default.choice.recipe
 
 
 def _each_once(what: str, names: Sequence[str]) -> None:

@@ -1,12 +1,12 @@
 """Judges which recipes match full attention's answers, and recommends one, over as few questions as needed."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from math import fsum, inf
 
-from fusionkv.fusion_worker.evaluate.data.samples import Block, Task
+from fusionkv.fusion_worker.evaluate.data.samples import Task
 from fusionkv.fusion_worker.evaluate.report.cells import Cell
 from fusionkv.fusion_worker.evaluate.report.statistics import Estimate, average
 from fusionkv.fusion_worker.evaluate.runner import Runner
@@ -107,7 +107,7 @@ async def judge(
     """
     tallies = [Tally(cell) for cell in cells]
     full, asked, began = Cell(RECIPES["full_attention"], 1.0), 0, time.monotonic()
-    for block in _in_turn(tasks):
+    for block in filter(None, chain(*zip_longest(*(task.blocks(ROUND) for task in tasks)))):
         doubtful = [tally for tally in tallies if not tally.decided]
         on_round(asked, len(doubtful))
         if not doubtful or (asked >= LEAST and time.monotonic() - began > seconds):
@@ -143,10 +143,6 @@ def recommend(tallies: Sequence[Tally]) -> Default:
         f"{PRIMED}: {best.kept} and {base.kept}, with {best.off} and {base.off} off by more than {OFF:g} nat"
     )
     return Default(best.choice, why)
-
-
-def _in_turn(tasks: Sequence[Task]) -> Iterator[Block]:
-    return (block for block in chain(*zip_longest(*(task.blocks(ROUND) for task in tasks))) if block is not None)
 
 
 def _verdict(kl: Estimate) -> str:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -233,17 +232,13 @@ def _by_format(shape: "KVShape", size: Size, load: Load) -> Table:
     add(f"a chunk of {load.chunk_tokens} tokens", lambda f: decimal(f.chunk))
     add(f"a prompt of {load.prompt_chunks} chunks", lambda f: decimal(f.prompt))
     for gigabits in LINKS:
-        add(f"  loaded at {gigabits} Gbit/s", partial(_loaded, gigabits))
+        loaded = (f"{8 * f.prompt / (1e6 * gigabits):,.0f} ms" for f in formats)
+        table.add_row(f"  loaded at {gigabits} Gbit/s", *loaded)
     add(f"a corpus of {load.documents:,} documents", lambda f: decimal(f.corpus))
     add("  encoded ahead, alone and primed", lambda f: decimal(2 * f.corpus))
     add(f"  if questions retrieve {HOT:.0%} of it", lambda f: decimal(round(HOT * f.corpus)))
     add("retrievals a month that pay for a chunk", lambda f: f"{f.break_even:,}")
     return table
-
-
-def _loaded(gigabits: int, stored: Stored) -> str:
-    """How long a prompt takes over a link."""
-    return f"{8 * stored.prompt / (gigabits * 1e6):,.0f} ms"
 
 
 def _rows(shape: "KVShape", size: Size, load: Load) -> list[tuple[str, str]]:

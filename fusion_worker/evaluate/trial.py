@@ -16,11 +16,11 @@ from fusionkv.fusion_worker.evaluate.report.cells import NO_CONTEXT, Cell
 from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.pool.slots import slots_of
-from fusionkv.fusion_worker.prompt import Prompt, PromptLayout
+from fusionkv.fusion_worker.prompt import PromptLayout
 from fusionkv.fusion_worker.quality import explain
 from fusionkv.fusion_worker.select.base import budget
 from fusionkv.protos.contract.recipes import RECIPES, Recipe
-from fusionkv.protos.contract.selectors import Selector, SnapKV
+from fusionkv.protos.contract.selectors import Selector
 
 _Scorings = dict[tuple[Any, Selector | None], Scored]
 _ByCell = dict[Cell, dict[str, float]]
@@ -48,9 +48,8 @@ class Trial:
     async def timed(self, picture: bool) -> list[Answer]:
         """Answers in one cell after another, with times and the same steps as in a worker.
 
-        Args:
-            picture: whether to keep the tokens of every chunk, the chosen ones, and scores as ranks from 0 to 1, for
-                drawing (FusionRAG, fig. 8).
+        picture: whether to keep the tokens of every chunk, the chosen ones, and scores as ranks from 0 to 1, for
+        drawing (FusionRAG, fig. 8).
         """
         full, away = await self._plain()
         answers = {cell: await self._answer(cell, full.given, timed=True, picture=picture) for cell in self._others}
@@ -137,7 +136,8 @@ class Trial:
         picture: bool = False,
     ) -> Answer:
         """Answers in a cell. scored: what its selector found, if that is known."""
-        answer, keep = Answer(), _keep(cell.recipe, self._prompt)
+        answer = Answer()
+        keep = cell.recipe.keep if cell.recipe.kept(self._prompt.context_tokens) else None
         async with self._placed(cell.recipe, cell.ratio) as layout:
             with clock(answer, "select"):
                 plan = await self._tools.planner.fuse(layout, self._prompt, cell.recipe, cell.ratio, scored)
@@ -180,8 +180,3 @@ class Trial:
         computed = budget(ratio, context, context) + recipe.links * len(self._prompt.chunks)
         fresh = computed + len(self._prompt.question) + self._asked.answer_tokens + recipe.kept(context)
         return self._contexts.placed(self._prompt, encoding(recipe), fresh)
-
-
-def _keep(recipe: Recipe, prompt: Prompt) -> SnapKV | None:
-    """The recipe's eviction; None if the whole context is kept."""
-    return recipe.keep if recipe.kept(prompt.context_tokens) else None

@@ -35,12 +35,9 @@ def key(digest: str, libraries: bool = True) -> str:
 def convert(parts: Sequence[Path], into: Path) -> None:
     """Writes a GGUF file's configuration, bfloat16 weights, tokenizer and chat template to a folder.
 
-    Args:
-        parts: all parts of the file, in order (see gguf_file.parts_of).
-
-    Raises:
-        FailedPrecondition: it is no GGUF file, is damaged, lacks a tensor, or says anything that the directory
-            can't express; the message names it.
+    parts: all parts of the file, in order (see gguf_file.parts_of).
+    Raises FailedPrecondition if it is no GGUF file, is damaged, lacks a tensor, or says anything that the directory
+    can't express; the message names it.
     """
     check_packages()
     from fusionkv.fusion_worker.library import gguf_file

@@ -108,7 +108,8 @@ class ChunkLoads:
                 else:
                     await ready(before)
                     await self._encode(part, before)
-                    await self._check(part)
+                    if not await to_the_end(asyncio.to_thread(self._storage.finite, part.pooled)):
+                        raise NotFiniteKV("the KV of a chunk is not finite (NaN or infinity)")
                     if self._write_back is not None and namespace and not part.source.is_primer:
                         self._write_back.offer(namespace, part)
             done.set_result(None)
@@ -123,11 +124,6 @@ class ChunkLoads:
                 log.exception("a fetch failed")
                 error = CacheFault(f"fetch failed: {first_line(error)}")
             done.set_exception(error)
-
-    async def _check(self, part: LoadedChunk) -> None:
-        """Raises NotFiniteKV if a part's KV, just computed, is not finite."""
-        if not await to_the_end(asyncio.to_thread(self._storage.finite, part.pooled)):
-            raise NotFiniteKV("the KV of a chunk is not finite (NaN or infinity)")
 
     async def discard(self, parts: Iterable[LoadedChunk]) -> None:
         """Removes those parts from the pool and from the cache service whose KV is not finite; the caller pins them.

@@ -16,8 +16,7 @@ from fusionkv.fusion_worker.prompt import ChunkSource, LoadedChunk, PromptLayout
 class PromptLoad:
     """What one request holds of the pool. If it is admitted again, its figures are those of the last time.
 
-    Attributes:
-        rejected: number of entries that no worker had signed.
+    rejected: number of entries that no worker had signed.
     """
 
     def __init__(self, pool: KVPool, loads: ChunkLoads) -> None:

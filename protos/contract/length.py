@@ -20,12 +20,8 @@ def prompt_tokens(request: GenerateRequest) -> int:
 def check_length(request: GenerateRequest, links: int, limit: int) -> None:
     """Checks that a prompt and its answer, which has at least one token, fit the model.
 
-    Args:
-        links: link tokens after each chunk.
-        limit: the model's, in tokens.
-
-    Raises:
-        TooLong: they exceed the limit together.
+    links: link tokens after each chunk. limit: the model's, in tokens.
+    Raises TooLong if they exceed the limit together.
     """
     prompt, chunks, answer = prompt_tokens(request), len(request.chunks), max(1, request.sampling.max_tokens)
     system, question, linked = len(request.system.ids), len(request.question.ids), links * chunks

@@ -17,12 +17,7 @@ _MAX_STOPS, _MAX_STOP = 16, 256
 
 @dataclass(frozen=True, slots=True)
 class RequestedRecipe:
-    """What the name of a recipe means on a worker.
-
-    Attributes:
-        name: as requested, such as `default`.
-        recipe: what it means.
-    """
+    """What the name of a recipe means on a worker. name: as requested, such as `default`. recipe: what it means."""
 
     name: str
     recipe: Recipe
@@ -35,13 +30,8 @@ class RequestedRecipe:
     def check(self, ratio: float | None, chunks: int, model: GetModelResponse) -> None:
         """Checks that a worker can follow it.
 
-        Args:
-            ratio: as requested; None if the request leaves it to the recipe.
-            chunks: number of chunks in the prompt.
-
-        Raises:
-            InvalidArgument: it takes no such ratio.
-            FailedPrecondition: the model can't follow it.
+        ratio: as requested; None if the request leaves it to the recipe. chunks: number of chunks in the prompt.
+        Raises InvalidArgument if it takes no such ratio, and FailedPrecondition if the model can't follow it.
         """
         self.recipe.ratio_for(ratio)
         check_usable(self.recipe, chunks, model)

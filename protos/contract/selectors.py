@@ -16,8 +16,7 @@ class CachedAttention:
     The selector receives `base.Attended`: the attention into each position before the question, summed over the
     question's rows, the heads and the layers.
 
-    Attributes:
-        first: The first layer to sum over, as a share of the model's depth. At least the last layer is summed over.
+    first: The first layer to sum over, as a share of the model's depth. At least the last layer is summed over.
     """
 
     first: float = 0.0

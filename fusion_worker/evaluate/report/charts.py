@@ -8,6 +8,8 @@ from fusionkv.fusion_worker.evaluate.report.rows import Row
 
 _WIDTH, _HEIGHT = 340, 210
 _LEFT, _RIGHT, _TOP, _BOTTOM = 34, 8, 8, 26
+# Metrics in nats; all others are shares, or differences of shares.
+IN_NATS = {"answer_kl", "answer_kl_median", "answer_kl_p90", "gold_nll"}
 # Recipes that bound all curves: drawn as lines across the chart.
 ENDS = {"full_attention": "top", "full_reuse": "bottom"}
 
@@ -38,7 +40,7 @@ def curves(lines: Mapping[str, Sequence[Point]], names: Sequence[str]) -> str:
     parts = [
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">',
         *(_grid(score) for score in (0, 25, 50, 75, 100)),
-        *(_tick(r, widest) for r in ratios),
+        *(f'<text x="{_x(r, widest)}" y="{_HEIGHT - 8}" text-anchor="middle">{r:g}</text>' for r in ratios),
     ]
     for name, kind in ENDS.items():
         if line := lines.get(name):
@@ -74,20 +76,16 @@ def _grid(score: int) -> str:
     )
 
 
-def _tick(r: float, widest: float) -> str:
-    return f'<text x="{_x(r, widest)}" y="{_HEIGHT - 8}" text-anchor="middle">{r:g}</text>'
-
-
 def _label(point: Point) -> str:
     row, cost = point.row, f"{100 * point.share:.1f}% recomputed, {point.scored:.0f} rows for scores"
-    return escape(f"{row.recipe}, r = {row.r:g}: {percent(row)} ({row.model}); {cost}")
+    return escape(f"{row.recipe}, r = {row.r:g}: {shown(row)} ({row.model}); {cost}")
 
 
-def percent(row: Row) -> str:
-    """A score with its interval, as "81.2 (77.6 to 84.4)"."""
-    assert row.score is not None
-    interval = "" if row.low is None or row.high is None else f" ({100 * row.low:.1f} to {100 * row.high:.1f})"
-    return f"{100 * row.score:.1f}{interval}"
+def shown(row: Row) -> str:
+    """A score in percent or in nats with its interval, as "81.2 (77.6 to 84.4)"."""
+    scale, digits = (1, 3) if row.metric in IN_NATS else (100, 1)
+    score, low, high = ("" if x is None else f"{scale * x:.{digits}f}" for x in (row.score, row.low, row.high))
+    return f"{score} ({low} to {high})" if low and high else score
 
 
 def _x(share: float, widest: float) -> float:

@@ -40,7 +40,6 @@ _ANSWERS = (
     *(name for name in _COLUMNS if name not in SCORES),
     *("answer_kl_back", "answer_agreement", "gold_nll", "gold_nll_back"),
 )
-_IN_NATS = {"answer_kl", "answer_kl_median", "answer_kl_p90", "gold_nll"}
 Found = Sequence[tuple[str, Task, Mapping[Cell, Measured]]]
 
 
@@ -81,9 +80,8 @@ class Figures:
         known = self.metrics(task)
         names = [name for name in (*_ANSWERS, *SCORES) if name in known] if "gold_nll" in known else []
         cells = dict.fromkeys((recipe, r) for m, t, recipe, r, _ in self.by if (m, t) == (model, task))
-        return names, [
-            (recipe, r, [_text(self.by.get((model, task, recipe, r, name))) for name in names]) for recipe, r in cells
-        ]
+        rows = [(recipe, r, [self.by.get((model, task, recipe, r, name)) for name in names]) for recipe, r in cells]
+        return names, [(recipe, r, [charts.shown(row) if row else "" for row in found]) for recipe, r, found in rows]
 
     def ratios_of(self, task: str, recipe: str) -> list[float]:
         return sorted({r for _, t, name, r, _ in self.by if (t, name) == (task, recipe)})
@@ -234,7 +232,7 @@ def _answers(figures: Figures, model: str, task: str) -> Table:
 
 def _stacked(row: Row) -> str:
     """A score, and its interval in the next line."""
-    scale, digits = (1, 2) if row.metric in _IN_NATS else (100, 0)
+    scale, digits = (1, 2) if row.metric in charts.IN_NATS else (100, 0)
     score, low, high = ("" if x is None else f"{scale * x:.{digits}f}" for x in (row.score, row.low, row.high))
     return f"{score}\n[dim]{low}..{high}[/dim]" if low else score
 
@@ -272,15 +270,6 @@ def worst(rows: Sequence[Row], judged: Mapping[str, str]) -> list[dict[str, Any]
                 beside.setdefault(task, {})[name] = score
         lines.append({"recipe": recipe, "r": r, "scores": scores, "beside": beside})
     return lines
-
-
-def _text(row: Row | None) -> str:
-    if row is None or row.score is None:
-        return ""
-    if row.metric not in _IN_NATS:
-        return charts.percent(row)
-    interval = "" if row.low is None or row.high is None else f" ({row.low:.3f} to {row.high:.3f})"
-    return f"{row.score:.3f}{interval}"
 
 
 def _deviations(figures: Figures) -> list[tuple[str, str, list[float]]]:

@@ -147,10 +147,7 @@ def _rivals(cell: Cell, scored: str, table: Mapping[Cell, Measured]) -> list[Seq
 
 
 def _row(model: str, task: str, cell: Cell, metric: str, estimate: Estimate) -> Row:
-    score, low, high = (_known(value) for value in (estimate.score, estimate.low, estimate.high))
+    """With six significant digits; None for what is not finite."""
+    values = (estimate.score, estimate.low, estimate.high)
+    score, low, high = (float(f"{value:.6g}") if math.isfinite(value) else None for value in values)
     return Row(model, task, cell.recipe.name, cell.ratio, metric, score, low, high, estimate.n)
-
-
-def _known(value: float) -> float | None:
-    """Rounds to six significant digits; None if not finite."""
-    return float(f"{value:.6g}") if math.isfinite(value) else None
