@@ -1,7 +1,7 @@
 """Turns measurements into rows: a score with its interval for each model, task, recipe, ratio and metric."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -57,7 +57,6 @@ def rows(model: str, task: Task, table: Mapping[Cell, Measured]) -> Iterator[Row
                             median and 90th percentile of answer_kl, and the share of answers above 1 nat
     answer_same             share of full attention's answers all of whose tokens stay the most likely
     M_minus_full_attention  mean difference by sample
-    M_minus_best            mean difference by sample from the best other recipe at the same ratio
     """
     scored = primary(task)
     full = next((m for c, m in table.items() if c.recipe.lossless and c != NO_CONTEXT), None)
@@ -78,9 +77,6 @@ def rows(model: str, task: Task, table: Mapping[Cell, Measured]) -> Iterator[Row
         if reuse is not None and reuse is not measured:
             columns = (scores, reuse.values[scored], full.values[scored])
             yield row(f"normalised_{scored}", statistics.bootstrap(_recovered, *columns))
-        if others := _rivals(cell, scored, table):
-            best = max(others, key=lambda values: math.fsum(values))
-            yield row(f"{scored}_minus_best", statistics.difference(scores, best))
 
 
 def _brought_back(
@@ -137,13 +133,6 @@ def _recovered(means: np.ndarray) -> np.ndarray:
     lost = means[2] - means[1]
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(lost > 0, (means[0] - means[1]) / lost, np.nan)
-
-
-def _rivals(cell: Cell, scored: str, table: Mapping[Cell, Measured]) -> list[Sequence[float]]:
-    if cell.recipe.fixed:
-        return []
-    rivals = [(c, m) for c, m in table.items() if c.ratio == cell.ratio and not c.recipe.fixed]
-    return [m.values[scored] for c, m in rivals if c.recipe.name != cell.recipe.name]
 
 
 def _row(model: str, task: str, cell: Cell, metric: str, estimate: Estimate) -> Row:

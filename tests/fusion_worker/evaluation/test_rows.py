@@ -69,16 +69,12 @@ def test_scores_differences_and_shares_brought_back(figures: list[Row]) -> None:
     assert (exact_match.low, exact_match.high) == pytest.approx((0.409, 0.929), abs=1e-3)
     assert find(figures, "a", "prophetkv", 0.15, "exact_match_minus_full_attention").score == -0.25
     assert find(figures, "b", "prophetkv", 0.15, "normalised_exact_match").score == pytest.approx(4 / 7, abs=1e-6)
-    for recipe, score in (("epic", -0.5), ("prophetkv", 0.5)):
-        assert find(figures, "a", recipe, 0.15, "exact_match_minus_best").score == score
     tokens = find(figures, "a", "prophetkv", 0.2, "recomputed_tokens")
     assert (tokens.score, tokens.low, tokens.high) == (20.0, 20.0, 20.0)
     seconds = find(figures, "a", "epic", 0.15, "select_seconds")
     assert (seconds.score, seconds.n) == (1.0, 2)
-    # Alone at its ratio there is no rival, and full reuse brings nothing back of what it lost itself.
-    absent = {(r.recipe, r.r, r.metric) for r in figures}
-    assert ("prophetkv", 0.2, "exact_match_minus_best") not in absent
-    assert ("full_reuse", 0.0, "normalised_exact_match") not in absent
+    # Full reuse brings nothing back of what it lost itself.
+    assert ("full_reuse", "normalised_exact_match") not in {(r.recipe, r.metric) for r in figures}
 
 
 def test_the_share_brought_back() -> None:
