@@ -66,8 +66,8 @@ def _gather(  # type: ignore[no-untyped-def]
     inside = there[:, None] & (d < HEAD_DIM)[None, :]
     at = slot * SLOT_STRIDE + head * KV_HEAD_STRIDE
     to = ((n.to(tl.int64) * tl.num_programs(1) + head) * HEAD_DIM)[:, None] + d[None, :]
-    turn_rows = (turns_ptr + turn * ROTARY_DIM)[:, None]
-    k = load_turned(k_ptr + at, there, turn_rows, HEAD_DIM, DIM, ROTARY_DIM, INTERLEAVED)
+    cos = (turns_ptr + turn * ROTARY_DIM)[:, None]
+    k = load_turned(k_ptr + at, there, cos, cos + ROTARY_DIM // 2, HEAD_DIM, DIM, ROTARY_DIM, INTERLEAVED)
     tl.store(k_out_ptr + to, k, mask=inside)
     tl.store(v_out_ptr + to, tl.load(v_ptr + at[:, None] + d[None, :], mask=inside, other=0.0), mask=inside)
 
@@ -135,7 +135,8 @@ def _attend(  # type: ignore[no-untyped-def]
             own = -1
             q = tl.load(q_rows[:, None] + d[None, :], mask=inside, other=0.0)
         else:
-            q = load_turned(q_rows, valid, turns_ptr + turn * ROTARY_DIM, HEAD_DIM, DIM, ROTARY_DIM, INTERLEAVED)
+            cos = turns_ptr + turn * ROTARY_DIM
+            q = load_turned(q_rows, valid, cos, cos + ROTARY_DIM // 2, HEAD_DIM, DIM, ROTARY_DIM, INTERLEAVED)
         # Whole blocks that all rows of the tile see need no mask.
         start, whole = length * 0, tl.maximum(tl.minimum(length, lowest - first + 1), 0) // BLOCK_KEYS * BLOCK_KEYS
         if WINDOW > 0:

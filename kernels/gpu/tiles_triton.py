@@ -18,7 +18,8 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 def load_turned(  # type: ignore[no-untyped-def]
     rows,  # pointers [ROWS] to the first channel of each row
     valid,  # [ROWS]
-    turn_ptr,  # cosines, then sines, of the rotation; or pointers [ROWS, 1] to those of each row
+    cos_ptr,  # cosines of the rotation; or pointers [ROWS, 1] to those of each row
+    sin_ptr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
@@ -38,9 +39,8 @@ def load_turned(  # type: ignore[no-untyped-def]
         partner, frequency, leads = tl.where(d < half, d + half, d - half), d % half, d < half
     inside = valid[:, None] & (d < HEAD_DIM)[None, :]
     paired = valid[:, None] & turning[None, :]
-    at = turn_ptr + frequency[None, :]
-    cos = tl.load(at, mask=turning[None, :], other=1.0)
-    sin = tl.load(at + ROTARY_DIM // 2, mask=turning[None, :], other=0.0)
+    cos = tl.load(cos_ptr + frequency[None, :], mask=turning[None, :], other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + frequency[None, :], mask=turning[None, :], other=0.0).to(tl.float32)
     sin = tl.where(leads[None, :], -sin, sin)
     q = tl.load(rows[:, None] + d[None, :], mask=inside, other=0.0)
     other = tl.load(rows[:, None] + partner[None, :], mask=paired, other=0.0)

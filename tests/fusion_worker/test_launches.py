@@ -8,6 +8,7 @@ import copy
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,21 +17,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.compute.jobs import AttentionScores, ForwardJob, NextToken, Output
-from fusionkv.fusion_worker.compute.model_runner import forward, install, logits
+from fusionkv.fusion_worker.compute.model_runner import forward, install, logits, position_embeddings
 from fusionkv.fusion_worker.compute.scheduler import QueuedJob, ScheduledSlice
 from fusionkv.fusion_worker.compute.step import Step
 from fusionkv.fusion_worker.decode.sampling import Sampler, SamplingParams
 from fusionkv.fusion_worker.pool.kv_pool import KVPool
 from fusionkv.fusion_worker.pool.slots import SlotRange
-from fusionkv.kernels.segments import KVSegment
+from fusionkv.kernels import rotary
+from fusionkv.kernels.segments import KVSegment, Rotation
 from tests.fusion_worker.oracle import byte_tokenizer, network
+from tests.kernels.inputs import rotated
 
 triton_kernels = pytest.importorskip("fusionkv.kernels.gpu.sparse_attention_triton", reason="needs Triton")
+rotary_kernels = pytest.importorskip("fusionkv.kernels.gpu.rotary_triton")
 META = torch.device("meta")
 CHUNK = 20
 GREEDY = NextToken(Sampler(SamplingParams(8)))
 # Launches of a model of three layers. A GPU takes 18.7 us for each; raise a number only for what is worth that.
-DECODE, CHOOSE, PREFILL = 87, 95, 124
+DECODE, CHOOSE, PREFILL = 60, 68, 88
 
 
 class Counting(TorchDispatchMode):
@@ -72,13 +76,23 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
     made = Counting()
     for name in ("_gather", "_attend", "_merge", "_columns"):
         monkeypatch.setattr(triton_kernels, name, Kernel(name, made))
+    monkeypatch.setattr(rotary_kernels, "_rotate", Kernel("_rotate", made))
     return made
+
+
+def rotate(rotation: Rotation, *given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernel's launch, or on a CPU what it computes."""
+    return rotary_kernels.rotate(rotation, *given) if given[0].device == META else rotated(rotation, *given)
 
 
 @pytest.fixture(scope="module")
 def model() -> models.Model:
     made = models.wrap("llama", copy.deepcopy(network("llama")), byte_tokenizer(), bytes(32), 2048)
     install(made)
+    decoder, positions = made.network.model, torch.tensor([[0, 1, 100]])
+    for layer, rotation in zip(decoder.layers, made.rotations, strict=True):
+        embeddings = position_embeddings(decoder, layer, made.network.lm_head.weight, positions)
+        rotary.install(layer.self_attn, partial(rotate, rotation), embeddings)
     return replace(made, network=made.network.to(META), device=META)
 
 

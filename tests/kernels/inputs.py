@@ -30,6 +30,12 @@ def rotation_matrix(inv_freq: torch.Tensor, shift: int, dim: int, interleaved: b
     return matrix
 
 
+def rotated(rotation: Rotation, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+    """A `rotary.Rotate` in plain torch."""
+    cos, sin = (x[:, None, :, : rotation.rotary_dim // 2].float() for x in (cos, sin))
+    return rotation.apply(q, cos, sin), rotation.apply(k, cos, sin)
+
+
 def there(x: Any) -> Any:
     """A tensor on the device; anything else as it is, such as spans, which are in host memory."""
     return x.to(DEVICE) if isinstance(x, torch.Tensor) else x

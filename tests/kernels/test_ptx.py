@@ -17,6 +17,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from fusionkv.kernels.gpu import (  # noqa: E402
     checksum_triton,
     quantised_triton,
+    rotary_triton,
     sparse_attention_triton,
     tile_shapes,
 )
@@ -33,7 +34,9 @@ def compile_for(kernel: Any, capability: int, dtype: torch.dtype, tile: tile_sha
     floats = {"lse_ptr", "turns_ptr", "partial_ptr", "partial_lse_ptr"}
     if constants.get("PARTIAL") or kernel is sparse_attention_triton._columns:
         floats.add("out_ptr")
-    model = {"q_ptr", "k_ptr", "v_ptr", "k_out_ptr", "v_out_ptr", "out_ptr", "sinks_ptr"}
+    model = {"q_ptr", "k_ptr", "v_ptr", "q_out_ptr", "k_out_ptr", "v_out_ptr", "out_ptr", "sinks_ptr"}
+    if kernel is rotary_triton._rotate:
+        model |= {"cos_ptr", "sin_ptr"}
 
     def kind(name: str) -> str:
         if name in constants:
@@ -83,6 +86,15 @@ def test_restore(capability: int, head_dim: int) -> None:
     kinds = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
     at = {(names.index(name),): value for name, value in constants.items()}
     built_for(capability, ASTSource(quantised_triton._restore, kinds, constexprs=at, attrs={}))
+
+
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize(("head_dim", "dtype"), [(128, BF16), (96, FP16), (256, FP32)], ids=str)
+def test_rotate(capability: int, head_dim: int, dtype: torch.dtype) -> None:
+    constants = {"HEAD_DIM": head_dim, "DIM": triton.next_power_of_2(head_dim), "ROTARY_DIM": head_dim, "HEADS": 8}
+    tile = tile_shapes.Tile(8, 8, 4, 3)
+    built = compile_for(rotary_triton._rotate, capability, dtype, tile, **constants, INTERLEAVED=head_dim == 96)
+    assert capability == 80 or not spilled(built)
 
 
 def spilled(built: Any) -> int:
