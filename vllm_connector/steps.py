@@ -27,6 +27,8 @@ _TURN_SECONDS = 0.003
 class VLLMSteps(TPGroup):
     """The turns of the engine's steps. vLLM's layers, threads and CUDA stream are then used by one thread alone."""
 
+    captures = False  # a turn is short
+
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device

@@ -34,7 +34,7 @@ part() { # name, seconds, command: runs it unless it has ended well before
 }
 
 part checks 90 -m pytest -q -p no:cacheprovider tests/kernels/test_causal_attention.py \
-  tests/fusion_worker/test_decode_graphs.py "tests/kernels/test_attention.py::test_every_path"
+  tests/fusion_worker/test_step_graphs.py "tests/kernels/test_attention.py::test_every_path"
 part ttft 140 -m fusionkv.bench.worker.bench --model shape-7b --contexts 4096,16384,27648 --repeats 1 \
   --json "$out/ttft.json"
 part decode 70 -m fusionkv.bench.worker.decode --model shape-7b --tokens 16384 --repeats 5 --json "$out/decode.json"

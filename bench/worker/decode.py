@@ -18,8 +18,8 @@ from fusionkv.bench import command
 from fusionkv.bench.worker.bench import add_model, load, show
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.compute.batch import Batch
-from fusionkv.fusion_worker.compute.decode_graphs import DecodeGraphs
 from fusionkv.fusion_worker.compute.model_runner import forward, install
+from fusionkv.fusion_worker.compute.step_graphs import StepGraphs
 from fusionkv.fusion_worker.evaluate.command import run as run_command
 from fusionkv.fusion_worker.pool.kv_pool import KVPool
 from fusionkv.kernels.segments import KVSegment, QuerySpan, Spans
@@ -72,7 +72,7 @@ def measure(model: models.Model, tokens: int, repeats: int) -> list[dict[str, ob
     slots = tokens + max(REQUESTS) * (tokens + 1)
     pool = KVPool.of(shape, slots * shape.token_bytes, 1, model.device)
     pool.kv.normal_()
-    graphs = DecodeGraphs(model, pool)
+    graphs = StepGraphs(model, pool)
     rows: list[dict[str, object]] = []
     for requests in REQUESTS:
         cases = [(chunks, ratio) for chunks in CHUNKS for ratio in (0.0, RATIO) if chunks > 1 or not ratio]

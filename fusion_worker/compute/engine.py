@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from fusionkv.fusion_worker.compute.batch import Batch
-from fusionkv.fusion_worker.compute.decode_graphs import DecodeGraphs
 from fusionkv.fusion_worker.compute.jobs import ForwardJob, ShallowScores, T_co
 from fusionkv.fusion_worker.compute.model_runner import forward, install, logits, shallow
 from fusionkv.fusion_worker.compute.scheduler import QueuedJob, ScheduledSlice, Scheduler
 from fusionkv.fusion_worker.compute.step import Step
+from fusionkv.fusion_worker.compute.step_graphs import StepGraphs
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.decode.sampling import NotFinite, best_of
+from fusionkv.fusion_worker.decode.sampling import Best, NotFinite, best_of
 from fusionkv.fusion_worker.models import ALONE, Model, Ranks
 from fusionkv.fusion_worker.pool.kv_pool import KVPool, owned
 from fusionkv.fusion_worker.select.base import scores
@@ -34,9 +34,11 @@ class TPGroup:
 
     own: objects that every rank has itself; a call that refers to one runs with each rank's own.
     on_lost: called with the error, in the thread that noticed, when the worker can't go on.
+    captures: whether a step may take as long as capturing it as a CUDA graph.
     """
 
     ranks: Ranks = ALONE
+    captures = True
 
     def __init__(self, on_lost: Callable[[Unavailable], None] = lambda _: None) -> None:
         self.own: list[Any] = []
@@ -75,7 +77,7 @@ class Engine:
         self.tp = tp or TPGroup()
         self.tp.own[:] = owned(pool, model)
         self.tp.step(partial(install, model))
-        self._graphs = DecodeGraphs(model, pool)
+        self._graphs = StepGraphs(model, pool)
         self._scheduler = Scheduler(config.max_step_tokens, config.max_mixed_tokens, config.deterministic)
         self.streaming = self._scheduler.streaming
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
@@ -147,11 +149,11 @@ class Engine:
 
     def _advance(self, step: Step) -> None:
         """Runs a step's rows through all layers, and completes the jobs of which it has the last rows."""
-        found = self.tp.step(partial(self._graphs.predict, step)) if self._graphs.suits(step) else None
-        if found is not None:
+        graphs, predicted, drawn = self._graphs, dict[int, torch.Tensor](), dict[int, Best]()
+        if graphs.decodes(step) and (found := self.tp.step(partial(graphs.predict, step))) is not None:
             predicted = dict(enumerate(found.logits.split(1)))
             drawn = dict(enumerate(best_of(found.figures)))
-        else:
+        elif not (self.tp.captures and graphs.chooses(step) and self.tp.step(partial(graphs.score, step))):
             hidden = self.tp.forward(self._model, step.batch)
             predicted = self._predict(step, hidden)
             drawn = step.best(predicted)

@@ -6,12 +6,15 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 from fusionkv.kernels.segments import KVSegment, QuerySpan, Rotation, Spans
 from fusionkv.kernels.upload import upload
 
 LEAST_KEYS = 256  # minimum keys in a part: below it, merging costs more than a longer loop over keys
 _ANY_KEYS = 1 << 40
+# Least rows, keys and rotations of padded keys in prompt order.
+_ORDERED = (16, 1024, 64)
 
 
 class Grid(NamedTuple):
@@ -133,24 +136,95 @@ class SegmentTable:
         """The table with others in place of its `tensors()`, in the same order."""
         return SegmentTable(self.tile, self.parts, *tensors)
 
-    def padded(self, segments: int, positions: int, turns: int) -> "SegmentTable":
-        """The table of decoding rows with sizes that are a power of two times these, and items for all parts."""
+    def padded(self, segments: int, positions: int, turns: int, tiles: int) -> "SegmentTable":
+        """The table with sizes that are a power of two times these, and items for all parts of the tiles."""
         tensors, rows = self.tensors(), len(self.rows)
-        for i, least in enumerate((segments, positions, rows, turns, self.parts * rows, rows)):
-            doubled = 1 << (-(-len(tensors[i]) // least) - 1).bit_length()
-            more = torch.zeros(least * doubled - len(tensors[i]), *tensors[i].shape[1:], dtype=tensors[i].dtype)
-            tensors[i] = torch.cat([tensors[i], more])
+        for i, least in enumerate((segments, positions, rows, turns, self.parts * tiles, rows)):
+            missing = _doubled(least, len(tensors[i])) - len(tensors[i])
+            tensors[i] = torch.cat([tensors[i], tensors[i].new_zeros(missing, *tensors[i].shape[1:])])
         return self.with_tensors(tensors)
+
+
+class OrderedTable(NamedTuple):
+    """The keys of spans in prompt order, one span's after another's.
+
+    Attributes:
+        table: of the spans, each over one segment of these keys.
+        begins: where that segment is, by the span's first row.
+        slots, turn: int32 [keys], the slot of each key, and its row in `turns`.
+        turns: float32 [turns, 2, rotary_dim / 2]: cos and sin of the keys' rotations.
+        scored: int32 [rows], position of each row, below 0 for one whose attention is not summed.
+    """
+
+    table: SegmentTable
+    begins: Mapping[int, int]
+    slots: torch.Tensor
+    turn: torch.Tensor
+    turns: torch.Tensor
+    scored: torch.Tensor
+
+    @classmethod
+    def on(cls, spans: Sequence[QuerySpan], rotation: Rotation, grid: Grid, device: torch.device) -> "OrderedTable":
+        """The tables of these spans on a device, by one copy."""
+        table = cls.of(spans, rotation, grid)
+        return table.with_tensors(upload(table.tensors(), device))
+
+    @classmethod
+    def of(cls, spans: Sequence[QuerySpan], rotation: Rotation, grid: Grid) -> "OrderedTable":
+        """Makes the tables, in host memory."""
+        counts = np.cumsum([0, *(int(span.positions[-1]) + 1 for span in spans)]).tolist()
+        slots, shifts = torch.cat([span.ordered() for span in spans], dim=1)
+        moved = [
+            QuerySpan(span.start, span.stop, span.positions, (KVSegment(begin, end - begin, 0),))
+            for span, begin, end in zip(spans, counts, counts[1:], strict=False)
+        ]
+        table = SegmentTable.of(moved, rotation, grid)
+        different, turn = shifts.unique(return_inverse=True)
+        angles = different[:, None] * rotation.inv_freq.double()
+        turns = torch.stack([angles.cos(), angles.sin()], dim=1).float()
+        begins = {span.start: begin for span, begin in zip(spans, counts, strict=False)}
+        return cls(table, begins, slots.int(), turn.int(), turns, table.row_positions)
+
+    @classmethod
+    def padded(cls, span: QuerySpan, rotation: Rotation, grid: Grid, slot: int) -> "OrderedTable":
+        """The tables of a span, with sizes that are powers of two times `_ORDERED`. slot: of padded keys.
+
+        Padded rows see what the last row sees, and their attention is not summed. No row sees a padded key.
+        """
+        own = cls.of([span], rotation, grid)
+        given = span.rows, len(own.slots), len(own.turns)
+        rows, keys, turns = (_doubled(least, size) for least, size in zip(_ORDERED, given, strict=True))
+        tiles = -(-rows // grid.tile(rows))
+        grid = grid._replace(fixed_parts=grid.parts(tiles, keys))
+        positions = torch.cat([span.positions, span.positions[-1:].expand(rows - span.rows)])
+        more = QuerySpan(0, rows, positions, (KVSegment(0, len(own.slots), 0),))
+        table = SegmentTable.of([more], rotation, grid).padded(grid.fixed_parts, positions=1, turns=1, tiles=tiles)
+        values = (own.slots, keys, slot), (own.turn, keys, 0), (own.scored, rows, -1)
+        slots, turn, scored = (pad(x, (0, size - len(x)), value=value) for x, size, value in values)
+        return cls(table, {0: 0}, slots, turn, pad(own.turns, (0, 0, 0, 0, 0, turns - len(own.turns))), scored)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [*self.table.tensors(), self.slots, self.turn, self.turns, self.scored]
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> "OrderedTable":
+        """The table with others in place of its `tensors()`, in the same order."""
+        *table, slots, turn, turns, scored = tensors
+        return OrderedTable(self.table.with_tensors(table), self.begins, slots, turn, turns, scored)
 
 
 class TabledSpans(Spans):
     """In place of spans, tables that the caller made for each rotation."""
 
-    def __init__(self, tables: Mapping[Rotation, SegmentTable]) -> None:
+    def __init__(self, tables: Mapping[Rotation, SegmentTable | OrderedTable]) -> None:
         self.tables = tables
 
-    def __new__(cls, tables: Mapping[Rotation, SegmentTable]) -> "TabledSpans":
+    def __new__(cls, tables: Mapping[Rotation, SegmentTable | OrderedTable]) -> "TabledSpans":
         return super().__new__(cls)
+
+
+def _doubled(least: int, size: int) -> int:
+    """`size` rounded up to a power of two times `least`."""
+    return least << (-(-size // least) - 1).bit_length()
 
 
 def _parts(segments: Sequence[KVSegment], quota: int) -> Iterator[list[tuple[KVSegment, int, int]]]:

@@ -12,12 +12,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from fusionkv.kernels.gpu.segment_table import Grid, SegmentTable, TabledSpans
+from fusionkv.kernels.gpu.segment_table import Grid, OrderedTable, SegmentTable, TabledSpans
 from fusionkv.kernels.gpu.tile_shapes import Tile, tile_for
 from fusionkv.kernels.gpu.tiles_triton import (
     INTERPRETED,
@@ -29,8 +28,7 @@ from fusionkv.kernels.gpu.tiles_triton import (
     sink,
     visible,
 )
-from fusionkv.kernels.segments import NEVER, AttentionSpec, KVSegment, QuerySpan, Rotation, Spans
-from fusionkv.kernels.upload import upload
+from fusionkv.kernels.segments import NEVER, AttentionSpec, QuerySpan, Rotation, Spans
 
 # With more rows, the keys of a request are brought to prompt order; fewer read them about as fast where they are.
 _MOST_ROWS = 127
@@ -289,45 +287,15 @@ class _Layer(NamedTuple):
         return Grid.of(self.q.shape[1], self.keys.shape[1], self.tile.rows, processors(self.q.device))
 
 
-class _Ordered(NamedTuple):
-    """The keys of spans in prompt order, one span's after another's.
-
-    table: of the spans, each over one segment of these keys. begins: where that is, by the span's first row. slots,
-    turn: int32 [keys], the slot of each key, and its row in `turns`, float32 [turns, 2, rotary_dim / 2]: cos and sin
-    of the rotation.
-    """
-
-    table: SegmentTable
-    begins: dict[int, int]
-    slots: torch.Tensor
-    turn: torch.Tensor
-    turns: torch.Tensor
-
-    @classmethod
-    def of(cls, spans: Spans, rotation: Rotation, grid: Grid, device: torch.device) -> "_Ordered":
-        counts = np.cumsum([0, *(int(span.positions[-1]) + 1 for span in spans)]).tolist()
-        slots, shifts = torch.cat([span.ordered() for span in spans], dim=1)
-        moved = [
-            QuerySpan(span.start, span.stop, span.positions, (KVSegment(begin, end - begin, 0),))
-            for span, begin, end in zip(spans, counts, counts[1:], strict=False)
-        ]
-        table = SegmentTable.of(moved, rotation, grid)
-        different, turn = shifts.unique(return_inverse=True)
-        angles = different[:, None] * rotation.inv_freq.double()
-        turns = torch.stack([angles.cos(), angles.sin()], dim=1).float()
-        *tables, slots, turn, turns = upload([*table.tensors(), slots.int(), turn.int(), turns], device)
-        begins = {span.start: begin for span, begin in zip(spans, counts, strict=False)}
-        return cls(table.with_tensors(tables), begins, slots, turn, turns)
-
-    def layer(self, pool: _Layer) -> _Layer:
-        """The layer with its keys in order."""
-        shape = (len(self.slots), *pool.keys.shape[1:])
-        keys, values = (torch.empty(shape, dtype=x.dtype, device=x.device) for x in (pool.keys, pool.values))
-        consts = constants(pool.q, pool.keys, _GATHERED, pool.spec.rotation)
-        _gather[triton.cdiv(shape[0], _GATHERED), shape[1]](
-            *(pool.keys, pool.values, keys, values, self.slots, self.turn, self.turns, shape[0]), **consts
-        )
-        return pool._replace(keys=keys, values=values, ordered=True)
+def _in_order(ordered: OrderedTable, pool: _Layer) -> _Layer:
+    """The layer with its keys in prompt order."""
+    shape = (len(ordered.slots), *pool.keys.shape[1:])
+    keys, values = (torch.empty(shape, dtype=x.dtype, device=x.device) for x in (pool.keys, pool.values))
+    consts = constants(pool.q, pool.keys, _GATHERED, pool.spec.rotation)
+    _gather[triton.cdiv(shape[0], _GATHERED), shape[1]](
+        *(pool.keys, pool.values, keys, values, ordered.slots, ordered.turn, ordered.turns, shape[0]), **consts
+    )
+    return pool._replace(keys=keys, values=values, ordered=True)
 
 
 def sparse_attention(
@@ -348,13 +316,17 @@ def sparse_attention(
     assert q.stride(2) == k_pool.stride(2) == 1
     pool = _Layer.of(q, k_pool, v_pool, spec, tile)
     if isinstance(spans, TabledSpans):
-        _attend_all(spans.tables[spec.rotation], pool)
+        table = spans.tables[spec.rotation]
+        if isinstance(table, OrderedTable):
+            _attend_ordered(table, pool, scores)
+        else:
+            _attend_all(table, pool)
         return pool.out
     few, many = spans.once(_split, pool.grid(), frozenset(scores))
     for alike in few:
         _attend_all(alike.once(SegmentTable.on, spec.rotation, pool.grid(), q.device), pool)
     if many:
-        _attend_ordered(many.once(_Ordered.of, spec.rotation, pool.grid(), q.device), pool, scores)
+        _attend_ordered(many.once(OrderedTable.on, spec.rotation, pool.grid(), q.device), pool, scores)
     return pool.out
 
 
@@ -366,8 +338,8 @@ def attention_scores(q: torch.Tensor, k_pool: torch.Tensor, span: QuerySpan, spe
     return scores
 
 
-def _alone(span: QuerySpan, rotation: Rotation, grid: Grid, device: torch.device) -> _Ordered:
-    return _Ordered.of(Spans([span]), rotation, grid, device)
+def _alone(span: QuerySpan, rotation: Rotation, grid: Grid, device: torch.device) -> OrderedTable:
+    return OrderedTable.on([span], rotation, grid, device)
 
 
 def _split(spans: Spans, grid: Grid, scored: frozenset[QuerySpan]) -> tuple[list[Spans], Spans]:
@@ -380,16 +352,16 @@ def _split(spans: Spans, grid: Grid, scored: frozenset[QuerySpan]) -> tuple[list
     return [Spans(alike) for alike in few.values()], Spans(many)
 
 
-def _attend_ordered(ordered: _Ordered, pool: _Layer, scores: Mapping[QuerySpan, torch.Tensor]) -> None:
+def _attend_ordered(ordered: OrderedTable, pool: _Layer, scores: Mapping[QuerySpan, torch.Tensor]) -> None:
     """Computes rows over their keys in prompt order, and adds the attention to each position to `scores`."""
-    layer = ordered.layer(pool)
+    layer = _in_order(ordered, pool)
     _attend_all(ordered.table, layer)
     for span, into in scores.items():
         keys = layer.keys[ordered.begins[span.start] :]
         columns = torch.empty(keys.shape[1], len(into), device=into.device)
         tile = max(1, _SCORED_ROWS // pool.grid().groups)
         _columns[triton.cdiv(len(into), _SCORED_KEYS), keys.shape[1]](
-            *(pool.q, keys, pool.lse, columns, ordered.table.row_positions, pool.spec.scale * LOG2E),
+            *(pool.q, keys, pool.lse, columns, ordered.scored, pool.spec.scale * LOG2E),
             *(span.start, span.rows, len(into), *pool.q.stride()[:2]),
             **constants(pool.q, keys, _SCORED_KEYS, None, tile, pool.spec.window),
         )
