@@ -4,7 +4,6 @@ Needs torch and triton; this package need not be installed. Ceilings and baselin
 """
 
 import argparse
-import subprocess
 import sys
 import time
 import traceback
@@ -24,33 +23,27 @@ def _name_packages() -> None:
     sys.modules["fusionkv"] = package
 
 
-def _commit() -> str:
-    command = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
 def _run(args: argparse.Namespace) -> int:
     """Runs all parts. A part that fails is reported and does not stop the others."""
     from fusionkv.bench.gpu import disk
-    from fusionkv.bench.gpu.report import Machine, Report
+    from fusionkv.bench.gpu.report import Machine, Report, said
     from fusionkv.bench.gpu.setup import FULL, TINY, Setup
     from fusionkv.bench.kernels import decode, prefill, rates, scores
-    from fusionkv.bench.kernels.clock import Budget, Clock
+    from fusionkv.bench.kernels.clock import Clock
 
     torch.manual_seed(0)
     if args.tiny:
         torch.set_num_threads(1)  # at toy sizes, a second thread waits longer than it computes
     device = torch.device("cpu" if args.tiny else "cuda")
-    report = Report(Machine.of(device, args.commit or _commit()), args.out)
+    report = Report(
+        Machine.of(device, args.commit or said("git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD")), args.out
+    )
     setup = Setup(
         device=device,
         dtype=torch.float32 if args.tiny else torch.bfloat16,
         sizes=TINY if args.tiny else FULL,
         clock=Clock(device),
-        budget=Budget(args.budget_seconds),
+        end=time.perf_counter() + args.budget_seconds,
         report=report,
     )
     started = time.perf_counter()

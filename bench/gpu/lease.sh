@@ -11,7 +11,8 @@ out=${OUT:-build/bench/gpu} python=${PYTHON:-python3}
 commit=${COMMIT:-$(git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)}
 mkdir -p "$out" build/paths
 ln -sfn ../.. build/paths/fusionkv
-export PYTHONPATH=$PWD/build/paths FUSIONKV_TEST_SLOWER=100
+# A profiler that ends breaks the next one where there are CUDA graphs (torch/profiler/profiler.py).
+export PYTHONPATH=$PWD/build/paths FUSIONKV_TEST_SLOWER=100 DISABLE_CUPTI_LAZY_REINIT=1 TEARDOWN_CUPTI=0
 
 if ! "$python" -P -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
   echo "no CUDA device: nothing to measure" >&2

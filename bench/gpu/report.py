@@ -43,7 +43,8 @@ class Row:
         batch: number of requests.
         ideal: speed-up over the baseline by the number of operations.
         rate: TFLOP/s, or GB/s where memory bandwidth is the limit.
-        share: rate as a share of the ceiling measured in the same run.
+        share: rate as a share of the ceiling measured in the same run; of a worker, the share of the time in which
+            the GPU computes.
     """
 
     kind: str
@@ -76,7 +77,8 @@ class Report:
     def __post_init__(self) -> None:
         machine = self.machine
         versions = f"torch {machine.torch_version}, triton {machine.triton_version}, commit {machine.commit}"
-        driver = f", driver {_driver()}, CUDA {torch.version.cuda}" if machine.gpu != "cpu" else ""
+        number = "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
+        driver = f", driver {said(*number)}, CUDA {torch.version.cuda}" if machine.gpu != "cpu" else ""
         print(f"{machine.gpu}{driver}, {versions}", flush=True)
 
     def add(self, row: Row) -> Row:
@@ -135,8 +137,8 @@ def _version(package: str) -> str:
         return "none"
 
 
-def _driver() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+def said(*command: str) -> str:
+    """The first line that a program prints, or `unknown`."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
     except (OSError, subprocess.CalledProcessError, IndexError):

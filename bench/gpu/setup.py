@@ -1,12 +1,13 @@
-"""The setup that every part of the GPU benchmark receives: device, sizes, clock, budget, report and ceilings."""
+"""The setup that every part of the GPU benchmark receives: device, sizes, clock, end, report and ceilings."""
 
+import time
 from dataclasses import dataclass
 
 import torch
 
 from fusionkv.bench.gpu.report import Report
 from fusionkv.bench.gpu.workload import Shape
-from fusionkv.bench.kernels.clock import Budget, Clock
+from fusionkv.bench.kernels.clock import Clock
 
 
 @dataclass(frozen=True)
@@ -55,20 +56,20 @@ TINY = Sizes(
 
 @dataclass
 class Setup:
-    """A benchmark run. matrix_tflops, copy_gbs: ceilings, 0 until `rates` has measured them."""
+    """A benchmark run. end: on `time.perf_counter`. matrix_tflops, copy_gbs: ceilings, 0 before `rates`."""
 
     device: torch.device
     dtype: torch.dtype
     sizes: Sizes
     clock: Clock
-    budget: Budget
+    end: float
     report: Report
     matrix_tflops: float = 0.0
     copy_gbs: float = 0.0
 
     def allows(self, what: str, seconds: float) -> bool:
         """Whether a row that takes about `seconds` fits the time budget; prints a notice if it does not."""
-        if self.budget.allows(seconds):
+        if time.perf_counter() + seconds <= self.end:
             return True
         self.report.notice(f"{what}: fewer than {seconds:.0f} s of the time budget are left")
         return False

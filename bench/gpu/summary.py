@@ -21,6 +21,7 @@ _RESIDENT = {4096: (None, 70), 16384: (None, 112)}
 _CHOOSE, _PREFILL = {4096: (2.7, None), 16384: (2.7, None)}, {4096: (8.4, None), 16384: (34, None)}
 _LINK, _LOAD = 50e6, 45e6  # bytes a millisecond: of the link, and expected of a load
 _ENCODED = 30  # tokens a millisecond
+_BUSY = 0.85  # share of the time in which the GPU computes
 _GRAPH = {1: (4.7, 9), 8: (None, 10.5)}
 
 
@@ -37,14 +38,17 @@ def figures(out: Path) -> Iterator[tuple[Row, tuple[float | None, float | None]]
             stages, loaded = given["stages_s"], given["bytes_fetched"]
             load = _row("load", given, stages["load"])
             yield replace(load, rate=loaded / load.ms / 1e6 if load.ms else None), (loaded / _LINK, loaded / _LOAD)
-            yield _row("choose", given, stages["select"]), _CHOOSE.get(context, unknown)
-            yield _row("compute", given, stages["prefill"]), _PREFILL.get(context, unknown)
+            choose, compute = _row("choose", given, stages["select"]), _row("compute", given, stages["prefill"])
+            busy = given["busy_ms"]
+            yield replace(choose, share=busy["select"] / choose.ms), _CHOOSE.get(context, unknown)
+            yield replace(compute, share=busy["prefill"] / compute.ms), _PREFILL.get(context, unknown)
             yield _row("resident", given, given["resident_s"]), _RESIDENT.get(context, unknown)
     for given in _read(out / "decode.json"):
         name, requests = f"{_SHAPE} {given['chunks']} chunks", given["requests"]
         if "graph_ms" in given:
             rest = given["tokens"], given["recomputed"], requests, "launched one by one", given["step_ms"]
-            yield Row("step", name, given["graph_ms"], *rest), _GRAPH.get(requests, unknown)
+            row = Row("step", name, given["graph_ms"], *rest, share=given["busy_ms"] / given["graph_ms"])
+            yield row, _GRAPH.get(requests, unknown)
     for given in _read(out / "encode.json"):
         ms = 1e3 * given["tokens"] / given["encoded_tokens_per_s"]
         row = Row("encode", f"{_SHAPE} {given['chunks']} chunks", ms, given["tokens"])
@@ -71,8 +75,9 @@ def main() -> int:
     report, lines = Report(Machine.of(device, args.commit), args.csv), []
     for row, bounds in figures(args.out):
         report.add(row)
-        lines.append((row.kind, row.shape, row.context, row.r, row.batch, row.ms, *bounds))
-    columns = ("what", "of", "tokens", "r", "requests", "ms", "floor", "expected of an H100")
+        expected = _BUSY if row.kind in ("choose", "step") else None
+        lines.append((row.kind, row.shape, row.context, row.r, row.batch, row.ms, *bounds, row.share, expected))
+    columns = ("what", "of", "tokens", "r", "requests", "ms", "floor", "expected of an H100", "busy", "expected")
     report.table("A worker", columns, lines)
     return 0
 

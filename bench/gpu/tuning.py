@@ -10,12 +10,15 @@ import itertools
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 
+from fusionkv.bench.gpu import workload
+from fusionkv.bench.gpu.workload import Shape
+from fusionkv.bench.kernels.clock import Clock
 from fusionkv.kernels.gpu.tile_shapes import Tile, store, tile_for, tile_key
-from fusionkv.kernels.segments import AttentionSpec, KVSegment, QuerySpan, Rotation, Spans
 
 log = logging.getLogger(__name__)
 
@@ -31,24 +34,12 @@ def tune(head_dim: int, dtype: torch.dtype, device: torch.device) -> Tile:
     """Measures every candidate on 15% of 16k tokens in chunks of 512, with 28/4 heads, and stores the fastest."""
     from fusionkv.kernels.gpu import sparse_attention_triton
 
-    context, chunk, heads, kv_heads = 16384, 512, 28, 4
-    chosen = torch.randperm(context)[: context * 15 // 100].sort().values
-    hidden = torch.zeros(context, dtype=torch.bool).index_fill_(0, chosen, True)
-    segments = [KVSegment(i, chunk, i, shift=i, hidden=hidden[i : i + chunk]) for i in range(0, context, chunk)]
-    segments.append(KVSegment(context, len(chosen), int(chosen[0]), positions=chosen))
-    rope = Rotation(1e6 ** (-torch.arange(head_dim // 2) / (head_dim // 2)), interleaved=False)
-    pool = torch.randn(2, context + len(chosen), kv_heads, head_dim, device=device, dtype=dtype)
-    q = torch.randn(len(chosen), heads, head_dim, device=device, dtype=dtype)
-    times: dict[Tile, float] = {}
+    problem = workload.prefill(Shape("7B", 28, 4, head_dim), 16384, 512, 0.15, device, dtype)
+    given = problem.q, problem.k, problem.v, problem.spans, problem.spec
+    times, clock = dict[Tile, float](), Clock(device)
     for tile in candidates(head_dim):
-        spans = Spans([QuerySpan(0, len(chosen), chosen, tuple(segments))])
-
-        def call(tile: Tile = tile, spans: Spans = spans) -> torch.Tensor:
-            spec = AttentionSpec(rope, head_dim**-0.5)
-            return sparse_attention_triton.sparse_attention(q, pool[0], pool[1], spans, spec, tile=tile)
-
         try:
-            times[tile] = _milliseconds(call)
+            times[tile] = clock.ms(partial(sparse_attention_triton.sparse_attention, *given, tile=tile))
         except Exception as error:
             # Out of shared memory or registers; the exception's class differs between versions of Triton.
             log.info("%s does not run: %s", tile, error)
@@ -76,18 +67,6 @@ def remember(key: str, tile: Tile) -> None:
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(known, indent=1) + "\n")
         partial.replace(path)
-
-
-def _milliseconds(call: Callable[[], torch.Tensor]) -> float:
-    """Median of 5 runs, in milliseconds, after a warm-up that compiles."""
-    call()
-    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(5)]
-    for start, stop in events:
-        start.record()
-        call()
-        stop.record()
-    torch.cuda.synchronize()
-    return float(sorted(start.elapsed_time(stop) for start, stop in events)[2])
 
 
 def main() -> int:

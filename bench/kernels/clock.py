@@ -1,4 +1,4 @@
-"""Timing on a device: medians of repeated runs with a cold L2 cache, and the time budget of a run."""
+"""Timing on a device: medians of repeated runs with a cold L2 cache, and what a GPU computes in a run."""
 
 import statistics
 import time
@@ -52,15 +52,12 @@ class Clock:
         return [before.elapsed_time(after) for before, after in events]
 
 
-class Budget:
-    """The time budget of a whole run, in seconds."""
-
-    def __init__(self, seconds: float) -> None:
-        self._end = time.perf_counter() + seconds
-
-    def allows(self, seconds: float) -> bool:
-        """Whether something that takes about `seconds` ends in time."""
-        return time.perf_counter() + seconds <= self._end
+def busy_ms(run: Callable[[], object]) -> float:
+    """Milliseconds that a GPU computes and copies in a run."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    return sum(each.self_device_time_total for each in profile.key_averages()) / 1e3
 
 
 def _wall_ms(run: Callable[[], object]) -> float:

@@ -2,7 +2,8 @@
 
 A real model answers over real passages; `--model shape` and `--model shape-7b` use random weights of the shapes of
 Qwen2.5-0.5B and Qwen2.5-7B, and random tokens, instead. Chunks come from a real cache service over a unix socket, and
-the pool is emptied before every timed request, but for `resident_s`, a single run with all chunks in the pool.
+the pool is emptied before every timed request, but for `resident_s`, a single run with all chunks in the pool. On a
+GPU, the default's `busy_ms` is what it computes, by stage.
 """
 
 import argparse
@@ -15,18 +16,23 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 
 from fusionkv.bench import command
+from fusionkv.bench.kernels.clock import busy_ms
 from fusionkv.bench.services.process import running
 from fusionkv.bench.worker.passages import Passages
 from fusionkv.bench.worker.shapes import SHAPES, build
 from fusionkv.fusion_worker import models
+from fusionkv.fusion_worker.compute.jobs import AttentionScores
+from fusionkv.fusion_worker.compute.scheduler import ScheduledSlice
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.decode.sampling import SamplingParams
 from fusionkv.fusion_worker.evaluate.command import run as run_command
@@ -106,7 +112,10 @@ async def bench(
                         for row in recipes:
                             pairs[row].append(_Pair(baseline, await _ttft(servicer, prompt, *row)))
                             progress.advance(task)
-                    rows += [_row(model, prompt, _middle(pairs[r]), resident[r], chosen[r], r) for r in recipes]
+                    made = {r: _row(model, prompt, _middle(pairs[r]), resident[r], chosen[r], r) for r in recipes}
+                    if servicer.pool.kv.is_cuda and _DEFAULT in made:
+                        made[_DEFAULT]["busy_ms"] = await _busy(servicer, prompt)
+                    rows += made.values()
     return rows
 
 
@@ -172,6 +181,19 @@ async def first_token(servicer: FusionServicer, prompt: Prompt, name: str, ratio
                     raise RuntimeError(f"the cache failed: {event.degraded}")
                 return event
     raise RuntimeError("no summary")
+
+
+async def _busy(servicer: FusionServicer, prompt: Prompt) -> dict[str, float]:
+    """Milliseconds that the GPU computes for a first token of the default, in the steps that choose and in others."""
+    found, step = {"select": 0.0, "prefill": 0.0}, servicer.engine.step
+
+    def measured(slices: list[ScheduledSlice]) -> None:
+        chooses = isinstance(slices[0].job.output, AttentionScores)
+        found["select" if chooses else "prefill"] += busy_ms(partial(step, slices))
+
+    with patch.object(servicer.engine, "step", measured):
+        await _ttft(servicer, prompt, *_DEFAULT)
+    return found
 
 
 def _prompt(passages: Passages, context: int, seed: int) -> Prompt:

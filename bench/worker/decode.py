@@ -3,7 +3,7 @@
 Measures whole steps of the model over a pool of random KV, without a service. All requests share the chunks. In rows
 with `recomputed`, 15% of each chunk's keys are hidden, and each request has these tokens in a separate segment, as
 recipes lay them out: `keys_read` counts the keys of a step, as a multiple of the shared ones. On a GPU, `graph_ms` is
-the step as a CUDA graph, with the model's head.
+the step as a CUDA graph, with the model's head, and `busy_ms` what the GPU computes in it.
 """
 
 import statistics
@@ -15,6 +15,7 @@ from functools import partial
 import torch
 
 from fusionkv.bench import command
+from fusionkv.bench.kernels.clock import Clock, busy_ms
 from fusionkv.bench.worker.bench import add_model, load, show
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.compute.batch import Batch
@@ -55,13 +56,11 @@ def _batch(model: models.Model, pool: torch.Tensor, chunks: int, requests: int, 
     return Batch(ids, position.expand(requests), slots, spans, pool, model.rotations, used=[1] * requests)
 
 
-def _seconds(compute: Callable[[], object], batch: Batch) -> float:
-    if batch.pool.is_cuda:
-        torch.cuda.synchronize()
+def _seconds(compute: Callable[[], object], clock: Clock) -> float:
+    clock.synchronize()
     started = time.perf_counter()
     compute()
-    if batch.pool.is_cuda:
-        torch.cuda.synchronize()
+    clock.synchronize()
     return time.perf_counter() - started
 
 
@@ -72,7 +71,7 @@ def measure(model: models.Model, tokens: int, repeats: int) -> list[dict[str, ob
     slots = tokens + max(REQUESTS) * (tokens + 1)
     pool = KVPool.of(shape, slots * shape.token_bytes, 1, model.device)
     pool.kv.normal_()
-    graphs = StepGraphs(model, pool)
+    graphs, clock = StepGraphs(model, pool), Clock(model.device)
     rows: list[dict[str, object]] = []
     for requests in REQUESTS:
         cases = [(chunks, ratio) for chunks in CHUNKS for ratio in (0.0, RATIO) if chunks > 1 or not ratio]
@@ -82,9 +81,9 @@ def measure(model: models.Model, tokens: int, repeats: int) -> list[dict[str, ob
         for _ in range(repeats):
             for chunks, ratio in cases:
                 batch = _batch(model, pool.kv, chunks, requests, tokens, ratio)
-                seconds[chunks, ratio].append(_seconds(partial(forward, model, batch), batch))
+                seconds[chunks, ratio].append(_seconds(partial(forward, model, batch), clock))
                 if graphs.works:
-                    graph_seconds[chunks, ratio].append(_seconds(partial(graphs.compute, batch), batch))
+                    graph_seconds[chunks, ratio].append(_seconds(partial(graphs.compute, batch), clock))
         floor = statistics.median(seconds[1, 0.0])
         for (chunks, ratio), taken in seconds.items():
             found = statistics.median(taken)
@@ -101,6 +100,8 @@ def measure(model: models.Model, tokens: int, repeats: int) -> list[dict[str, ob
                 }
             )
             if graphs.works:
+                batch = _batch(model, pool.kv, chunks, requests, tokens, ratio)
+                rows[-1]["busy_ms"] = round(busy_ms(partial(graphs.compute, batch)), 2)
                 rows[-1]["graph_ms"] = round(1e3 * statistics.median(graph_seconds[chunks, ratio]), 2)
     return rows
 

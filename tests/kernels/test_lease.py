@@ -5,10 +5,14 @@ import json
 import os
 import shlex
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from fusionkv.bench.kernels.clock import busy_ms
 from tests.commands import run_python
 
 FAKE = """#!/bin/sh
@@ -78,14 +82,27 @@ def seconds(line: str) -> int:
     return int(words[2]) if words[:1] == ["part"] else 0
 
 
+def test_what_a_gpu_computes_is_the_time_of_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's profiler counts microseconds, and none for calls that only launch."""
+    events = [SimpleNamespace(self_device_time_total=us) for us in (1500.0, 0.0, 750.0)]
+    profile = nullcontext(SimpleNamespace(key_averages=lambda: events))
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: profile)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: ran.append("waited"))
+    ran: list[str] = []
+    assert busy_ms(lambda: ran.append("ran")) == 2.25
+    assert ran == ["ran", "waited"]
+
+
 def test_figures_beside_what_is_expected(tmp_path: Path) -> None:
     ttft = {"name": "deeplayer+primed", "context": 16384, "r": 0.2, "baseline_s": 0.8, "value_s": 0.1}
     ttft |= {
         "resident_s": 0.09,
         "bytes_fetched": 900_000_000,
         "stages_s": {"load": 0.03, "select": 0.02, "prefill": 0.04},
+        "busy_ms": {"select": 18.0, "prefill": 30.0},
     }
     decode = {"requests": 8, "chunks": 20, "recomputed": 0.15, "tokens": 16384, "step_ms": 29.0, "graph_ms": 11.0}
+    decode |= {"busy_ms": 8.8}
     encode = {"chunks": 24, "tokens": 12000, "encoded_tokens_per_s": 30000}
     for name, row in {"ttft": ttft, "decode": decode, "encode": encode}.items():
         (tmp_path / f"{name}.json").write_text(json.dumps([row]))
@@ -103,7 +120,11 @@ def test_figures_beside_what_is_expected(tmp_path: Path) -> None:
         ("encode", "400", "", "abc"),
     ]
     assert rows[2]["tflops_or_gbs"] == "30"
+    assert [row["share"] for row in rows] == ["", "", "", "0.9", "0.75", "", "0.8", ""]
     shown = {line.split()[0]: line.split()[-3:] for line in reversed(done.stdout.splitlines()) if "shape-7b" in line}
     assert shown["ttft"] == ["100", "56", "132"]
     assert shown["load"] == ["30", "18", "20"]
+    assert shown["choose"] == ["2.7", "0.9", "0.85"]
+    assert shown["compute"][-2:] == ["34", "0.75"]
+    assert shown["step"][-3:] == ["10.5", "0.8", "0.85"]
     assert shown["encode"][-2:] == ["400", "400"]
