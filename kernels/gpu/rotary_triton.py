@@ -11,32 +11,6 @@ _HEADS = 8
 
 
 @triton.jit
-def _turn(  # type: ignore[no-untyped-def]
-    x_ptr,
-    out_ptr,  # [rows, heads, head_dim]
-    cos_ptr,
-    sin_ptr,
-    row,
-    first,
-    heads,
-    row_stride,
-    head_stride,
-    HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    HEADS: tl.constexpr,
-):
-    """Rotates up to HEADS heads of a row, from head `first` on."""
-    h, d = first + tl.arange(0, HEADS), tl.arange(0, DIM)
-    valid = h < heads
-    at = x_ptr + row * row_stride + h * head_stride
-    x = load_turned(at, valid, cos_ptr, sin_ptr, HEAD_DIM, DIM, ROTARY_DIM, INTERLEAVED)
-    to = out_ptr + ((row * heads + h) * HEAD_DIM)[:, None] + d[None, :]
-    tl.store(to, x, mask=valid[:, None] & (d < HEAD_DIM)[None, :])
-
-
-@triton.jit
 def _rotate(  # type: ignore[no-untyped-def]
     q_ptr,  # [rows, q_heads, head_dim]
     k_ptr,  # [rows, k_heads, head_dim]
@@ -57,19 +31,19 @@ def _rotate(  # type: ignore[no-untyped-def]
     INTERLEAVED: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    cos_ptr, sin_ptr = cos_ptr + row * turn_stride, sin_ptr + row * turn_stride
-    first, key = block * HEADS, (block - tl.cdiv(q_heads, HEADS)) * HEADS
-    if key < 0:
-        _turn(
-            *(q_ptr, q_out_ptr, cos_ptr, sin_ptr, row, first, q_heads, q_row_stride, q_head_stride),
-            *(HEAD_DIM, DIM, ROTARY_DIM, INTERLEAVED, HEADS),
-        )
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS
+    before = tl.cdiv(q_heads, HEADS) * HEADS
+    if first < before:
+        x_ptr, out_ptr = q_ptr + row * q_row_stride, q_out_ptr
     else:
-        _turn(
-            *(k_ptr, k_out_ptr, cos_ptr, sin_ptr, row, key, k_heads, k_row_stride, k_head_stride),
-            *(HEAD_DIM, DIM, ROTARY_DIM, INTERLEAVED, HEADS),
-        )
+        x_ptr, out_ptr = k_ptr + row * k_row_stride, k_out_ptr
+    heads = tl.where(first < before, q_heads, k_heads)
+    stride = tl.where(first < before, q_head_stride, k_head_stride)
+    h, d = first - tl.where(first < before, 0, before) + tl.arange(0, HEADS), tl.arange(0, DIM)
+    valid, cos, sin = h < heads, cos_ptr + row * turn_stride, sin_ptr + row * turn_stride
+    x = load_turned(x_ptr + h * stride, valid, cos, sin, HEAD_DIM, DIM, ROTARY_DIM, INTERLEAVED)
+    to = out_ptr + ((row * heads + h) * HEAD_DIM)[:, None] + d[None, :]
+    tl.store(to, x, mask=valid[:, None] & (d < HEAD_DIM)[None, :])
 
 
 def rotate(

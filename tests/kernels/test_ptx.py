@@ -92,6 +92,8 @@ def test_restore(capability: int, head_dim: int) -> None:
 @pytest.mark.parametrize(("head_dim", "dtype"), [(128, BF16), (96, FP16), (256, FP32)], ids=str)
 def test_rotate(capability: int, head_dim: int, dtype: torch.dtype) -> None:
     constants = {"HEAD_DIM": head_dim, "DIM": triton.next_power_of_2(head_dim), "ROTARY_DIM": head_dim, "HEADS": 8}
+    if head_dim == 256:  # Triton compiles a number of 1 in
+        constants["k_heads"] = 1
     tile = tile_shapes.Tile(8, 8, 4, 3)
     built = compile_for(rotary_triton._rotate, capability, dtype, tile, **constants, INTERLEAVED=head_dim == 96)
     assert capability == 80 or not spilled(built)
