@@ -69,6 +69,7 @@ class StepGraphs:
     def __init__(self, model: Model, pool: KVPool) -> None:
         self._model, self._pool = model, pool
         self.works = model.device.type == "cuda" and model.ranks.count == 1 and has_triton()
+        self._failed: set[str] = set()  # what can't be captured
         self._capture: Callable[[Callable[[], _Outputs]], tuple[Replayed, _Outputs]] = _capture
         self._captured: dict[tuple[Hashable, ...], _Captured] = {}
 
@@ -77,6 +78,7 @@ class StepGraphs:
         outputs, batch = [one.job.output for one in step.slices], step.batch
         return (
             self.works
+            and "decoding" not in self._failed
             and len(batch.ids) == len(batch.spans) == len(batch.slots) <= _MOST_ROWS
             and all(isinstance(each, NextToken) and not (each.logits or each.votes) for each in outputs)
             and all(one.last for one in step.slices)
@@ -87,6 +89,7 @@ class StepGraphs:
         batch = step.batch
         return (
             self.works
+            and "choosing" not in self._failed
             and len(step.slices) == len(batch.spans) == len(batch.probes) == 1
             and isinstance(step.slices[0].job.output, AttentionScores)
             and len(batch.ids) == len(batch.slots) <= _MOST_SCORED_ROWS
@@ -95,21 +98,21 @@ class StepGraphs:
 
     def predict(self, step: Step) -> Predicted | None:
         """Computes a step that decodes; None if it can't be captured."""
-        return self._tried(self.compute, step.batch)
+        return self._tried("decoding", self.compute, step.batch)
 
     def score(self, step: Step) -> bool:
         """Computes the scores of a step that chooses; False if it can't be captured."""
-        found = self._tried(self.attention, step.batch)
+        found = self._tried("choosing", self.attention, step.batch)
         if found is not None:
             step.batch.probes[0].scores.copy_(found)
         return found is not None
 
-    def _tried(self, compute: Callable[[Batch], _T], batch: Batch) -> _T | None:
+    def _tried(self, what: str, compute: Callable[[Batch], _T], batch: Batch) -> _T | None:
         try:
             return compute(batch)
         except RuntimeError as error:
-            self.works = False
-            log.warning("steps are not captured as CUDA graphs: %s", first_line(error))
+            self._failed.add(what)
+            log.warning("steps of %s are not captured as CUDA graphs: %s", what, first_line(error))
             return None
 
     @torch.inference_mode()

@@ -184,10 +184,12 @@ def test_a_model_that_cannot_be_captured(caplog: pytest.LogCaptureFixture) -> No
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     graphs.compute = graphs.attention = fails  # type: ignore[method-assign]
-    assert graphs.predict(step(model, pool, *three(60, 3, 1))) is None
-    assert not graphs.score(step(model, pool, question(60, 3, 5)))
-    assert "not captured as CUDA graphs: operation not permitted when stream is capturing" in caplog.text
-    assert not graphs.works
+    chooses, decodes = step(model, pool, question(60, 3, 5)), step(model, pool, *three(60, 3, 1))
+    assert not graphs.score(chooses)
+    assert "of choosing are not captured as CUDA graphs: operation not permitted when stream is" in caplog.text
+    assert (graphs.chooses(chooses), graphs.decodes(decodes)) == (False, True)
+    assert graphs.predict(decodes) is None
+    assert not graphs.decodes(decodes)
 
 
 def test_the_graph_that_was_used_last_stays(monkeypatch: pytest.MonkeyPatch) -> None:
