@@ -24,7 +24,9 @@ def install(attention: Any, ours: Rotate, embeddings: Any) -> None:
     if not isinstance(own, FunctionType) or _NAME not in own.__code__.co_names or "forward" in vars(attention):
         return
     if _same(own.__globals__[_NAME], ours, attention.head_dim, *embeddings):
-        forward = FunctionType(own.__code__, {**own.__globals__, _NAME: ours}, own.__name__, own.__defaults__)
+        globals_ = {**own.__globals__, _NAME: ours}
+        forward = FunctionType(own.__code__, globals_, own.__name__, own.__defaults__, own.__closure__)
+        forward.__kwdefaults__ = own.__kwdefaults__
         attention.forward = MethodType(forward, attention)
 
 

@@ -39,7 +39,7 @@ class Default:
 
 
 # Of the recipes that need nothing learned, the nearest to full attention at 0.2 on the few questions that SmolLM2 and
-# Qwen2.5-Coder-0.5B were asked; not measured on other models (docs/journal/encoding.md).
+# Qwen2.5-Coder-0.5B were asked (docs/journal/encoding.md); docs/quality.md has what four models keep.
 PRIMED = Choice("deeplayer+primed", 0.2)
 UNMEASURED = Default(PRIMED, "`fusionkv check` recommends nothing else for this model")
 
