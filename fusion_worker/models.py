@@ -22,12 +22,22 @@ from fusionkv.protos.fusion.v1.fusion_pb2 import Capabilities, GetModelResponse
 from fusionkv.protos.runtime.errors import FailedPrecondition, first_line, printable
 
 log = logging.getLogger(__name__)
-FAMILIES = (
-    *("deepseek_v2", "gemma3_text", "glm4", "gpt_oss", "llama", "mistral", "mixtral", "phi3"),
-    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"),
-)
-# Whose RoPE pairs neighbouring channels, instead of the two halves.
-_INTERLEAVED = ("deepseek_v2", "glm4")
+# model_type -> whether RoPE pairs neighbouring channels (GLM) instead of the two halves (Llama).
+FAMILIES = {
+    "deepseek_v2": True,
+    "gemma3_text": False,
+    "glm4": True,
+    "gpt_oss": False,
+    "llama": False,
+    "mistral": False,
+    "mixtral": False,
+    "phi3": False,
+    "qwen2": False,
+    "qwen2_moe": False,
+    "qwen3": False,
+    "qwen3_moe": False,
+    "smollm3": False,
+}
 # Rotations that depend only on the position; those of `dynamic` and `longrope` also depend on the prompt's length.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -458,7 +468,7 @@ def wrap(
 
 def _rotations(network: Any) -> tuple[Rotation, ...]:
     config, rotary = network.config, network.model.rotary_emb
-    interleaved = config.model_type in _INTERLEAVED
+    interleaved = FAMILIES[config.model_type]
     if hasattr(rotary, "inv_freq"):
         turning, still = (Rotation(rotary.inv_freq * factor, interleaved) for factor in (1, 0))
         # Layers without RoPE, as in SmolLM3, don't rotate.
@@ -485,11 +495,16 @@ def _numbered(tokenizer: Tokenizer, name: str) -> tuple[int, ...]:
 
 
 def check_supported(config: Any) -> None:
-    """Checks that the engine supports a configuration of one of `FAMILIES`.
+    """Checks that the engine supports a model configuration.
 
-    Raises FailedPrecondition if the RoPE depends on the prompt's length, attention is not causal, or logits are
-    soft-capped.
+    Raises:
+        FailedPrecondition: the family is unknown, the RoPE depends on the prompt's length, attention is not causal,
+            or logits are soft-capped.
     """
+    family = config.model_type
+    if family not in FAMILIES:
+        supported = ", ".join(sorted(FAMILIES))
+        raise FailedPrecondition(f"model family {family!r} is not supported; supported families: {supported}")
     rope = getattr(config, "rope_parameters", None) or {}
     # One for all layers, or one for each layer type.
     ropes = [rope[kind] for kind in rope if kind.endswith("_attention")] or [rope]

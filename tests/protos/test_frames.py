@@ -91,6 +91,18 @@ def test_cuts_do_not_count(seed: int) -> None:
         assert running.digest() == checksum(data[:end])
 
 
+def test_every_bit_counts() -> None:
+    data = bytearray(random.Random(1).randbytes(2 * PIECE_BYTES + 100))
+    whole = checksum(data)
+    for at in (0, PIECE_BYTES - 1, PIECE_BYTES, 2 * PIECE_BYTES, len(data) - 1):
+        for bit in range(8):
+            data[at] ^= 1 << bit
+            assert checksum(data) != whole
+            data[at] ^= 1 << bit
+    data[:PIECE_BYTES], data[PIECE_BYTES : 2 * PIECE_BYTES] = data[PIECE_BYTES : 2 * PIECE_BYTES], data[:PIECE_BYTES]
+    assert checksum(data) != whole, "pieces that changed places"
+
+
 @pytest.mark.parametrize(
     ("sizes", "room", "fits"), [((3, 0, 4), 7, True), ((), 0, True), ((3,), 4, False), ((3, 2), 4, False)]
 )

@@ -23,7 +23,13 @@ class Estimate:
 
 
 def wilson(right: int, n: int) -> Estimate:
-    """A proportion with Wilson's interval (1927), which is within 0..1 and not empty at 0 or n."""
+    """A proportion with Wilson's interval (1927), which is within 0..1 and not empty at 0 or n.
+
+    Raises:
+        ValueError: n is 0, or `right` is not within 0..n.
+    """
+    if not 0 <= right <= n or n == 0:
+        raise ValueError(f"{right} of {n} is not a proportion")
     share, z2 = right / n, _Z * _Z
     centre = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = _Z * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n)) / (1 + z2 / n)
@@ -32,7 +38,13 @@ def wilson(right: int, n: int) -> Estimate:
 
 
 def mean(values: Sequence[float]) -> Estimate:
-    """The mean, with Wilson's interval if all values are 0 or 1, otherwise with a bootstrap interval."""
+    """The mean, with Wilson's interval if all values are 0 or 1, otherwise with a bootstrap interval.
+
+    Raises:
+        ValueError: no values.
+    """
+    if not values:
+        raise ValueError("no values")
     if all(v in (0.0, 1.0) for v in values):
         return wilson(round(sum(values)), len(values))
     return average(values)
@@ -49,8 +61,14 @@ def difference(values: Sequence[float], others: Sequence[float]) -> Estimate:
 
 
 def quantile(values: Sequence[float], q: float) -> Estimate:
-    """The q-quantile, interpolated between samples, with its percentile interval over the draws of `bootstrap`."""
+    """The q-quantile, interpolated between samples, with its percentile interval over the draws of `bootstrap`.
+
+    Raises:
+        ValueError: no values.
+    """
     n = len(values)
+    if n == 0:
+        raise ValueError("no values")
     data = np.sort(np.array(values, dtype=np.float64))
     order = np.argsort(values, kind="stable")
     # How many values of each draw are at or below each one.
@@ -71,9 +89,14 @@ def bootstrap(
         columns: values of the same samples. Resampling depends only on their number, so all statistics over the same
             samples are resampled alike.
         level: confidence level.
+
+    Raises:
+        ValueError: no values, or columns of different lengths.
     """
+    n = len(columns[0])
+    if n == 0 or any(len(c) != n for c in columns):
+        raise ValueError(f"columns of {[len(c) for c in columns]} values can't be resampled together")
     data = np.array(columns, dtype=np.float64)
-    n = data.shape[1]
     score = float(statistic(data.mean(1)))
     resampled = statistic(data @ _weights(n))
     known = resampled[np.isfinite(resampled)]

@@ -148,6 +148,12 @@ def test_wilson(right: int, n: int, low: float, high: float) -> None:
     assert (found.low, found.high) == pytest.approx((low, high), abs=5e-5)
 
 
+def test_what_is_no_proportion_is_refused() -> None:
+    for right, n in ((0, 0), (3, 2), (-1, 2)):
+        with pytest.raises(ValueError, match="not a proportion"):
+            statistics.wilson(right, n)
+
+
 def test_a_mean_takes_the_interval_that_fits() -> None:
     assert statistics.mean([1.0, 0.0, 1.0, 1.0]) == statistics.wilson(3, 4)
     values = np.random.default_rng(1).normal(3.0, 2.0, 400).tolist()
@@ -168,6 +174,8 @@ def test_quantiles_are_interpolated_and_resampled_as_means_are() -> None:
         assert (found.low, found.high) == pytest.approx(tuple(np.quantile(drawn, (0.025, 0.975))))
         assert found.n == 6
     assert statistics.quantile([0.7], 0.9) == statistics.Estimate(0.7, 0.7, 0.7, 1)
+    with pytest.raises(ValueError, match="no values"):
+        statistics.quantile([], 0.5)
 
 
 def test_pairs_are_resampled_together() -> None:
@@ -190,3 +198,5 @@ def test_a_difference_that_is_none_has_zero_inside() -> None:
 def test_a_statistic_without_a_value_has_no_interval() -> None:
     found = statistics.bootstrap(lambda means: means[0] / np.where(means[1] > 0, 1.0, np.nan), [1.0], [0.0])
     assert all(map(math.isnan, (found.score, found.low, found.high)))
+    with pytest.raises(ValueError, match="can't be resampled"):
+        statistics.difference([1.0], [1.0, 2.0])
