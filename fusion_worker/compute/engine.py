@@ -76,7 +76,8 @@ class Engine:
         self._pool = pool
         self.tp = tp or TPGroup()
         self.tp.own[:] = owned(pool, model)
-        self.tp.step(partial(install, model))
+        with torch.cuda.device_of(pool.kv):  # where Triton launches kernels; each thread has its own
+            self.tp.step(partial(install, model))
         self._graphs = StepGraphs(model, pool)
         self._scheduler = Scheduler(config.max_step_tokens, config.max_mixed_tokens, config.deterministic)
         self.streaming = self._scheduler.streaming
@@ -107,7 +108,7 @@ class Engine:
         self._thread.join()
 
     def _loop(self) -> None:
-        with torch.cuda.device_of(self._pool.kv):  # where Triton launches kernels; each thread has its own
+        with torch.cuda.device_of(self._pool.kv):
             while (slices := self._scheduler.take()) is not None:
                 if slices:
                     self._compute(slices)

@@ -8,6 +8,7 @@ a slot that nobody reads. Kernels of other steps, and of models that can't be ca
 import functools
 import logging
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -205,19 +206,27 @@ def _grid(model: Model) -> tuple[int, int, int, int]:
 
 def _capture(run: Callable[[], _Outputs]) -> tuple[Replayed, _Outputs]:
     """Captures a call's launches. Calls it once before: the first call compiles kernels and allocates."""
-    stream = torch.cuda.Stream()
+    stream, memory = _beside()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    # Other threads may copy and allocate meanwhile.
-    with torch.cuda.graph(graph, _memory(), stream, capture_error_mode="thread_local"):
-        outputs = run()
+    try:
+        # Where a capture's end fails, torch's context stays on the stream, which the outer one leaves. Other threads
+        # may copy and allocate meanwhile.
+        captured = torch.cuda.graph(graph, memory, stream, capture_error_mode="thread_local")
+        with torch.cuda.stream(stream), captured:
+            outputs = run()
+    except RuntimeError:
+        # Otherwise torch's allocator believes that the capture goes on, and reuses no memory of several streams.
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(stream.device_index, memory)
+        raise
     return graph, outputs
 
 
 @functools.cache
-def _memory() -> Any:
-    """Of what graphs compute in between; they run one after another."""
-    return torch.cuda.graph_pool_handle()
+def _beside() -> tuple[torch.cuda.Stream, Any]:
+    """The stream of captures, and the memory of what graphs compute in between; they run one after another."""
+    return torch.cuda.Stream(), torch.cuda.graph_pool_handle()

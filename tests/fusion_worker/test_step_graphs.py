@@ -192,6 +192,17 @@ def test_a_model_that_cannot_be_captured(caplog: pytest.LogCaptureFixture) -> No
     assert not graphs.decodes(decodes)
 
 
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+def test_what_a_failed_capture_leaves_behind() -> None:
+    numbers, stream = torch.ones(4, device=DEVICE), torch.cuda.current_stream()
+    with pytest.raises(RuntimeError):
+        step_graphs._capture(lambda: (numbers * numbers.sum().item(),))
+    assert torch.cuda.current_stream() == stream
+    graph, (out,) = step_graphs._capture(lambda: (numbers + 1,))
+    graph.replay()
+    assert out.tolist() == [2.0] * 4
+
+
 def test_the_graph_that_was_used_last_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(step_graphs, "_MOST_GRAPHS", 2)
