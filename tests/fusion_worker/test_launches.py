@@ -35,6 +35,7 @@ CHUNK = 20
 GREEDY = NextToken(Sampler(SamplingParams(8)))
 # Launches of a model of three layers. A GPU takes 18.7 us for each; raise a number only for what is worth that.
 DECODE, CHOOSE, PREFILL = 60, 68, 88
+GEMMA_DECODE = 79
 
 
 class Counting(TorchDispatchMode):
@@ -87,7 +88,12 @@ def rotate(rotation: Rotation, *given: torch.Tensor) -> tuple[torch.Tensor, torc
 
 @pytest.fixture(scope="module")
 def model() -> models.Model:
-    made = models.wrap("llama", copy.deepcopy(network("llama")), byte_tokenizer(), bytes(32), 2048)
+    return placed("llama")
+
+
+def placed(family: str) -> models.Model:
+    """A model on META."""
+    made = models.wrap(family, copy.deepcopy(network(family)), byte_tokenizer(), bytes(32), 2048)
     install(made)
     decoder, positions = made.network.model, torch.tensor([[0, 1, 100]])
     for layer, rotation in zip(decoder.layers, made.rotations, strict=True):
@@ -129,6 +135,12 @@ def test_decoding(model: models.Model, counting: Counting, chunks: int, requests
     run(model, counting, [job(chunks, 1, GREEDY, own)] * requests, predicts=True)
     assert counting.copies <= 2, "of the rows, and of the tables"
     assert counting.launches.total() <= DECODE, counting.launches
+
+
+def test_decoding_with_other_norms(counting: Counting) -> None:
+    """Gemma's 19, and the factor of its embeddings."""
+    run(placed("gemma3"), counting, [job(1, 1, GREEDY, 1)], predicts=True)
+    assert counting.launches.total() <= GEMMA_DECODE, counting.launches
 
 
 def test_choosing(model: models.Model, counting: Counting) -> None:
