@@ -25,26 +25,10 @@ class PackedLinear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dtype = compute_dtype(x.dtype)
-        # The packed product has no gradient.
-        if x.requires_grad or (dtype != x.dtype and x.shape[:-1].numel() >= _UNPACKED_ROWS):
-            bias = None if self.bias is None else self.bias.to(dtype)
-            product: torch.Tensor = _Unpacked.apply(x.to(dtype), self.packed, bias)
-            return product.to(x.dtype)
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-
-
-class _Unpacked(torch.autograd.Function):
-    """The product with unpacked weights, which are unpacked again for the gradient rather than kept until then."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.packed = packed
-        return torch.nn.functional.linear(x, packed.to_dense(x.dtype), bias)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (gradient,) = gradients
-        return gradient @ ctx.packed.to_dense(gradient.dtype), None, None
+        if dtype == x.dtype or x.shape[:-1].numel() < _UNPACKED_ROWS:
+            return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return torch.nn.functional.linear(x.to(dtype), self.packed.to_dense(dtype), bias).to(x.dtype)
 
 
 def pack(network: torch.nn.Module) -> None:
