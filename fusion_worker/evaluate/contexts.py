@@ -1,10 +1,8 @@
-"""Contexts in the pool: each chunk once per encoding, shared by all recipes and ratios; their KV's deviation."""
+"""Contexts in the pool: each chunk once per encoding, shared by all recipes and ratios."""
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-
-import torch
 
 from fusionkv.fusion_worker.evaluate.data.neighbours import Neighbours
 from fusionkv.fusion_worker.evaluate.data.samples import Library
@@ -13,14 +11,11 @@ from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.load.lookup import RESTORED
 from fusionkv.fusion_worker.load.primer import choose
 from fusionkv.fusion_worker.pool.chunks import PooledChunk
-from fusionkv.fusion_worker.pool.slots import slots_of
 from fusionkv.fusion_worker.prompt import Chunk, ChunkSource, LoadedChunk, Primer, Prompt, PromptLayout
-from fusionkv.kernels.segments import Rotation
 from fusionkv.protos.contract.recipes import Isolated, Primed, Recipe, SimilarityGuided
 
 # Passages of a library that its primer is made of.
 _SAMPLE = 8
-_MAX_DEVIATIONS = 1024
 # Encodings that an evaluation compares: those of `recipes.Encode` that do not depend on earlier chunks.
 Encoding = Isolated | Primed | SimilarityGuided
 
@@ -161,50 +156,3 @@ def _after(loader: Loader, prompt: Prompt) -> list[ChunkSource]:
     alone = [ChunkSource.isolated(prompt, i, namespace) for i in range(len(prompt.chunks))]
     last = _stored(loader, ChunkSource.after_neighbours(prompt, namespace))
     return [*(source for source in alone if len(source.chunk)), last]
-
-
-class Deviations:
-    """How far reused KV is from full attention's, for all questions about a context and recipes of an encoding."""
-
-    def __init__(self, kv: torch.Tensor, rotations: Sequence[Rotation]) -> None:
-        """kv: the pool, [layers, tensors, slots, kv_heads, head_dim]."""
-        self._kv, self._rotations = kv, rotations
-        self._known: dict[tuple[tuple[bytes, int], ...], dict[str, float]] = {}
-
-    def of(self, reused: PromptLayout, full: torch.Tensor) -> dict[str, float]:
-        """As `_deviation`, computed once for a context and an encoding."""
-        parts = tuple((part.source.key, part.source.position) for part in reused.parts)
-        if parts not in self._known:
-            if len(self._known) >= _MAX_DEVIATIONS:
-                self._known.clear()
-            self._known[parts] = _deviation(self._kv, self._rotations, reused, full)
-        return self._known[parts]
-
-
-def _deviation(
-    kv: torch.Tensor, rotations: Sequence[Rotation], reused: PromptLayout, full: torch.Tensor
-) -> dict[str, float]:
-    """Relative L2 error of the reused chunks' keys and values, by layer: |reused - full| / |full| over all chunks.
-
-    kv: the pool, [layers, tensors, slots, kv_heads, head_dim]. full: int64, slots of full attention's KV of the same
-    prompt, in prompt order, with keys at their positions.
-    """
-    away = torch.zeros(len(kv), dtype=torch.float64)
-    size = torch.zeros(len(kv), dtype=torch.float64)
-    for part in reused.parts:
-        if part.source.is_system:
-            continue
-        start = part.source.position
-        there = _take(kv, full[start : start + len(part.source.chunk)])
-        here = _take(kv, slots_of(part.pooled.runs)[: len(part.source.chunk)])
-        for layer, rotation in zip(here, rotations, strict=True):
-            # Rotates keys from their base to their position in the prompt.
-            layer[0] = rotation.turn(layer[0], part.source.position - part.pooled.base)
-        away += (here - there).square().sum((1, 2, 3, 4)).cpu()
-        size += there.square().sum((1, 2, 3, 4)).cpu()
-    relative = (away / size).sqrt().tolist()
-    return {f"kv_deviation_layer_{layer}": value for layer, value in enumerate(relative)}
-
-
-def _take(kv: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    return kv[:, :, slots.to(kv.device)].float()

@@ -115,7 +115,7 @@ def _evaluate(args: argparse.Namespace, console: Console) -> int:
     by = {task.name: judged(task) for task, _ in plan}
     lines = ",\n".join(json.dumps(asdict(row)) for row in figures)
     (args.out / "report.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-    (args.out / "report.html").write_text(report.page(figures, by, tables), encoding="utf-8")
+    (args.out / "report.html").write_text(report.page(figures, by), encoding="utf-8")
     if args.json:
         written = {kind: str(args.out / f"report.{kind}") for kind in ("json", "html")}
         no_test = [{"model": row.model, "task": row.task} for row in untested(figures)]

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -51,7 +50,6 @@ class Answer:
     seconds: dict[str, float] = field(default_factory=dict)
     first: np.ndarray | None = None
     given: Given | None = None
-    picture: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +230,7 @@ def together(answers: Sequence[Answer]) -> Measured:
     for answer in answers:
         for name, value in answer.seconds.items():
             seconds.setdefault(name, []).append(value)
-    return Measured(values, seconds, answers[0].picture)
+    return Measured(values, seconds)
 
 
 def compared(given: Given, logits: np.ndarray) -> dict[str, float]:

@@ -33,11 +33,6 @@ class Part:
     def timed(self) -> bool:
         return self.block.start % _TIMED == 0
 
-    @property
-    def picture(self) -> bool:
-        """Whether to keep the chosen tokens of the first sample, to draw them."""
-        return self.block.start == 0
-
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -155,7 +150,7 @@ class _Bench:
         return cls._current
 
     def measure(self, part: Part) -> list[Measured]:
-        measuring = self._runner.measure(part.block, part.cells, part.timed, part.picture)
+        measuring = self._runner.measure(part.block, part.cells, part.timed)
         return self._loop.run_until_complete(measuring)
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.planner import Planner
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.evaluate.contexts import Deviations, Encoding, encodings, hold
+from fusionkv.fusion_worker.evaluate.contexts import Encoding, encodings, hold
 from fusionkv.fusion_worker.evaluate.data.neighbours import Neighbours
 from fusionkv.fusion_worker.evaluate.data.prompts import Prompter
 from fusionkv.fusion_worker.evaluate.data.samples import Block, Sample, Task
@@ -43,7 +43,7 @@ class Runner:
         self._loader = Loader(config, model, self._pool, self._engine, None)
         self._auxiliary = Auxiliary(config, model, auxiliary, None) if auxiliary is not None else None
         planner, examiner = Planner(model, self._engine, self._auxiliary), Examiner(model, self._pool, self._engine)
-        self._tools = Tools(model, self._loader, planner, examiner, Deviations(self._pool.kv, model.rotations))
+        self._tools = Tools(model, self._loader, planner, examiner)
         self._prompter = Prompter(model, chunk_tokens)
         self._neighbours = Neighbours(model.max_tokens, self._prompter)
         self._restored: dict[bytes, PooledChunk] = {}
@@ -54,12 +54,11 @@ class Runner:
         await self._loader.close()
         self._engine.close()
 
-    async def measure(self, block: Block, cells: Sequence[Cell], timed: bool, picture: bool) -> list[Measured]:
+    async def measure(self, block: Block, cells: Sequence[Cell], timed: bool) -> list[Measured]:
         """Measures cells over a block's samples. Returns the results in the order of `cells`.
 
         Args:
             timed: whether the first sample runs alone, one cell after another, and is timed; others run concurrently.
-            picture: whether to keep the chosen tokens of the first sample, if it is timed.
 
         Raises:
             ResourceExhausted: a group of samples does not fit the pool.
@@ -75,7 +74,7 @@ class Runner:
 
         async def one(group: list[Asked], alone: bool) -> list[list[Answer]]:
             async with slots:
-                return await self._group(group, cells, alone, picture)
+                return await self._group(group, cells, alone)
 
         # A timed sample runs without concurrent ones.
         first = [await one(groups.pop(0), True)] if timed else []
@@ -117,14 +116,12 @@ class Runner:
         sizes = (self._pool.free.needed(len(chunk)) for chunk in self._neighbours.among(task.library, ()).chunks)
         return primers + sum(sorted(sizes)[-count:])
 
-    async def _group(
-        self, group: Sequence[Asked], cells: Sequence[Cell], alone: bool, picture: bool
-    ) -> list[list[Answer]]:
+    async def _group(self, group: Sequence[Asked], cells: Sequence[Cell], alone: bool) -> list[list[Answer]]:
         prompts = [asked.prompt for asked in group]
         library = group[0].task.library
         ways = encodings(cells)
         about = (self._loader, self._neighbours, library, prompts, ways, self._restored)
         async with hold(*about) as contexts:
             trials = [Trial(self._tools, asked, cells, contexts) for asked in group]
-            first = [await trials.pop(0).timed(picture)] if alone else []
+            first = [await trials.pop(0).timed()] if alone else []
             return [*first, *await asyncio.gather(*(trial.untimed() for trial in trials))]

@@ -6,24 +6,19 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from fusionkv.fusion_worker.compute.planner import Planner, Scored
 from fusionkv.fusion_worker.evaluate import metrics
-from fusionkv.fusion_worker.evaluate.contexts import Contexts, Deviations, encoded_tokens, encoding, whole
+from fusionkv.fusion_worker.evaluate.contexts import Contexts, encoded_tokens, encoding, whole
 from fusionkv.fusion_worker.evaluate.examiner import Answer, Asked, Examiner, Given, clock
 from fusionkv.fusion_worker.evaluate.report.cells import NO_CONTEXT, Cell
 from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.models import Model
-from fusionkv.fusion_worker.pool.slots import slots_of
 from fusionkv.fusion_worker.prompt import PromptLayout
-from fusionkv.fusion_worker.quality import explain
 from fusionkv.fusion_worker.select.base import budget
 from fusionkv.protos.contract.recipes import RECIPES, Recipe
 from fusionkv.protos.contract.selectors import Selector
 
 _Scorings = dict[tuple[Any, Selector | None], Scored]
-_ByCell = dict[Cell, dict[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +29,6 @@ class Tools:
     loader: Loader
     planner: Planner
     examiner: Examiner
-    deviations: Deviations
 
 
 class Trial:
@@ -45,28 +39,24 @@ class Trial:
         self._cells = cells
         self._others = [cell for cell in cells if not cell.recipe.lossless]
 
-    async def timed(self, picture: bool) -> list[Answer]:
-        """Answers in one cell after another, with times and the same steps as in a worker.
-
-        picture: whether to keep the tokens of every chunk, the chosen ones, and scores as ranks from 0 to 1, for
-        drawing (FusionRAG, fig. 8).
-        """
-        full, away = await self._plain()
-        answers = {cell: await self._answer(cell, full.given, timed=True, picture=picture) for cell in self._others}
-        return await self._compared(full, answers, away)
+    async def timed(self) -> list[Answer]:
+        """Answers in one cell after another, with times and the same steps as in a worker."""
+        full = await self._plain()
+        answers = {cell: await self._answer(cell, full.given, timed=True) for cell in self._others}
+        return await self._compared(full, answers)
 
     async def untimed(self) -> list[Answer]:
         """Answers in all cells at once: recipes share encodings, scores and full attention's context."""
-        full, away = await self._full_attention()
+        full = await self._full_attention()
         scored = await self._scored(dict.fromkeys(cell.recipe for cell in self._others))
         known = [scored.get((cell.recipe.encode, cell.recipe.select)) for cell in self._others]
         answering = (self._answer(cell, full.given, one) for cell, one in zip(self._others, known, strict=True))
         answers = dict(zip(self._others, await asyncio.gather(*answering), strict=True))
         for answer in (full, *answers.values()):
             answer.seconds = {}
-        return await self._compared(full, answers, away)
+        return await self._compared(full, answers)
 
-    async def _compared(self, full: Answer, others: dict[Cell, Answer], away: _ByCell) -> list[Answer]:
+    async def _compared(self, full: Answer, others: dict[Cell, Answer]) -> list[Answer]:
         """The answers in the order of the cells; lossless recipes have full attention's."""
         if self._asked.task.metrics:
             full.values["chunks_left_out"] = self._asked.left_out
@@ -80,42 +70,28 @@ class Trial:
             tokens = 0 if cell.recipe.lossless else encoded_tokens(self._prompt, encoding(cell.recipe))
             per_chunk = tokens / len(self._prompt.chunks)
             answer.values |= {"encoded_tokens": tokens, "encoded_tokens_per_chunk": per_chunk}
-            answer.values |= away.get(cell, {})
         if NO_CONTEXT in self._cells:
             answers[NO_CONTEXT] = await self._without_context(full.given)
         for answer in answers.values():
             answer.first = answer.given = None  # logits
         return [answers[cell] for cell in self._cells]
 
-    async def _plain(self) -> tuple[Answer, _ByCell]:
+    async def _plain(self) -> Answer:
         """As `_full_attention`, but with every token a row, as in a worker."""
         answer = Answer()
         async with self._tools.loader.plain(self._prompt.tokens + self._asked.answer_tokens) as layout:
             plan = self._tools.planner.plain(layout, self._prompt)
             await self._tools.examiner.answer(self._asked, plan, answer)
-            return answer, await self._away(slots_of(layout.fresh))
+        return answer
 
-    async def _full_attention(self) -> tuple[Answer, _ByCell]:
-        """Full attention's answer, and the KV deviation of cells that recompute nothing.
-
-        The context's KV is computed once for all questions about it.
-        """
+    async def _full_attention(self) -> Answer:
+        """Full attention's answer. The context's KV is computed once for all questions about it."""
         one, answer = whole(self._prompt), Answer()
         async with self._contexts.placed(self._prompt, None, len(one.question) + self._asked.answer_tokens) as layout:
             plan = await self._tools.planner.fuse(layout, one, RECIPES["full_reuse"], 0.0)
             await self._tools.examiner.answer(self._asked, plan, answer, timed=False)
-            answer.values |= {"recomputed": one.context_tokens, "stored": 0}
-            slots = [slots_of(part.pooled.runs)[: len(part.source.chunk)] for part in layout.parts]
-            return answer, await self._away(torch.cat(slots))
-
-    async def _away(self, full: torch.Tensor) -> _ByCell:
-        """The KV deviation of cells that recompute nothing. full: slots of full attention's KV."""
-        away = {}
-        for cell in self._others:
-            if cell.ratio == 0:
-                async with self._contexts.placed(self._prompt, encoding(cell.recipe), 0) as reused:
-                    away[cell] = self._tools.deviations.of(reused, full)
-        return away
+        answer.values |= {"recomputed": one.context_tokens, "stored": 0}
+        return answer
 
     async def _without_context(self, given: Given | None) -> Answer:
         """Answers the question without its context; returns only the scores of its text."""
@@ -128,12 +104,7 @@ class Trial:
         return Answer({name: answer.values[name] for name in names})
 
     async def _answer(
-        self,
-        cell: Cell,
-        given: Given | None,
-        scored: Scored | None = None,
-        timed: bool = False,
-        picture: bool = False,
+        self, cell: Cell, given: Given | None, scored: Scored | None = None, timed: bool = False
     ) -> Answer:
         """Answers in a cell. scored: what its selector found, if that is known."""
         answer = Answer()
@@ -142,18 +113,6 @@ class Trial:
             with clock(answer, "select"):
                 plan = await self._tools.planner.fuse(layout, self._prompt, cell.recipe, cell.ratio, scored)
             await self._tools.examiner.answer(self._asked, plan, answer, given, keep, timed)
-        if picture:
-            chosen = zip(self._prompt.chunks, explain.chosen(self._prompt, plan), strict=True)
-            chunks = [
-                {
-                    "tokens": explain.texts(self._tools.model.tokenizer, chunk.ids),
-                    "chosen": marks,
-                    "scores": scores or [0.0] * len(chunk),
-                }
-                for chunk, (marks, scores) in chosen
-            ]
-            sample = self._asked.sample
-            answer.picture = {"question": sample.question.strip(), "answers": [*sample.answers], "chunks": chunks}
         return answer
 
     async def _scored(self, recipes: Iterable[Recipe]) -> _Scorings:

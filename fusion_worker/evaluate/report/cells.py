@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from fusionkv.fusion_worker.evaluate.data.samples import Block
 from fusionkv.protos.contract.recipes import Recipe
@@ -55,12 +54,10 @@ class Measured:
     Attributes:
         values: by metric, one number per sample.
         seconds: of selection and prefill, for timed samples.
-        picture: the chosen tokens of the block's first sample, if requested.
     """
 
     values: Mapping[str, Sequence[float]]
     seconds: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    picture: Mapping[str, Any] | None = None
 
 
 # The question without passages, which shows how much answers depend on the context.
@@ -126,7 +123,7 @@ class Store:
 def _read(line: str) -> tuple[Key, Measured] | None:
     try:
         record = json.loads(line)
-        return tuple(record["key"]), Measured(record["values"], record["seconds"], record["picture"])
+        return tuple(record["key"]), Measured(record["values"], record["seconds"])
     except (json.JSONDecodeError, KeyError, TypeError):
         return None
 
@@ -150,7 +147,7 @@ def table(
             values = _joined([p.values for p in parts])
             # Lines of an earlier version may lack a metric, which then is dropped: its mean would have fewer samples.
             known = {name: values[name] for name in values if all(name in p.values for p in parts)}
-            yield cell, Measured(known, _joined([p.seconds for p in parts]), parts[0].picture)
+            yield cell, Measured(known, _joined([p.seconds for p in parts]))
 
 
 def _joined(parts: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:

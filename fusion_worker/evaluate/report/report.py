@@ -1,4 +1,4 @@
-"""The report: a self-contained HTML page with charts, tables and chosen tokens."""
+"""The report: a self-contained HTML page with charts and tables."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
@@ -7,15 +7,14 @@ from typing import Any
 from jinja2 import Environment
 from rich.table import Table
 
-from fusionkv.fusion_worker.evaluate.data.samples import Task
 from fusionkv.fusion_worker.evaluate.metrics import SCORES
 from fusionkv.fusion_worker.evaluate.report import charts
-from fusionkv.fusion_worker.evaluate.report.cells import NO_CONTEXT, Cell, Measured
+from fusionkv.fusion_worker.evaluate.report.cells import NO_CONTEXT
 from fusionkv.fusion_worker.evaluate.report.rows import Row, untested
 
 # Right answers of full attention from which a recipe is advised.
 _LEAST = 12
-# The ratio of the first table and of the pictures, or the measured one closest to it.
+# The ratio of the first table, or the measured one closest to it.
 _RATIO = 0.15
 _COSTS = (
     *("encoded_tokens_per_chunk", "stored_tokens", "recomputed_tokens"),
@@ -40,7 +39,6 @@ _ANSWERS = (
     *(name for name in _COLUMNS if name not in SCORES),
     *("answer_kl_back", "answer_agreement", "gold_nll", "gold_nll_back"),
 )
-Found = Sequence[tuple[str, Task, Mapping[Cell, Measured]]]
 
 
 class Figures:
@@ -134,7 +132,7 @@ class Figures:
         return lines
 
 
-def page(rows: Sequence[Row], judged: Mapping[str, str], found: Found) -> str:
+def page(rows: Sequence[Row], judged: Mapping[str, str]) -> str:
     """The report as HTML."""
     figures = Figures(rows, judged)
     sections: list[tuple[str, list[str]]] = [("Worst case over the models", [])] if len(figures.models) > 1 else []
@@ -153,8 +151,6 @@ def page(rows: Sequence[Row], judged: Mapping[str, str], found: Found) -> str:
         ratios=sorted(figures.ratios, key=lambda r: r != figures.middle),
         costs=_COSTS,
         ends=charts.ENDS,
-        deviations=_deviations(figures),
-        pictures=list(_pictures(figures, found)),
         remarks=[*warnings(figures), *advice(figures)],
         n=sorted({row.n for row in rows if row.metric in judged.values()}),
     )
@@ -270,29 +266,3 @@ def worst(rows: Sequence[Row], judged: Mapping[str, str]) -> list[dict[str, Any]
                 beside.setdefault(task, {})[name] = score
         lines.append({"recipe": recipe, "r": r, "scores": scores, "beside": beside})
     return lines
-
-
-def _deviations(figures: Figures) -> list[tuple[str, str, list[float]]]:
-    """Model, recipe and mean KV deviation over tasks by layer, of recipes that recompute nothing."""
-    lines: dict[tuple[str, str], dict[str, list[float]]] = {}
-    for (model, _, recipe, _, metric), row in figures.by.items():
-        if metric.startswith("kv_deviation_layer_") and row.score is not None:
-            lines.setdefault((model, recipe), {}).setdefault(metric, []).append(row.score)
-    return [(m, r, [sum(v) / len(v) for v in layers.values()]) for (m, r), layers in lines.items()]
-
-
-def _pictures(figures: Figures, found: Found) -> Iterable[tuple[str, str, list[tuple[str, dict[str, Any]]]]]:
-    """Yields for each model the tokens chosen in the first sample of the task on which full reuse loses most."""
-    for model in figures.models:
-        tables = [(task, cells) for name, task, cells in found if name == model]
-
-        def lost(task: str, model: str = model) -> float:
-            top = figures.worst(task, "full_attention", 1.0, [model])
-            bottom = figures.worst(task, "full_reuse", 0.0, [model])
-            return (top.score or 0.0) - (bottom.score or 0.0) if top and bottom else 0.0
-
-        task, cells = max(tables, key=lambda pair: lost(pair[0].name))
-        shown = [(cell.recipe.name, m.picture) for cell, m in cells.items() if cell.ratio == figures.middle]
-        drawn = [(name, dict(picture)) for name, picture in shown if picture]
-        if drawn:
-            yield model, task.name, drawn

@@ -43,13 +43,10 @@ from tests.waiting import wait_until
 SUBJECT = Subject("m", "ab", "auto", 512)
 TASK = Task("t", tuple(Sample("s", (f"page {i}",), "q", (str(i),)) for i in range(BLOCK + 5)))
 CELL = Cell(find_recipe("prophetkv"), 0.1)
-PICTURE = {"chunks": [{"tokens": ["a"], "chosen": [0], "scores": [1.0]}]}
 
 
-def measured(first: int, count: int, picture: bool = False) -> Measured:
-    return Measured(
-        {"kl": [i / 4 for i in range(first, first + count)]}, {"select": [0.5]}, PICTURE if picture else None
-    )
+def measured(first: int, count: int) -> Measured:
+    return Measured({"kl": [i / 4 for i in range(first, first + count)]}, {"select": [0.5]})
 
 
 def test_blocks_come_back_as_one_cell(tmp_path: Path) -> None:
@@ -57,8 +54,8 @@ def test_blocks_come_back_as_one_cell(tmp_path: Path) -> None:
     store, (first, second) = Store(path), list(TASK.blocks(BLOCK))
     store.append(SUBJECT, second, [(CELL, measured(BLOCK, 5))])
     assert list(table(SUBJECT, [first, second], [CELL], store)) == []
-    store.append(SUBJECT, first, [(CELL, measured(0, BLOCK, picture=True))])
-    whole = Measured(measured(0, BLOCK + 5).values, {"select": [0.5, 0.5]}, PICTURE)
+    store.append(SUBJECT, first, [(CELL, measured(0, BLOCK))])
+    whole = Measured(measured(0, BLOCK + 5).values, {"select": [0.5, 0.5]})
     for found in (store, Store(path)):
         assert list(table(SUBJECT, [first, second], [CELL], found)) == [(CELL, whole)]
 
@@ -123,7 +120,7 @@ def test_a_line_cut_short_is_measured_again_and_harms_no_other(tmp_path: Path) -
     path.write_bytes(path.read_bytes()[:-30])
     config = WorkerConfig()
     (job,) = missing(SUBJECT, config, [(TASK, [CELL])], Store(path))
-    assert [(part.block, part.cells, part.picture) for part in job.parts] == [(second, (CELL,), False)]
+    assert [(part.block, part.cells) for part in job.parts] == [(second, (CELL,))]
     Store(path).append(SUBJECT, second, [(CELL, measured(BLOCK, 5))])
     assert list(missing(SUBJECT, config, [(TASK, [CELL])], Store(path))) == []
 
