@@ -22,7 +22,12 @@ from tests.commands import run_python
 
 Rows = list[dict[str, str]]
 DEFAULT = f"{PRIMED.recipe}, {PRIMED.ratio:g}"
-MODELS = {"smollm2": "| 120 questions, S", "gemma3-270m": "| 48 questions, G", "qwen2.5-0.5b": "| 120 questions, Q"}
+MODELS = {
+    "smollm2": "| 120 questions, S",
+    "gemma3-270m": "| 48 questions, G",
+    "qwen2.5-0.5b": "| 120 questions, Q",
+    "qwen2.5-1.5b": "| 48 questions, Q",
+}
 SYSTEMS = {
     "vllm prefix cache": "vLLM's prefix cache",
     "fusionkv in vllm": "FusionKV, vLLM decodes",
@@ -95,7 +100,9 @@ def test_answers(root: Path, rows: dict[str, Rows]) -> None:
         row["recipe"] += f", {row['ratio']}"
     for model, first in MODELS.items():
         mine = [row for row in answers if row["model"] == model]
-        for written, row in zip(table(root / "docs/quality.md", first), mine, strict=False):
+        shown = [each for each in table(root / "docs/quality.md", first) if "no passages" not in each.values()]
+        assert len(shown) >= 4
+        for written, row in zip(shown, mine, strict=False):
             title, *values = written.values()
             kept = f"{row['kept']}; {row['gained']}" if row["gained"] else row["kept"]
             said = title.replace("`", "").removesuffix(": the default").replace("full attention", "full_attention, 1")
