@@ -12,7 +12,7 @@ from fusionkv.kvcache_service.keys import entry_key
 from fusionkv.kvcache_service.remote.access import RemoteAccess
 from fusionkv.kvcache_service.remote.pulls import Pulls
 from fusionkv.kvcache_service.remote.tier import RemoteTier
-from fusionkv.kvcache_service.remote.write_back import WriteBackQueue
+from fusionkv.kvcache_service.remote.write_back import WriteBackQueue, put_newest
 from fusionkv.kvcache_service.store.entries import StoredEntry
 from fusionkv.kvcache_service.store.store import Store
 from fusionkv.protos.runtime.errors import Unavailable
@@ -22,6 +22,8 @@ LocalHits = Sequence[tuple[HitKind, StoredEntry | None]]
 
 # Interval in which an unreachable tier is probed.
 _PROBE_SECONDS = 1.0
+# Limit of records whose deletion has not succeeded: as many as one Delete has keys. The oldest are dropped.
+_MAX_DELETING = 65_536
 
 
 class Sharing:
@@ -33,6 +35,8 @@ class Sharing:
         self.write_backs = WriteBackQueue(store, self._access)
         self.pulls = Pulls(store, self._access, self.write_backs.confirm)
         store.on_stored, store.on_used = self.write_backs.add, self.write_backs.renew
+        # By key: a Delete that failed, or was cancelled, may have deleted the entries here, where the next one looks.
+        self._deleting: dict[bytes, EntryRecord] = {}
 
     @property
     def reachable(self) -> bool:
@@ -95,20 +99,24 @@ class Sharing:
             self.pulls.offer(record)
 
     async def records(self, keys: Sequence[bytes], namespace: bytes) -> list[EntryRecord]:
-        """Records of keys that are local, or were recently found in the remote tier.
+        """Records, to `delete`, of keys that are local, or were recently found in the remote tier.
 
         Waits until none of these, or of the namespace, is being pulled.
         """
         remote = await self.pulls.settled({*keys}, namespace)
-        local = [(key, self._store.entries.get(key)) for key in keys]
-        records = (remote.get(key) if entry is None else entry.record for key, entry in local)
-        return [record for record in records if record is not None]
+        for key in keys:
+            entry = self._store.entries.get(key)
+            if (record := remote.get(key) if entry is None else entry.record) is not None:
+                put_newest(self._deleting, key, record, _MAX_DELETING)
+        return [self._deleting[key] for key in keys if key in self._deleting]
 
     async def delete(self, entries: Sequence[EntryRecord], namespace: bytes) -> None:
         """Deletes entries from the remote tier, or all of a namespace. Waits for pulls of what was found before.
 
         Raises Unavailable if the tier is unreachable, or returned an error.
         """
+        if not (entries or namespace or self.reachable):  # what it has of the keys is unknown
+            raise Unavailable("can't delete in the remote tier: it is unreachable")
         try:
             if namespace:
                 await self._access.run(self._access.tier.delete_all, namespace)
@@ -116,6 +124,8 @@ class Sharing:
                 await self._access.run(self._access.tier.delete, entries)
         except OSError as error:
             raise Unavailable(f"can't delete in the remote tier: {error}") from error
+        for record in entries:
+            self._deleting.pop(record.key, None)
         await self.pulls.forget({record.key for record in entries}, namespace)
 
     async def run(self) -> None:

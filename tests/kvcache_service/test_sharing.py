@@ -46,7 +46,8 @@ class Dictionary(RemoteEngine):
         return [name in self.values for name in names]
 
     def remove(self, names: Sequence[str]) -> None:
-        self._called("remove")
+        if names:  # as other engines, it calls nobody for nothing
+            self._called("remove")
         for name in names:
             self.values.pop(name, None)
 
@@ -483,6 +484,32 @@ async def test_a_deletion_here_alone_leaves_it_there(serve: Any, engine: Diction
     assert await service.get("S") == b"data"
     await service.client.delete([key])
     assert engine.values == {}
+
+
+async def test_a_deletion_that_failed_deletes_when_it_is_tried_again(serve: Any, engine: Dictionary) -> None:
+    service = await serve()
+    key = await share(service, "S", b"data")
+    engine.away = True
+    for _ in range(2):
+        with pytest.raises(Unavailable, match="remote tier"):
+            await service.client.delete([key])
+        assert len(service.store.entries) == 0
+    engine.away = False
+    await until(lambda: service.sharing.reachable)
+    await service.client.delete([key])
+    assert engine.values == {}
+    assert await kind(service, "S") is HitKind.MISS
+
+
+async def test_while_it_is_away_no_deletion_claims_to_be_complete(serve: Any, engine: Dictionary) -> None:
+    a, b = await serve(), await serve()
+    key = await share(a, "S", b"data")
+    engine.away = True
+    assert await kind(b, "S") is HitKind.MISS
+    with pytest.raises(Unavailable, match="remote tier"):
+        await b.client.delete([key])
+    assert await b.client.delete([key], here=True) == 0
+    engine.away = False
 
 
 async def test_at_its_end_a_service_writes_back_all(serve: Any, engine: Dictionary) -> None:
