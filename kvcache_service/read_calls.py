@@ -40,9 +40,10 @@ class ReadCalls:
                 readings = []
                 for i, (hit, size) in enumerate(zip(found.hits, sizes, strict=True)):
                     if hit.entry.tier == pb.TIER_MEMORY and hit.entry.size_bytes == size:
-                        entry = stack.enter_context(self._store.reader.pinned(hit.entry.key, hit.entry.checksum))
-                        readings.append(self._store.reader.frames(entry))
-                        found.following.append(i)
+                        with contextlib.suppress(NotFound):  # deleted while the remote tier was asked for others
+                            entry = stack.enter_context(self._store.reader.pinned(hit.entry.key, hit.entry.checksum))
+                            readings.append(self._store.reader.frames(entry))
+                            found.following.append(i)
                 if len(found.following) == sum(hit.HasField("entry") for hit in found.hits):
                     self._store.leases.release(found.lease)
                     found.lease = found.lease_ms = 0

@@ -538,3 +538,18 @@ async def test_blobs_are_found_by_all(serve: Any, engine: Dictionary) -> None:
     engine.away = True
     assert await there.touch([*keys, b"?"]) == [True] * 5 + [False]
     assert not other.sharing.reachable
+
+
+async def test_a_blob_that_is_deleted_while_others_are_asked_for_is_a_miss(serve: Any, engine: Dictionary) -> None:
+    service = await serve()
+    blobs, data = Blobs(service.client, layout="a"), payload("x", 1000)
+    await blobs.store([b"1", b"2"], [memoryview(data)] * 2)
+    await shared(service)
+    into = [memoryview(bytearray(1000)) for _ in range(3)]
+    with engine.late("get") as asked:
+        reading = asyncio.create_task(blobs.retrieve([b"1", b"2", b"?"], into))
+        await until(asked.is_set)
+        assert await blobs.delete([b"1"]) == 1
+    assert await reading == [False, True, False]
+    assert into[1] == data
+    assert len(service.store.leases) == 0
