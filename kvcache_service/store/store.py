@@ -51,6 +51,8 @@ class Store:
         self.entries = self.residents.entries
         # In-progress commits by group (index.py).
         self.committing: dict[bytes, asyncio.Event] = {}
+        # Evictions that are being recorded, by key. An entry that is put again may get the place that it had.
+        self.forgetting: dict[bytes, asyncio.Future[None]] = {}
         self.reader = Reader(self.residents, self.counters, self.work.in_thread, self.delete_damaged)
         self.leases = Leases(config.max_leases, clock, self.residents.reclaim)
         self.heats = Heats(self.residents, config.half_life_seconds, clock, wall)

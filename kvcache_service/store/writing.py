@@ -125,8 +125,20 @@ class Writer:
         self._received = 0
         self._batch: list[memoryview] = []
         self._written = 0
-        home = store.residents.home
-        self._pending = store.work.in_thread(home.forget, evicted) if evicted else None
+        self._pending = self._forget(evicted) if evicted else None
+
+    def _forget(self, evicted: Sequence[tuple[bytes, Place]]) -> asyncio.Future[None]:
+        """Starts to delete evicted entries from the home tier's index."""
+        store = self._store
+        pending = store.work.in_thread(store.residents.home.forget, evicted)
+
+        def ended(_: asyncio.Future[None]) -> None:
+            for key, _place in evicted:
+                del store.forgetting[key]
+
+        store.forgetting.update((key, pending) for key, _ in evicted)
+        pending.add_done_callback(ended)
+        return pending
 
     @property
     def size(self) -> int:
@@ -247,6 +259,9 @@ class Writer:
             if stored:
                 # Lookups that found the replaced entries will find this one.
                 self._entry.heat = max([self._entry.heat, *(other.heat for other in _superseded(store, record))])
+                # Otherwise, the deletion of the record that the entry had might delete the new one.
+                if (forgetting := store.forgetting.get(record.key)) is not None:
+                    await asyncio.wait([forgetting])
                 if home.blocking:
                     await store.work.in_thread(finish, places[home])
                 else:

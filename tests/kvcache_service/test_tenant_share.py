@@ -1,6 +1,8 @@
 """A tenant's share of the tiers: its own coldest entries give way to its new ones, and nobody else's do."""
 
+import asyncio
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.blobs import Blobs
 from fusionkv.protos.runtime.errors import ResourceExhausted
 from tests.kvcache_service.tools import MIB, payload, serving
+from tests.waiting import until
 
 SIZE = MIB // 16
 BUSY, QUIET = (keys.namespace(b"model", {}, name) for name in ("busy", "quiet"))
@@ -123,3 +126,29 @@ async def test_a_lower_share_after_a_restart(tmp_path: Path) -> None:
                 service.store.check_integrity(idle=True)
                 assert len(service.store.entries) == entries + 1
             assert service.store.entries.get(quiet) is not None
+
+
+async def test_what_is_put_again_while_its_eviction_is_recorded_survives_a_restart(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """It gets the place that it had, so the record of both has the same key and the same offset."""
+    tiers: Any = {"tenant_share": 0.5, "high_watermark": 1.0, **TIERS["disk"]}
+    async with serving(tmp_path, **tiers) as service:
+        busy = [await put(service, f"busy {n}") for n in range(16)]
+        disk, go = service.store.residents.home, threading.Event()
+        forget, offset = disk.forget, service.store.entries.get(busy[0]).places[disk.name].offset
+        monkeypatch.setattr(
+            disk, "forget", lambda entries: (busy[0] not in dict(entries) or go.wait(20), forget(entries))
+        )
+        one_more = asyncio.create_task(put(service, "one more"))
+        await until(lambda: there(service, busy[:1]) == [])
+        again = asyncio.create_task(put(service, "busy 0"))
+        await until(lambda: offset in service.store.residents.contents[disk.name].reserved or again.done())
+        await asyncio.wait([again], timeout=0.3)
+        go.set()
+        assert await again == busy[0]
+        await one_more
+        assert service.store.entries.get(busy[0]).places[disk.name].offset == offset
+        await service.settled()
+    async with serving(tmp_path, **tiers) as service:
+        assert there(service, busy) == [0, *range(2, 16)]
