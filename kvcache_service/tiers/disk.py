@@ -101,6 +101,8 @@ class DiskTier(Tier):
     def recover(self) -> Iterator[Recovered]:
         """Yields the entries whose record is valid and whose place lies within the segment files; deletes the rest.
 
+        Segment files beyond the capacity, which was larger then, are shortened or removed.
+
         Bytes are not read, since every read verifies them, unless records overlap: then only the one whose checksum
         matches is kept. The index is read twice, at first only for the places, to bound memory.
         """
@@ -134,6 +136,13 @@ class DiskTier(Tier):
                 self._index.delete(bad)
             except OSError as error:
                 log.warning("can't delete damaged entries from the index: %s", error)
+        for segment, length in lengths.items():
+            left = max(0, self.capacity_bytes - segment * SEGMENT_BYTES)
+            if length > left:
+                try:
+                    self.segments.cut(segment, left)
+                except OSError as error:
+                    log.warning("segment %d of %s keeps its %d bytes: %s", segment, self._directory, length, error)
 
     def finder(self) -> Callable[[bytes], Recovered | None]:
         """Finds what `recover` would yield, and, of records that overlap, all."""

@@ -53,6 +53,14 @@ class SegmentFiles:
         """Flushes the bytes of a place to the device."""
         os.fdatasync(self._locate(place, 0)[0])
 
+    def cut(self, segment: int, length: int) -> None:
+        """Shortens a segment, which no place reaches beyond; at 0, removes it and what lies beside it."""
+        if length:
+            os.truncate(self._path(segment, "kv"), length)
+            return
+        for ending in ("kv", "seal"):
+            self._path(segment, ending).unlink(missing_ok=True)
+
     def open(self, segment: int) -> int:
         """Opens a segment read-only; the caller closes it. Raises OSError if it does not exist."""
         return os.open(self._path(segment, "kv"), os.O_RDONLY | os.O_CLOEXEC)

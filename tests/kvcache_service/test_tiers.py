@@ -219,6 +219,24 @@ def test_entries_beyond_a_smaller_capacity_are_dropped(filled: Filled) -> None:
     kept = [k for k in filled.keys if filled.entries[k][1].offset + 3 * BLOCK <= 8 * BLOCK]
     assert 0 < len(kept) < len(filled.keys)
     filled.reopened(kept, capacity=8 * BLOCK).close()
+    assert filled.segment.stat().st_size == 8 * BLOCK, "what it took beyond is free"
+
+
+def test_segment_files_beyond_a_smaller_capacity_are_removed(tmp_path: Path) -> None:
+    keys, data = tools.disk_keys(tmp_path / "keys", bytes(32)), memoryview(payload("a", BLOCK))
+    tier = SealedDiskTier(tmp_path / "data", 3 * SEGMENT_BYTES, keys)
+    assert list(tier.recover()) == []
+    for segment in range(3):
+        place, stored = Place(segment * SEGMENT_BYTES, BLOCK), tools.record(f"S{segment}", bytes(data))
+        assert tier.claim(place)
+        tier.write(place, 0, [data])
+        tier.commit(stored, place, 1.0)
+    tier.close()
+    (tmp_path / "data/segments/000002.seal").unlink()
+    tier = SealedDiskTier(tmp_path / "data", SEGMENT_BYTES, keys)
+    assert [found.place.offset for found in tier.recover()] == [0]
+    tier.close()
+    assert sorted(file.name for file in (tmp_path / "data/segments").iterdir()) == ["000000.kv", "000000.seal"]
 
 
 def test_a_lost_page_of_the_index_does_not_keep_it_from_opening(tmp_path: Path, caplog: Any) -> None:
