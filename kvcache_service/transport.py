@@ -113,6 +113,9 @@ class GRPCCalls:
             except grpc.RpcError as error:
                 if error.code() is not grpc.StatusCode.INTERNAL:
                     raise
+                if deadline.passed:  # during a write, which does not say so
+                    why = f"put at the cache service at {self._address}: not all bytes were sent in time"
+                    raise errors.DeadlineExceeded(why) from error
                 # A write on a broken connection: a server that ends cancels calls after its drain time.
                 why = f"put at the cache service at {self._address}: it stopped during the call"
                 raise errors.Unavailable(why) from error
