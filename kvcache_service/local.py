@@ -243,6 +243,7 @@ class LocalTiers:
         return FileIO(os.dup(self._files[segment]))
 
     def close(self) -> None:
+        self._arena_name = b""  # a file that a thread still receives is closed
         while self._files:
             os.close(self._files.popitem()[1])
 

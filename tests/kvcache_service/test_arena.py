@@ -198,7 +198,8 @@ async def test_a_service_started_anew_hands_over_anew(service: Any, tmp_path: Pa
     assert await window.open(b"m" * 16) is None, "nobody hands anything over any more"
 
 
-async def test_a_segment_file_that_comes_too_late_is_closed(service: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ended", ["the read", "the client"])
+async def test_a_segment_file_that_comes_too_late_is_closed(service: Any, tmp_path: Path, ended: str) -> None:
     await service.put("S", payload("x", MIB))
     disk, path = service.store.residents.home, tmp_path / "s"
     file = str(service.config.data_dir / "segments/000000.kv")
@@ -216,16 +217,20 @@ async def test_a_segment_file_that_comes_too_late_is_closed(service: Any, tmp_pa
         os.close(opened)
 
     door = FileServer(segments_path(arena_path(f"unix:{path}")), send_file)
-    reading = asyncio.create_task(window.read((0, 0), lambda file, offset: b""))
+    window._arena_name = bytes(16)
+    reading = asyncio.create_task(window.read((0, 0), lambda file, offset: b"read"))
     await until(asked.is_set)
-    reading.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await reading
+    if ended == "the read":
+        reading.cancel()
+        await asyncio.wait([reading])
+    else:
+        window.close()
     answer.set()
+    await asyncio.wait([reading])
+    assert reading.cancelled() or reading.result() == b""
     await until(lambda: not door._answering)
     await asyncio.sleep(0.05)
     assert times_open() == before
-    window.close()
     door.close()
 
 
