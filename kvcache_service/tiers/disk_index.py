@@ -67,14 +67,15 @@ class DiskIndex:
             shutil.rmtree(directory, ignore_errors=discard)
         elif (file := copy / _FILE).exists():
             file.replace(directory / _FILE)
-            if sync:  # otherwise a crash of the machine might restore the old file, without later entries
-                sync_directory(directory)
         shutil.rmtree(new, ignore_errors=True)
         directory.mkdir(parents=True, exist_ok=True)
         with self._errors():
             self._env = lmdb.open(str(directory), map_size=map_bytes, max_dbs=2, sync=sync, metasync=sync)
             self._records = self._env.open_db(RECORDS)
             self._heats = self._env.open_db(HEATS)
+        # Otherwise a crash of the machine might restore the old file, without later entries, or leave none.
+        for folder in (directory, directory.parent):
+            sync_directory(folder)
 
     def put(self, entries: Iterable[tuple[EntryRecord, int, float]]) -> None:
         with self._errors(), self._env.begin(write=True) as txn:

@@ -292,6 +292,31 @@ def test_a_crash_of_the_machine_empties_a_tier_without_sync(filled: Filled, monk
     filled.reopened(filled.keys if sync else []).close()
 
 
+@pytest.mark.parametrize("sync", [False, True])
+def test_names_of_files_are_flushed_before_a_put_is(tmp_path: Path, monkeypatch: Any, sync: bool) -> None:
+    """Otherwise a crash of the machine may leave a file without its name, or an index with that of its old file."""
+    fsync, flushed, data = os.fsync, dict[str, dict[str, int]](), tmp_path / "data"
+
+    def recorded(file: int) -> None:
+        fsync(file)
+        folder = os.readlink(f"/proc/self/fd/{file}")
+        if os.path.isdir(folder):
+            flushed[folder] = {entry.name: entry.inode() for entry in os.scandir(folder)}
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    for start in range(2):
+        flushed.clear()
+        tier = DiskTier(data, LARGE, sync=sync)
+        assert len(list(tier.recover())) == start
+        for name in ("segments", "index", "index/data.mdb"):
+            file = data / name
+            assert flushed[str(file.parent)][file.name] == file.stat().st_ino
+        place = write(tier, b"data")
+        assert "000000.kv" in flushed[str(data / "segments")]
+        tier.commit(tools.record("S"), place, 1.0)
+        tier.close()
+
+
 def test_a_garbled_mark_empties_a_tier(filled: Filled) -> None:
     (filled.directory / "boot").write_bytes(b"\xff" * 64)
     filled.reopened([]).close()
