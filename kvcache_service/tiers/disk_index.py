@@ -49,7 +49,7 @@ class DiskIndex:
         Args:
             sync: Flush every transaction to the device.
             discard: Discard the content.
-            before_change: Called after the check and before the first change.
+            before_change: Called after the check and before the first change, but after a discard.
 
         Raises:
             OSError: It cannot be opened, or was written by a later version. Nothing was changed.
@@ -60,11 +60,14 @@ class DiskIndex:
         # A directory of its own: the process of a service that was killed may still be writing to another.
         copy = new / secrets.token_hex(8)
         damage = _rewrite(directory, copy, map_bytes)
+        if discard:
+            # Before the mark changes, by which the next start would trust this index if this one were killed.
+            for folder in (directory, new):
+                shutil.rmtree(folder, ignore_errors=True)
         before_change()
         if damage and not discard:
             log.error("the index in %s is unreadable (%s): the disk tier starts empty", directory, damage)
-        if damage or discard:
-            shutil.rmtree(directory, ignore_errors=discard)
+            shutil.rmtree(directory)
         elif (file := copy / _FILE).exists():
             file.replace(directory / _FILE)
         shutil.rmtree(new, ignore_errors=True)

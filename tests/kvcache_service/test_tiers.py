@@ -317,6 +317,27 @@ def test_names_of_files_are_flushed_before_a_put_is(tmp_path: Path, monkeypatch:
         tier.close()
 
 
+def test_an_index_stays_untrusted_where_the_start_that_discards_it_ends(filled: Filled, monkeypatch: Any) -> None:
+    """Otherwise, entries that were deleted before the crash of the machine might come back."""
+
+    class Killed(BaseException):
+        pass
+
+    def in_use(mark: boot_mark.BootMark) -> None:
+        written(mark)
+        raise Killed
+
+    (filled.directory / "boot").write_text("another boot")
+    written = boot_mark.BootMark.in_use
+    tier = DiskTier(filled.directory, LARGE)
+    with monkeypatch.context() as killing:
+        killing.setattr(boot_mark.BootMark, "in_use", in_use)
+        with pytest.raises(Killed):
+            list(tier.recover())
+    tier.close()
+    filled.reopened([]).close()
+
+
 def test_a_garbled_mark_empties_a_tier(filled: Filled) -> None:
     (filled.directory / "boot").write_bytes(b"\xff" * 64)
     filled.reopened([]).close()
