@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from fusionkv.kvcache_service.index.record import CHECKSUM_BYTES
 from fusionkv.kvcache_service.keys import check_digests
 from fusionkv.kvcache_service.remote.sharing import Sharing
+from fusionkv.kvcache_service.store.entries import StoredEntry
 from fusionkv.kvcache_service.store.store import Store
 from fusionkv.protos.contract.limits import MAX_READ
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
@@ -25,8 +26,8 @@ class ReadCalls:
     async def entry(self, request: pb.FetchRequest) -> AsyncIterator[tuple[int, AsyncIterator[memoryview]]]:
         """Pins an entry; yields its size and its bytes, in frames as of `Reader.frames`."""
         with self._fetching():
-            async with self._reading(request) as reading:
-                yield reading
+            async with self._reading(request) as entry:
+                yield entry.record.size, self._store.reader.frames(entry)
 
     @contextlib.asynccontextmanager
     async def found(self, found: pb.FindResponse, sizes: Sequence[int]) -> AsyncIterator[AsyncIterator[memoryview]]:
@@ -61,25 +62,25 @@ class ReadCalls:
         readings: list[AsyncIterator[memoryview]] = []
         with self._fetching():
             async with contextlib.AsyncExitStack() as stack:
-                for entry in request.entries:
-                    try:
-                        size, frames = await stack.enter_async_context(self._reading(entry))
-                        # It is verified before its first frame.
-                        readings += _only(await anext(frames)), frames
-                    except (NotFound, DataLoss, Unavailable, ResourceExhausted):
-                        size = 0
-                    sizes.append(size)
+                for fetch in request.entries:
+                    sizes.append(0)
+                    with contextlib.suppress(NotFound, DataLoss, Unavailable, ResourceExhausted):
+                        entry = await stack.enter_async_context(self._reading(fetch))
+                        await self._store.reader.verify(entry)
+                        readings.append(self._store.reader.frames(entry, verified=True))
+                        sizes[-1] = entry.record.size
                 yield sizes, _joined(readings)
 
     @contextlib.asynccontextmanager
-    async def _reading(self, request: pb.FetchRequest) -> AsyncIterator[tuple[int, AsyncIterator[memoryview]]]:
+    async def _reading(self, request: pb.FetchRequest) -> AsyncIterator[StoredEntry]:
+        """Pins an entry, which is copied from the remote tier before if it is only there."""
         check_digests([request.key], "the key")
         if len(request.checksum) not in (0, CHECKSUM_BYTES):
             raise InvalidArgument(f"the checksum has {len(request.checksum)} bytes, 16 are required")
         if self._sharing is not None and self._store.entries.get(request.key) is None:
             await self._sharing.pulls.pull(request.key)
         with self._store.reader.pinned(request.key, request.checksum) as entry:
-            yield entry.record.size, self._store.reader.frames(entry)
+            yield entry
 
     async def promote(self, keys: Sequence[bytes]) -> None:
         """Promotes entries to memory, or pulls them from the remote tier, if there is room."""
@@ -102,10 +103,6 @@ class ReadCalls:
             yield
         finally:
             self._fetches -= 1
-
-
-async def _only(frame: memoryview) -> AsyncIterator[memoryview]:
-    yield frame
 
 
 async def _joined(readings: Iterable[AsyncIterator[memoryview]]) -> AsyncIterator[memoryview]:

@@ -58,24 +58,37 @@ class Reader:
         with self._pin(entry):
             yield entry
 
-    async def frames(self, entry: StoredEntry) -> AsyncIterator[memoryview]:
-        """Yields a pinned entry's bytes in frames of 1 MiB, each valid until the next one.
-
-        Bytes in a slow tier are verified before the first frame, and promoted if there is room.
+    async def verify(self, entry: StoredEntry) -> None:
+        """Verifies a pinned entry's bytes if they are in a slow tier, and promotes them if there is room.
 
         Raises DataLoss if the bytes are damaged or cannot be read, after deleting the entry; Unavailable if the tier
         is temporarily unreachable.
         """
         tier = self._residents.fastest(entry)
+        if not tier.blocking:
+            return
+        # Once for concurrent readers; not cancelled with the caller.
+        if entry not in self.reads:
+            self._start_read(entry, self._reserve_above(entry))
         try:
-            if tier.blocking:
-                # Once for concurrent readers; not cancelled with the caller.
-                if entry not in self.reads:
-                    self._start_read(entry, self._reserve_above(entry))
-                if not await asyncio.shield(self.reads[entry]):
-                    raise DataLoss(f"entry {entry.record.key.hex()} was damaged on {tier.name}; it is deleted")
-                tier = self._residents.fastest(entry)
-            place = entry.places[tier.name]
+            intact = await asyncio.shield(self.reads[entry])
+        except Unreachable as error:
+            raise Unavailable(str(error)) from error
+        if not intact:
+            raise DataLoss(f"entry {entry.record.key.hex()} was damaged on {tier.name}; it is deleted")
+
+    async def frames(self, entry: StoredEntry, *, verified: bool = False) -> AsyncIterator[memoryview]:
+        """Yields a pinned entry's bytes in frames of 1 MiB, each valid until the next one.
+
+        verified: whether `verify` has been called for the entry. Otherwise it is before the first frame.
+
+        Raises as `verify`.
+        """
+        if not verified:
+            await self.verify(entry)
+        tier = self._residents.fastest(entry)
+        place = entry.places[tier.name]
+        try:
             for at in range(0, place.size, FRAME_BYTES):
                 length = min(FRAME_BYTES, place.size - at)
                 if tier.blocking:

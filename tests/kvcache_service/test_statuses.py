@@ -6,6 +6,7 @@ import os
 import random
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -437,3 +438,18 @@ async def test_a_deadline_during_a_write_is_no_failure_of_the_service(service: A
     for n in range(60):
         with contextlib.suppress(errors.DeadlineExceeded):
             await service.put([f"{n}"], data, timeout=0.002 * (1 + n % 10))
+
+
+async def test_a_call_for_many_entries_on_disk_holds_a_frame_of_them(start: Any) -> None:
+    """Memory has room for one; 256 calls for 256 entries each would hold 64 GiB."""
+    service = await start(memory=MIB, disk=64 * MIB)
+    keys = [(await service.put([f"{n}"], payload(n, MIB)))[0] for n in range(32)]
+    request = pb.FetchAllRequest(entries=[pb.FetchRequest(key=key) for key in keys])
+    tracemalloc.start()
+    try:
+        async with service.plane._service.reads.all(request) as (sizes, frames):
+            assert tracemalloc.get_traced_memory()[0] < 4 * MIB
+            assert sizes == [MIB] * 32
+            assert [bytes(frame) async for frame in frames] == [payload(n, MIB) for n in range(32)]
+    finally:
+        tracemalloc.stop()
