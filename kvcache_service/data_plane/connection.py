@@ -27,7 +27,7 @@ from fusionkv.kvcache_service.data_plane.messages import (
 from fusionkv.protos.deadline import Deadline
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.runtime import errors
-from fusionkv.protos.runtime.cancellation import background
+from fusionkv.protos.runtime.cancellation import background, to_the_end
 from fusionkv.protos.runtime.checksum import Checksum
 from fusionkv.protos.runtime.tls import ClientTLS
 
@@ -141,8 +141,8 @@ class Connection:
                 return await asyncio.shield(running)
         except asyncio.CancelledError:
             self.end()
-            await asyncio.wait([running])  # it may be writing to the caller's memory
-            running.exception()
+            with contextlib.suppress(Exception):
+                await to_the_end(running)  # it may be writing to the caller's memory
             raise
         finally:
             self._wire.socket.setblocking(False)

@@ -302,6 +302,30 @@ async def test_a_cancelled_fetch_writes_nothing_afterwards(start: Any) -> None:
     assert await service.fetch(entry) == payload("x", 24 * MIB)
 
 
+async def test_nor_does_one_that_is_cancelled_twice(start: Any, monkeypatch: Any) -> None:
+    """As by a timeout, and by whoever waits for that."""
+    service = await start(memory=8 * MIB)
+    await service.put("S", payload("x", 4 * MIB))
+    entry, at_work, go = await service.entry("S"), threading.Event(), threading.Event()
+    receive = Connection._receive
+
+    def slow(self: Connection, into: memoryview) -> bytes:
+        at_work.set()
+        go.wait(20)
+        return receive(self, into)
+
+    monkeypatch.setattr(Connection, "_receive", slow)
+    task = asyncio.create_task(service.fetch(entry))
+    await until(at_work.is_set)
+    for _ in range(2):
+        task.cancel()
+        await asyncio.wait([task], timeout=0.1)
+        assert not task.done(), "its thread may still write"
+    go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
 async def test_a_lookup_that_hangs_up_before_the_response_holds_no_lease(service: Service, monkeypatch: Any) -> None:
     await service.put("S", b"abc")
     async with opened(service) as connected:
