@@ -70,6 +70,7 @@ class FileServer:
         self._socket.setblocking(False)
         with process.private_sockets():
             self._socket.bind(str(path))
+        self._inode = path.stat().st_ino
         self._socket.listen()
         self._answering: set[asyncio.Task[None]] = set()
         self._accepting = asyncio.create_task(self._accept())
@@ -79,7 +80,9 @@ class FileServer:
             task.cancel()
         asyncio.get_running_loop().remove_reader(self._socket)
         self._socket.close()
-        self._path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            if self._path.stat().st_ino == self._inode:  # and not that of a service that has started meanwhile
+                self._path.unlink()
 
     async def _accept(self) -> None:
         while True:

@@ -234,6 +234,18 @@ async def test_a_segment_file_that_comes_too_late_is_closed(service: Any, tmp_pa
     door.close()
 
 
+async def test_a_service_that_ends_leaves_the_door_of_the_next_one(tmp_path: Path) -> None:
+    """As while it drains: a service without a disk tier needs no lock to start."""
+    memory, path = MemoryTier(MIB), tmp_path / "door"
+    old, new = (share_memory(path, name * 16, MIB, memory.file) for name in (b"o", b"n"))
+    old.close()
+    name, _ = await asyncio.to_thread(map_arena, path)
+    assert name == b"n" * 16
+    new.close()
+    assert not path.exists()
+    memory.close()
+
+
 @pytest.mark.parametrize("door", ["memory", "files"])
 async def test_doors_open_again_after_emfile(door: str, start: Any, tmp_path: Path, monkeypatch: Any) -> None:
     service = await start(memory=1 * MIB, disk=64 * MIB)
