@@ -225,12 +225,15 @@ def remove_stale_socket(address: str) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         return
     with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)  # a process that is stopped accepts nothing, and then lets others wait
         try:
             probe.connect(path)
         except ConnectionRefusedError:
             os.unlink(path)
-        else:
-            raise OSError(f"can't listen on {address}: another process serves there")
+            return
+        except BlockingIOError:
+            pass
+    raise OSError(f"can't listen on {address}: another process serves there")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import os
 import random
 import resource
 import signal
+import socket
 import stat
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import grpc
 import pytest
 
-from fusionkv.kvcache_service.__main__ import make_store
+from fusionkv.kvcache_service.__main__ import make_store, remove_stale_socket
 from fusionkv.kvcache_service.client import CacheClient, HitKind
 from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.keys import namespace
@@ -195,6 +196,24 @@ async def test_a_stale_socket_is_replaced_and_a_live_one_not(start: Any, cache_c
     path.write_text("a file")
     third = run_python("-m", *flags(tmp_path / "data"), *listen, status=1)
     assert "the file is no socket" in third.stderr
+
+
+def test_the_socket_of_a_process_that_accepts_nothing_is_a_live_one(tmp_path: Path) -> None:
+    """Such as one that is stopped: a call that waits for it would not end."""
+    path = tmp_path / "cache.sock"
+    with socket.socket(socket.AF_UNIX) as server, contextlib.ExitStack() as stack:
+        server.bind(str(path))
+        server.listen(0)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                waiting = stack.enter_context(socket.socket(socket.AF_UNIX))
+                waiting.setblocking(False)
+                waiting.connect(str(path))
+        with pytest.raises(OSError, match="another process serves there"):
+            remove_stale_socket(f"unix:{path}")
+    assert path.exists()
+    remove_stale_socket(f"unix:{path}")
+    assert not path.exists()
 
 
 def test_clear_errors_at_start(start: Any, tmp_path: Path) -> None:
