@@ -152,9 +152,8 @@ class FusedPrefill(FusionServicer):
 
     def _layers(self, plan: PrefillPlan, tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yields the KV of the prompt's first tokens, keys at their positions. Raises NotFiniteKV at the end."""
-        last = torch.tensor([tokens - 1], device=self.pool.kv.device)
-        finite = []
-        for layer in prompt_layers(QuerySpan(0, 1, last, plan.visible()), self.pool.kv, self._model):
+        span, finite = QuerySpan(0, 1, torch.tensor([tokens - 1]), plan.visible()), []
+        for layer in prompt_layers(span, self.pool.kv, self._model):
             finite.append(torch.stack([each.isfinite().all() for each in layer]))
             yield layer
         if not bool(torch.stack(finite).all()):

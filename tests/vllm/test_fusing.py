@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,8 +22,11 @@ from fusionkv.bench.cache.peers import Process
 from fusionkv.bench.services.vllm import VLLM, Servers, servers
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.gateway.client.client import AsyncClient
+from fusionkv.kernels.segments import KVSegment
+from fusionkv.vllm_connector.fusing import FusedPrefill
 from fusionkv.vllm_connector.spans import SpannedPrompt
 from tests.fusion_worker import oracle
+from tests.kernels.inputs import rotary
 from tests.system.prompts import request
 
 ROOT = Path(__file__).parent.parent.parent
@@ -232,6 +236,16 @@ def test_a_model_of_other_layers_is_refused(tmp_path: Path) -> None:
     model, why = oracle.saved(tmp_path, "qwen3-moe"), r"vLLM has no \S+\.experts\.\S+ of .* that transformers has"
     with servers(model, 1024) as started, pytest.raises(RuntimeError, match=why):
         started.vllm(started.fusionkv("", 1 << 26), "--dtype", "float32")
+
+
+def test_kv_is_found_without_a_wait_for_a_gpu() -> None:
+    """A span's positions are in host memory: torch compares them with others there."""
+    rotation, segments = rotary(8), (KVSegment(2, 3, 0, shift=5), KVSegment(9, 4, 3))
+    kv = torch.empty(1, 2, 16, 2, 8, device="meta")
+    inside: Any = SimpleNamespace(pool=SimpleNamespace(kv=kv), _model=SimpleNamespace(rotations=(rotation,)))
+    plan: Any = SimpleNamespace(visible=lambda: segments)
+    keys, values = next(FusedPrefill._layers(inside, plan, 6))
+    assert keys.shape == values.shape == (6, 2, 8)
 
 
 def test_spans() -> None:
