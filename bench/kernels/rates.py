@@ -60,12 +60,12 @@ def _mapped(setup: Setup) -> float:
     with warnings.catch_warnings(action="ignore"):  # it is only read
         source = torch.frombuffer(mapping, dtype=torch.uint8)
     target = torch.empty(size, dtype=torch.uint8, device=setup.device)
-    register(address_of(mapping), size)
+    register(address_of(mapping), size, setup.device)
     try:
         name = f"page-locked mapping to device {size >> 20} MiB"
         return _row(setup, name, lambda: target.copy_(source, non_blocking=True), size, 1e9)
     finally:
-        unregister(address_of(mapping))
+        unregister(address_of(mapping), setup.device)
 
 
 def _row(setup: Setup, name: str, run: Callable[[], object], work: float, unit: float) -> float:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ class PinnedMapping:
     """The mapping that is locked now; `holds` is for the event loop's thread, `reading` for any."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._mapping: Any = None  # locked, or being locked
         self._locked = False
         self._works = device.type == "cuda"
@@ -55,8 +56,8 @@ class PinnedMapping:
             if old is not None:
                 with self._readers:
                     self._readers.wait_for(lambda: not self._reading)
-                unregister(address_of(old))
-            register(address_of(new), len(new))
+                unregister(address_of(old), self._device)
+            register(address_of(new), len(new), self._device)
             self._locked = True
         except RuntimeError as error:
             self._works = False
@@ -69,7 +70,7 @@ def locked(data: memoryview, device: torch.device) -> Iterator[None]:
     address = address_of(data) if device.type == "cuda" else 0
     try:
         if address:
-            register(address, len(data), flags=_PORTABLE)
+            register(address, len(data), device, flags=_PORTABLE)
     except RuntimeError as error:
         address = 0
         log.warning("%d bytes can't be page-locked, and are copied twice: %s", len(data), error)
@@ -77,7 +78,7 @@ def locked(data: memoryview, device: torch.device) -> Iterator[None]:
         yield
     finally:
         if address:
-            unregister(address)
+            unregister(address, device)
 
 
 def to_host(there: torch.Tensor) -> torch.Tensor:
@@ -93,11 +94,22 @@ def address_of(mapping: Any) -> int:
     return int(np.frombuffer(mapping, np.uint8).ctypes.data)
 
 
-def register(address: int, size: int, flags: int = _PORTABLE | _READ_ONLY) -> None:
-    """Page-locks bytes. flags: by default for a mapping that is read-only. Raises RuntimeError."""
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, size, flags))
+def register(address: int, size: int, device: torch.device, flags: int = _PORTABLE | _READ_ONLY) -> None:
+    """Page-locks bytes for a GPU. flags: by default for a mapping that is read-only. Raises RuntimeError."""
+    _call("cudaHostRegister", device, address, size, flags)
 
 
-def unregister(address: int) -> None:
+def unregister(address: int, device: torch.device) -> None:
     """Ends what `register` of this address did. Raises RuntimeError."""
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(address))
+    _call("cudaHostUnregister", device, address)
+
+
+def _call(name: str, device: torch.device, *arguments: int) -> None:
+    with torch.cuda.device(device):  # otherwise it takes memory of GPU 0, too, for a context there
+        try:
+            torch.cuda.check_error(getattr(torch.cuda.cudart(), name)(*arguments))
+        except RuntimeError:
+            # CUDA keeps the error, and torch raises it at the thread's next launch: at this one, which is of no use.
+            with suppress(RuntimeError):
+                torch.ones(1, device=device)
+            raise
