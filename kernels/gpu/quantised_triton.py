@@ -9,7 +9,8 @@ from fusionkv.kernels.quantised import Quantised, sizes, value_width
 _BLOCK_TOKENS = 32
 
 
-@triton.jit
+# Numbers of each chunk's own: for 1 and for multiples of 16, Triton would compile the kernel again.
+@triton.jit(do_not_specialize=["start", "count", "tokens", "groups"])
 def _restore(  # type: ignore[no-untyped-def]
     numbers_ptr,  # uint8 [layers, tensors, tokens, heads, HEAD_DIM / 2]
     keys_ptr,  # bfloat16 [layers, groups, heads, 2, HEAD_DIM]

@@ -35,9 +35,11 @@ _MOST_ROWS = 127
 _SCORED_ROWS, _SCORED_KEYS = 64, 32 if INTERPRETED else 64
 _GATHERED = 64
 _NEVER = tl.constexpr(NEVER)
+# Numbers that vary from step to step are not specialised: for 1 and for multiples of 16, Triton would compile a
+# kernel again, in 1 to 4 seconds of the engine's thread.
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["keys"])
 def _gather(  # type: ignore[no-untyped-def]
     k_ptr,  # [slots, kv_heads, head_dim]
     v_ptr,
@@ -70,7 +72,7 @@ def _gather(  # type: ignore[no-untyped-def]
     tl.store(v_out_ptr + to, tl.load(v_ptr + at[:, None] + d[None, :], mask=inside, other=0.0), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["partial_rows"])
 def _attend(  # type: ignore[no-untyped-def]
     q_ptr,  # [rows, q_heads, head_dim]
     k_ptr,  # [slots, kv_heads, head_dim]
@@ -179,8 +181,7 @@ def _attend(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + (to * HEAD_DIM)[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-# `parts` is not specialised: it varies with sharing, and each new value would compile the kernel again.
-@triton.jit(do_not_specialize=["parts"])
+@triton.jit(do_not_specialize=["partial_rows", "parts"])
 def _merge(  # type: ignore[no-untyped-def]
     partial_ptr,  # float32 [parts, partial rows, q_heads, head_dim]
     partial_lse_ptr,  # float32 [parts, partial rows, q_heads], to base 2
@@ -214,7 +215,7 @@ def _merge(  # type: ignore[no-untyped-def]
     tl.store(out_ptr + to * HEAD_DIM + d, out.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row", "rows", "keys"])
 def _columns(  # type: ignore[no-untyped-def]
     q_ptr,  # [rows, q_heads, head_dim]
     k_ptr,  # [keys, kv_heads, head_dim], in prompt order

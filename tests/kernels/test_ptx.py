@@ -67,6 +67,16 @@ def built_for(capability: int, source: ASTSource, **options: int) -> Any:
     return built
 
 
+def test_no_step_compiles_a_kernel_again() -> None:
+    """Triton compiles a number of 1, and a multiple of 16, in: only those of a model may be."""
+    of_a_model = {"q_heads", "k_heads", "heads", "tensors", "scale", "blocks"}  # blocks: of a checksum's pieces
+    attention = sparse_attention_triton
+    kernels = (attention._gather, attention._attend, attention._merge, attention._columns)
+    for kernel in (*kernels, quantised_triton._restore, rotary_triton._rotate, checksum_triton._accumulate):
+        compiled_in = {each.name for each in kernel.params if not (each.is_constexpr or each.do_not_specialize)}
+        assert {name for name in compiled_in if not name.endswith(("_ptr", "_stride"))} <= of_a_model, kernel
+
+
 @pytest.mark.parametrize("capability", SHARED)
 def test_checksum(capability: int) -> None:
     names = checksum_triton._accumulate.arg_names
