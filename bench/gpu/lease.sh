@@ -34,7 +34,8 @@ part() { # name, seconds, command: runs it unless it has ended well before
   fi
 }
 
-part checks 90 -m pytest -q -p no:cacheprovider tests/kernels/test_causal_attention.py \
+# In several processes: Triton compiles some 70 kernels for them, in 1 to 4 s each.
+part checks 90 -m pytest -q -n 8 -p no:cacheprovider tests/kernels/test_causal_attention.py \
   tests/fusion_worker/test_step_graphs.py "tests/kernels/test_attention.py::test_every_path"
 part ttft 140 -m fusionkv.bench.worker.bench --model shape-7b --contexts 4096,16384,27648 --repeats 1 \
   --json "$out/ttft.json"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusionkv.bench.gpu.tuning import remember
+from fusionkv.bench.gpu.tuning import candidates, remember
 from fusionkv.kernels.gpu.tile_shapes import ROOM, Tile, default, recall, shared_bytes
 from tests.commands import run_python
 
@@ -27,6 +27,14 @@ def test_a_tile_without_a_measurement_fits_every_gpu(head_dim: int, dtype: torch
     tile = default(head_dim, dtype)
     assert shared_bytes(tile, head_dim, dtype) <= ROOM == 99 << 10
     assert min(tile.rows, tile.keys) >= 16, "the smallest matrix product"
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_what_is_measured(head_dim: int) -> None:
+    """The tile without a measurement too, and not so many that compiling them takes minutes."""
+    tiles = [*candidates(head_dim)]
+    assert default(head_dim, torch.bfloat16) in tiles
+    assert len({*tiles}) == len(tiles) <= 21
 
 
 def test_what_is_remembered_is_recalled() -> None:
