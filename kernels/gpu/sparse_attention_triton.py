@@ -17,23 +17,15 @@ import triton
 import triton.language as tl
 
 from fusionkv.kernels.gpu.segment_table import Grid, OrderedTable, SegmentTable, TabledSpans
-from fusionkv.kernels.gpu.tile_shapes import Tile, tile_for
-from fusionkv.kernels.gpu.tiles_triton import (
-    INTERPRETED,
-    LOG2E,
-    constants,
-    load_turned,
-    processors,
-    product,
-    sink,
-    visible,
-)
+from fusionkv.kernels.gpu.tile_shapes import Tile, scored, tile_for
+from fusionkv.kernels.gpu.tiles_triton import LOG2E, constants, load_turned, processors, product, sink, visible
 from fusionkv.kernels.segments import NEVER, AttentionSpec, QuerySpan, Rotation, Spans
 
 # With more rows, the keys of a request are brought to prompt order; fewer read them about as fast where they are.
 _MOST_ROWS = 127
-_SCORED_ROWS, _SCORED_KEYS = 64, 32 if INTERPRETED else 64
 _GATHERED = 64
+# Numbers of parts times channels that a program merges; more would spill kilobytes.
+_MERGED = 1 << 15
 _NEVER = tl.constexpr(NEVER)
 # Numbers that vary from step to step are not specialised: for 1 and for multiples of 16, Triton would compile a
 # kernel again, in 1 to 4 seconds of the engine's thread.
@@ -194,10 +186,10 @@ def _merge(  # type: ignore[no-untyped-def]
     PARTS_CEIL: tl.constexpr,  # parts rounded up to a power of two
     SINKS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr,
+    CHANNELS: tl.constexpr,  # of a program
 ):
     partial, head = tl.program_id(0), tl.program_id(1)
-    p, d = tl.arange(0, PARTS_CEIL), tl.arange(0, DIM)
+    p, d = tl.arange(0, PARTS_CEIL), tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
     at = (p * partial_rows + partial).to(tl.int64) * tl.num_programs(1) + head
     lse = tl.load(partial_lse_ptr + at, mask=p < parts, other=float("-inf"))
     high = tl.max(lse, 0)
@@ -358,13 +350,15 @@ def _attend_ordered(ordered: OrderedTable, pool: _Layer, scores: Mapping[QuerySp
     layer = _in_order(ordered, pool)
     _attend_all(ordered.table, layer)
     for span, into in scores.items():
-        keys = layer.keys[ordered.begins[span.start] :]
+        keys, tile = layer.keys[ordered.begins[span.start] :], scored(into.device, pool.q.dtype)
         columns = torch.empty(keys.shape[1], len(into), device=into.device)
-        tile = max(1, _SCORED_ROWS // pool.grid().groups)
-        _columns[triton.cdiv(len(into), _SCORED_KEYS), keys.shape[1]](
+        rows = max(1, tile.rows // pool.grid().groups)
+        _columns[triton.cdiv(len(into), tile.keys), keys.shape[1]](
             *(pool.q, keys, pool.lse, columns, ordered.scored, pool.spec.scale * LOG2E),
             *(span.start, span.rows, len(into), *pool.q.stride()[:2]),
-            **constants(pool.q, keys, _SCORED_KEYS, None, tile, pool.spec.window),
+            **constants(pool.q, keys, tile.keys, None, rows, pool.spec.window),
+            num_warps=tile.warps,
+            num_stages=tile.stages,
         )
         into += columns.sum(0)
 
@@ -391,10 +385,12 @@ def _attend_all(table: SegmentTable, layer: _Layer) -> None:
         num_stages=layer.tile.stages,
     )
     if table.parts > 1:
-        _merge[len(table.rows), q.shape[1]](
+        parts = triton.next_power_of_2(table.parts)
+        channels = max(1, min(consts["DIM"], _MERGED // parts))
+        _merge[len(table.rows), q.shape[1], triton.cdiv(q.shape[2], channels)](
             *(partial, lse, table.rows, sinks, layer.out, layer.lse, len(table.rows), table.parts),
-            PARTS_CEIL=triton.next_power_of_2(table.parts),
+            PARTS_CEIL=parts,
             SINKS=layer.spec.sinks is not None,
             HEAD_DIM=q.shape[2],
-            DIM=consts["DIM"],
+            CHANNELS=channels,
         )

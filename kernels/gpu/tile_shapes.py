@@ -25,7 +25,7 @@ class Tile:
     stages: int
 
 
-_INTERPRETED = Tile(32, 32, 4, 1)
+_SMALL = Tile(32, 32, 4, 1)
 # Shared memory in bytes that a program can use on every GPU since sm_80; sm_86 and sm_89 have the least.
 ROOM = 99 << 10
 
@@ -34,8 +34,13 @@ ROOM = 99 << 10
 def tile_for(device: torch.device, head_dim: int, dtype: torch.dtype) -> Tile:
     """The tile measured for this GPU, head size and dtype; without one, a tile that fits every GPU since sm_80."""
     if device.type != "cuda":
-        return _INTERPRETED
+        return _SMALL
     return recall(tile_key(device, head_dim, dtype)) or default(head_dim, dtype)
+
+
+def scored(device: torch.device, dtype: torch.dtype) -> Tile:
+    """The tile for attention summed by key. In float32, a larger one spills kilobytes, and fits few GPUs."""
+    return _SMALL if device.type != "cuda" or dtype == torch.float32 else Tile(64, 64, 4, 3)
 
 
 def shared_bytes(tile: Tile, head_dim: int, dtype: torch.dtype) -> int:

@@ -288,6 +288,16 @@ def test_a_batch_without_spans() -> None:
 
 
 @pytest.mark.skipif(not HAS_KERNEL, reason="needs a GPU, or TRITON_INTERPRET=1 as the next test sets it")
+def test_channels_of_many_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several programs merge the parts of a row: here of 16 channels each, and the last one of fewer."""
+    monkeypatch.setattr(sparse_attention_triton, "_MERGED", 32)
+    sinks = torch.tensor([-3.0, 0.0, 2.0, 9.0])
+    case = Case((4, 1), 72, rotary(72), None, 4, [Request([(300, 0), (212, 41)], [512], [])], sinks)
+    assert sparse_attention_triton.Grid.of(4, 1, 32, 4).parts(1, 513) == 2
+    check(case, *TOLERANCES[0])
+
+
+@pytest.mark.skipif(not HAS_KERNEL, reason="needs a GPU, or TRITON_INTERPRET=1 as the next test sets it")
 def test_the_tables_of_scores_go_with_their_span() -> None:
     q, k, _, (span,) = (there(x) for x in SMALL.tensors(torch.float32))
     sparse_attention_triton.attention_scores(q, k, span, SMALL.spec)
@@ -303,5 +313,5 @@ def test_the_triton_kernel_in_the_interpreter() -> None:
     # MOST_ROWS is a bound of the CPU's kernel: of Triton's, one row and more than a tile are enough.
     others = " or ".join(f"-{rows}-torch" for rows in (MOST_ROWS, MOST_ROWS + 1))
     paths = f"(test_every_path and scattered and not ({others}))"
-    chosen = f"test_ragged_batches or {paths} or test_a_chunk_twice or test_the_tables"
+    chosen = f"test_ragged_batches or {paths} or test_a_chunk_twice or test_the_tables or test_channels"
     assert " passed" in interpreted(__file__, chosen)

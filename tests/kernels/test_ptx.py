@@ -160,10 +160,22 @@ def test_prefill_and_decode(capability: int, head_dim: int, dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize("capability", SHARED)
-def test_gather_scores_and_merge(capability: int) -> None:
+@pytest.mark.parametrize(("head_dim", "dtype"), [(128, BF16), (256, BF16), (256, FP32)], ids=str)
+def test_gather_and_scores(capability: int, head_dim: int, dtype: torch.dtype) -> None:
+    gathers, scores = tile_shapes.Tile(64, 64, 4, 3), tile_shapes.scored(torch.device("cuda"), dtype)
+    kernels = {sparse_attention_triton._gather: gathers, sparse_attention_triton._columns: scores}
+    for kernel, tile in kernels.items():
+        constants = shape(head_dim, 7, tile.rows, tile.keys)
+        own = {name: value for name, value in constants.items() if name in kernel.arg_names}
+        built = compile_for(kernel, capability, dtype, tile, **own)
+        assert spilled(built) < 1024
+
+
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize("parts", [16, 512])
+def test_merge(capability: int, parts: int) -> None:
+    """512 parts: one row of a model with one KV head on 132 multiprocessors."""
+    channels = min(256, sparse_attention_triton._MERGED // parts)
+    constants = {"PARTS_CEIL": parts, "SINKS": True, "HEAD_DIM": 256, "CHANNELS": channels}
     tile = tile_shapes.Tile(64, 64, 4, 3)
-    for kernel in (sparse_attention_triton._gather, sparse_attention_triton._columns):
-        constants = {name: value for name, value in shape(128, 7, 64, 64).items() if name in kernel.arg_names}
-        compile_for(kernel, capability, torch.bfloat16, tile, **constants)
-    constants = {"PARTS_CEIL": 16, "SINKS": True, "HEAD_DIM": 128, "DIM": 128}
-    compile_for(sparse_attention_triton._merge, capability, torch.bfloat16, tile, **constants)
+    assert spilled(compile_for(sparse_attention_triton._merge, capability, BF16, tile, **constants)) < 256
