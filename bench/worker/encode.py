@@ -36,7 +36,8 @@ async def _encode(servicer: FusionServicer, passages: Passages) -> float:
 
 async def measure(model: models.Model, count: int, prompt_chunks: int) -> list[dict[str, object]]:
     """Prefills prompts of `prompt_chunks` chunks in full, then encodes `count` chunks; returns one row."""
-    passages = Passages.random(count, CHUNK) if model.name in SHAPES else await Passages.of(model, [], count)
+    random = model.name in {shape.name for shape in SHAPES.values()}
+    passages = Passages.random(count, CHUNK) if random else await Passages.of(model, [], count)
     with tempfile.TemporaryDirectory() as directory:
         stored = 2 * passages.tokens * model.kv.token_bytes
         with cache_service(directory, stored) as ((address,), _):

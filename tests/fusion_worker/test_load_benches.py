@@ -6,16 +6,18 @@ import pytest
 import torch
 from rich.console import Console
 
-from fusionkv.bench.worker import bench, throughput
+from fusionkv.bench.worker import bench, encode, throughput
 from fusionkv.bench.worker.passages import Passages
 from fusionkv.bench.worker.shapes import ModelShape, build
 from fusionkv.bench.worker.throughput import Traffic
 from fusionkv.fusion_worker.models import Model
 
+SMALL = ModelShape("small", 4, 128, 256, 4, 2, 1024, tied=True)
+
 
 def small() -> Model:
     """Computes for long enough that it shows in milliseconds, and no longer."""
-    return build(ModelShape("small", 4, 128, 256, 4, 2, 1024, tied=True), torch.float32, torch.device("cpu"))
+    return build(SMALL, torch.float32, torch.device("cpu"))
 
 
 def test_questions_have_chunks_of_their_own() -> None:
@@ -52,6 +54,15 @@ async def test_rates_rise_until_questions_are_late(monkeypatch: pytest.MonkeyPat
             assert 0 < float(str(row["ttft_p50_s"])) <= float(str(row["ttft_p99_s"]))
             assert 0 <= float(str(row["engine_idle"])) < 1
             assert float(str(row["tokens_per_s"])) > 0
+
+
+@pytest.mark.system
+async def test_a_shape_encodes_chunks_of_random_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokenizer makes one token of a passage."""
+    monkeypatch.setitem(encode.SHAPES, "flag", SMALL)
+    monkeypatch.setattr(encode, "CHUNK", 96)
+    (row,) = await encode.measure(small(), 4, 2)
+    assert row["tokens"] == 4 * 96
 
 
 @pytest.mark.system
