@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -90,8 +90,13 @@ async def bench(
     repeats: int,
     console: Console,
     recipes: Sequence[tuple[str, float]] = ROWS,
+    done: Callable[[list[dict[str, object]]], None] = lambda _: None,
 ) -> list[dict[str, object]]:
-    """One row for each context length and recipe. recipes: their names and ratios."""
+    """One row for each context length and recipe.
+
+    recipes: their names and ratios. done: called with all rows so far after each context, so that a run that is
+    stopped loses no more than one.
+    """
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as directory:
         pool_bytes = 3 * max(contexts) * model.kv.token_bytes
@@ -116,6 +121,7 @@ async def bench(
                     if servicer.pool.kv.is_cuda and _DEFAULT in made:
                         made[_DEFAULT]["busy_ms"] = await _busy(servicer, prompt)
                     rows += made.values()
+                    done(rows)
     return rows
 
 
@@ -265,8 +271,6 @@ def main() -> None:
     columns = (*COLUMNS, "of ideal", "lookup", "load", "select", "prefill")
     title = f"TTFT, {args.model}, {processor(args.device)} ({seconds:.0f} s)"
     command.show(command.table(title, columns, _lines(rows)))
-    where: dict[str, object] = {"machine": processor(args.device), "model": args.model}
-    command.write([where | row for row in rows], args.json)
 
 
 async def _run(args: argparse.Namespace) -> list[dict[str, object]]:
@@ -276,7 +280,12 @@ async def _run(args: argparse.Namespace) -> list[dict[str, object]]:
         passages = Passages.random(max(contexts) // CHUNK, CHUNK)
     else:
         passages = await Passages.of(model, args.data, max(contexts) // 100)
-    return await bench(model, passages, contexts, args.repeats, Console(stderr=True))
+    where: dict[str, object] = {"machine": processor(args.device), "model": args.model}
+
+    def write(rows: list[dict[str, object]]) -> None:
+        command.write([where | row for row in rows], args.json)
+
+    return await bench(model, passages, contexts, args.repeats, Console(stderr=True), done=write)
 
 
 if __name__ == "__main__":

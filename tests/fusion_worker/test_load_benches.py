@@ -81,6 +81,16 @@ async def test_a_prefix_cache_has_every_path_from_the_second_time_on() -> None:
     assert found == [(2, 48), (0, 48)], "the first stands where it was encoded"
 
 
+async def test_a_stopped_run_keeps_the_contexts_before() -> None:
+    written: list[list[object]] = []
+    recipes = [("full_reuse", 0.0), ("epic", 0.3)]
+    passages, quiet = Passages.random(2, 64), Console(quiet=True)
+    await bench.bench(
+        small(), passages, [64, 128], 1, quiet, recipes, lambda rows: written.append([row["context"] for row in rows])
+    )
+    assert written == [[64, 64], [64, 64, 128, 128]]
+
+
 async def test_times_to_the_first_token() -> None:
     rows = await bench.bench(small(), Passages.random(2, bench.CHUNK), [2 * bench.CHUNK], 1, Console(quiet=True))
     assert [(row["name"], row["r"]) for row in rows] == list(bench.ROWS)
