@@ -102,10 +102,13 @@ class VLLMSteps(TPGroup):
     def _compute(self, call: Callable[[], Any], future: "Future[Any]") -> None:
         try:
             if self._device.type == "cuda":
-                # What copies into and out of the pool knows the default stream alone, and vLLM computes on another.
-                with torch.cuda.stream(torch.cuda.default_stream(self._device)):
+                # What copies into and out of the pool knows the default stream alone, and vLLM computes on another,
+                # where a step may still write to pages that this call fills, for a request that has ended.
+                stream = torch.cuda.default_stream(self._device)
+                stream.wait_stream(torch.cuda.current_stream(self._device))
+                with torch.cuda.stream(stream):
                     result = call()
-                torch.cuda.default_stream(self._device).synchronize()
+                stream.synchronize()
             else:
                 result = call()
         except Exception as error:  # the engine's thread handles it

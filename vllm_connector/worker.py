@@ -55,6 +55,7 @@ class ConnectorWorker:
         self._fusing, self._fuse_seconds = fusing, fuse_seconds
         self._fused: dict[str, asyncio.Task[Any] | None] = {}
         self._figures: dict[str, dict[str, Any]] = {}
+        self._launched: torch.cuda.Event | None = None
         self._lock = threading.Lock()
         self._saved: set[str] = set()
         self._loaded: set[str] = set()
@@ -62,6 +63,8 @@ class ConnectorWorker:
         self._saves = 0
 
     def start(self, transfers: Sequence[KVLoad | KVSave]) -> None:
+        if transfers and self._pages.device.type == "cuda":
+            self._launched = torch.cuda.current_stream(self._pages.device).record_event()
         for transfer in transfers:
             if isinstance(transfer, KVSave):
                 self._background.run(self._save(transfer))
@@ -202,6 +205,9 @@ class ConnectorWorker:
 
     async def _write(self, kv: Iterable[Iterable[torch.Tensor]], pages: Sequence[int], start: int) -> None:
         def write() -> None:
+            if self._launched is not None:
+                # A step that vLLM launched before it may still write to these pages, for a request that has ended.
+                torch.cuda.current_stream(self._pages.device).wait_event(self._launched)
             for _ in self._pages.write(kv, pages, start):
                 pass
             if self._pages.device.type == "cuda":
