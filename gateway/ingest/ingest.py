@@ -73,7 +73,7 @@ class Ingest:
 
         Raises:
             InvalidArgument: also if the content has another size than announced.
-            DeadlineExceeded: nothing arrived for 30 s, or not all of it by the deadline.
+            DeadlineExceeded: nothing arrived for 30 s, or not all of it by the deadline; the end of the call counts.
         """
         first = await anext(requests, pb.UploadRequest())
         request, size = first.document, first.size_bytes
@@ -228,16 +228,20 @@ class Ingest:
 async def _received(first: pb.UploadRequest, requests: AsyncIterator[pb.UploadRequest], deadline: Deadline) -> bytes:
     """The content that arrives in pieces. Raises as `Ingest.upload` does."""
     content, size = bytearray(first.content), first.size_bytes
-    while len(content) < size:
+
+    async def following() -> pb.UploadRequest | None:
         try:
             async with asyncio.timeout(min(_STALL_SECONDS, deadline.remaining())):
-                piece = await anext(requests, None)
+                return await anext(requests, None)
         except TimeoutError:
-            raise DeadlineExceeded(f"only {len(content)} of {size} bytes arrived in time") from None
+            raise DeadlineExceeded(f"{len(content)} of {size} bytes arrived in time, and not the end") from None
+
+    while len(content) < size:
+        piece = await following()
         if piece is None or not piece.content:
             raise InvalidArgument(f"the content ended after {len(content)} of {size} bytes")
         content += piece.content
-    if len(content) > size or await anext(requests, None) is not None:
+    if len(content) > size or await following() is not None:
         raise InvalidArgument(f"the content is longer than the {size} bytes that were announced")
     return bytes(content)
 
