@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import HttpVersion11, web
 from opentelemetry import propagate, trace
+from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind
 
 from fusionkv.gateway.auth.access import CALLER, Bearer
@@ -146,7 +147,7 @@ class Listener:
         attributes = {"http.request.method": request.method, "url.path": request.path, "url.scheme": request.scheme}
         with tracer.start_as_current_span(
             f"{request.method} {route}".strip(),
-            context=propagate.extract(request.headers),
+            context=_context(request),
             kind=SpanKind.SERVER,
             attributes={**attributes, **({"http.route": route} if route else {})},
         ) as span:
@@ -172,6 +173,15 @@ class Listener:
             raise
         except Exception as error:
             return self.failed(error)
+
+
+def _context(request: web.Request) -> Context | None:
+    """The context of the caller's span; None without one."""
+    try:
+        return propagate.extract(request.headers)
+    except UnicodeEncodeError:  # it encodes the header `baggage`, which may hold bytes that are no text
+        rejected.note("trace_headers")
+        return None
 
 
 def check_site(request: web.Request, allowed: Origins) -> None:

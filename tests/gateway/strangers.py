@@ -87,6 +87,7 @@ def malformed(token: bytes = b"") -> Mapping[str, bytes]:
         "bad trace": _head(
             b"traceparent: 00-" + secret, b"tracestate: " + secret + b"==", b"baggage: " + secret, let_in
         ),
+        "trace beyond ASCII": _head(b"baggage: a=\xff" + secret, let_in),
         "long trace": _head(b"baggage: a=" + secret * 500, b"tracestate: a=" + secret * 60, let_in),
         "token that is none": _head(b"Authorization: Bearer " + secret),
         "scheme that is none": _head(b"Authorization: " + secret),
