@@ -113,12 +113,19 @@ class IndexedTable:
     async def _change(self, change: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Runs a change after those before it; it completes even if its caller is cancelled."""
 
-        async def locked() -> T:
-            async with self.frozen():
-                with disk_errors():
-                    return await change()
+        async def locked() -> T | CorpusGone | ServiceError:
+            """Returns what a caller can expect: raised, it would be logged as unhandled if the caller has left."""
+            try:
+                async with self.frozen():
+                    with disk_errors():
+                        return await change()
+            except (CorpusGone, ServiceError) as error:
+                return error
 
-        return await asyncio.shield(background(self._changes, locked()))
+        done = await asyncio.shield(background(self._changes, locked()))
+        if isinstance(done, CorpusGone | ServiceError):
+            raise done
+        return done
 
     def _touch(self) -> None:
         self._commits += 1

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import hashlib
 import os
 import threading
@@ -365,6 +366,27 @@ async def test_what_changes_during_a_move_waits_for_it(tmp_path: Path, reopen: R
     assert await engine.delete("c") == (2, 2)
     await asyncio.gather(gone, return_exceptions=True)
     assert await engine.corpora() == []
+
+
+async def test_changes_during_a_move_whose_callers_leave_are_no_unhandled_errors(
+    tmp_path: Path, reopen: Reopen
+) -> None:
+    engine = await reopen(tmp_path)
+    await put(engine, "c", "a", "text")
+    unhandled: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
+    moving = engine.move("c", same, OTHER)
+    assert await anext(moving) == 1
+    leaving = [asyncio.create_task(change) for change in (put(engine, "c", "d", "x"), engine.delete("c", "none"))]
+    await until(lambda: len(engine._tables["c"]._changes) == 2)
+    waiting = [*engine._tables["c"]._changes]
+    for task in leaving:
+        task.cancel()
+    assert [done async for done in moving] == []
+    await asyncio.wait([*leaving, *waiting])
+    del task, leaving, waiting
+    gc.collect()
+    assert unhandled == []
 
 
 async def test_a_deletion_ends_a_move_at_its_next_document(tmp_path: Path, reopen: Reopen) -> None:
