@@ -224,7 +224,9 @@ def source_of(path: str | os.PathLike[str], inside: str = "") -> str:
     if named.is_absolute():
         named = Path(*named.parts[-1 if inside else -2 :])
     parts = [part for part in (*named.parts, *inside.split("/")) if part and part != os.sep]
-    joined = "/".join(parts if len(parts) > 1 else [".", *parts])
+    # So that the sources of a folder's files all begin with the folder's.
+    alone = len(parts) == 1 or named.parts in ((), (os.sep,))
+    joined = "/".join([".", *parts] if alone else parts)
     return os.fsencode(joined).decode("utf-8", "backslashreplace")
 
 

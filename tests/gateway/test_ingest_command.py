@@ -60,8 +60,10 @@ def folder(parent: Path, **texts: str) -> Path:
         (("/two/docs/a.md",), "docs/a.md"),
         (("docs/a.md",), "docs/a.md"),
         ((".", "a.md"), "./a.md"),
+        ((".", "sub/a.md"), "./sub/a.md"),
         (("a.md",), "./a.md"),
         (("/", "a.md"), "./a.md"),
+        (("/", "sub/a.md"), "./sub/a.md"),
         (("b/docs", "a.md"), "b/docs/a.md"),
         (("docs/gr\udcfc.md",), r"docs/gr\xfc.md"),
     ],
@@ -111,6 +113,19 @@ def test_sync_deletes_what_vanished_from_these_paths_alone(
     events = [json.loads(line) for line in said.splitlines()]
     assert [e["name"] for e in events if e["event"] == "deleted"] == ["v1/gone.md", "v1/sub/gone.txt"]
     assert events[-1]["deleted"] == 2
+
+
+def test_sync_of_the_current_folder_reaches_folders_in_it(
+    run: Run, stack: Stack, corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    docs = folder(tmp_path, gone_md="g", sub__gone_md="s", sub__keep_md="k")
+    monkeypatch.chdir(docs)
+    run("ingest", corpus, ".")
+    stack.client.ingest(corpus, "alike.md", "of another folder", source="sub/alike.md")
+    for name in ("gone.md", "sub/gone.md"):
+        (docs / name).unlink()
+    run("ingest", corpus, ".", "--sync")
+    assert names(stack, corpus) == ["alike.md", "sub/keep.md"]
 
 
 def test_sync_deletes_lines_that_vanished_from_a_file(run: Run, stack: Stack, corpus: str, tmp_path: Path) -> None:
