@@ -13,6 +13,7 @@ from fusionkv.gateway.auth.tenants import Tenant
 from fusionkv.gateway.pipeline import Pipeline, answer_attributes
 from fusionkv.gateway.plan import Passage
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
+from fusionkv.protos.contract.requests import signed_seed
 from fusionkv.protos.deadline import Deadline
 from fusionkv.protos.fusion.v1.fusion_pb2 import Sampling
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
@@ -111,7 +112,7 @@ def _sampling(sampling: Sampling) -> dict[str, Any]:
     if sampling.max_tokens:
         fields["max_tokens"] = sampling.max_tokens
     if sampling.HasField("seed"):
-        fields["seed"] = sampling.seed
+        fields["seed"] = signed_seed(sampling.seed)
     return fields
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from fusionkv.protos.contract.requests import signed_seed
 from fusionkv.protos.runtime.errors import FailedPrecondition
 
 
@@ -63,8 +64,7 @@ class Sampler:
         if params.seed is None:
             self._random.seed()
         else:
-            # Any 64-bit seed is accepted, but the generator takes only signed ones.
-            self._random.manual_seed(params.seed & 0x7FFF_FFFF_FFFF_FFFF)
+            self._random.manual_seed(signed_seed(params.seed))
 
     @property
     def greedy(self) -> bool:

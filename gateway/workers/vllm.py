@@ -21,6 +21,7 @@ from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.gateway.workers.workers import Check, WorkerPool
 from fusionkv.protos.answer.v1 import answer_pb2
 from fusionkv.protos.contract.length import prompt_tokens
+from fusionkv.protos.contract.requests import signed_seed
 from fusionkv.protos.deadline import Deadline
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.observe import logs
@@ -328,7 +329,7 @@ class VLLMEngine:
             **self._model,
         }
         if sampling.HasField("seed"):
-            body["seed"] = sampling.seed
+            body["seed"] = signed_seed(sampling.seed)
         if answer.prefilled is not None:
             body["kv_transfer_params"] = {"fusionkv": answer.prefilled.parameters}
         return body

@@ -71,11 +71,16 @@ def check_sampling(sampling: Sampling) -> None:
     """
     temperature, top_p, stop = sampling.temperature, sampling.top_p, sampling.stop
     if not 0 <= temperature <= _MAX_TEMPERATURE:
-        raise InvalidArgument(f"temperature is {temperature:g}: it must be from 0 (greedy) to {_MAX_TEMPERATURE}")
+        raise InvalidArgument(f"temperature is {temperature:.15g}: it must be from 0 (greedy) to {_MAX_TEMPERATURE}")
     if not 0 <= top_p <= 1:
-        raise InvalidArgument(f"top_p is {top_p:g}: it must be from 0 to 1")
+        raise InvalidArgument(f"top_p is {top_p:.15g}: it must be from 0 to 1")
     if len(stop) > _MAX_STOPS or any(not 1 <= len(each) <= _MAX_STOP for each in stop):
         raise InvalidArgument(f"a request takes at most {_MAX_STOPS} stop strings of 1 to {_MAX_STOP} characters")
+
+
+def signed_seed(seed: int) -> int:
+    """A seed as torch and vLLM take it: any of 64 bits is accepted, but they take only signed ones."""
+    return seed & 0x7FFF_FFFF_FFFF_FFFF
 
 
 def check_filled(ids: Sequence[int], what: str) -> None:

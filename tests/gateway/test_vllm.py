@@ -385,9 +385,10 @@ async def test_sampling_and_stop_strings(worker: Any, decoder: Decoder, open_gat
     told, answer = [await ask(each, PASSAGES, stop=[text[3:5]]) for each in (alone, client)]
     assert (answer.text, answer.summary.finish_reason) == (told.text, "stop_string")
     assert answer.summary.tokens_generated == told.summary.tokens_generated
-    await ask(client, OTHER, temperature=0.7, top_p=0.9, sample_top_k=5, seed=3)
+    await ask(client, OTHER, temperature=0.7, top_p=0.9, sample_top_k=5, seed=2**63 + 3)
     body = decoder.bodies[-1]
-    assert [body[name] for name in ("temperature", "top_p", "top_k", "seed")] == [0.7, 0.9, 5, 3]
+    sent = [body[name] for name in ("temperature", "top_p", "top_k", "seed")]
+    assert sent == [0.7, 0.9, 5, 3], "vLLM takes signed seeds only"
 
 
 async def test_kv_that_can_not_be_used(worker: Any, decoder: Decoder, open_gateway: Open) -> None:
@@ -470,12 +471,13 @@ async def test_requests_at_once(worker: Any, decoder: Decoder, open_gateway: Ope
 async def test_a_chat_that_only_vllm_can_answer_is_passed_on(decoder: Decoder, chats: openai.AsyncOpenAI) -> None:
     wanted = {"type": "json_object"}
     chat = await chats.chat.completions.create(
-        **asked("Milk is white.", "Coal is black.", response_format=wanted, n=2)
+        **asked("Milk is white.", "Coal is black.", response_format=wanted, n=2, seed=2**63 + 3)
     )
     (body,) = decoder.bodies
     told = {"role": "user", "content": "Milk is white.\n\nCoal is black.\n\nWhat is white?"}
     assert body["messages"] == [told]
     assert (body["response_format"], body["n"], body["max_tokens"], body["temperature"]) == (wanted, 2, 3, 0)
+    assert body["seed"] == 3, "vLLM takes signed seeds only"
     assert body["cache_salt"].startswith("fusionkv-")
     assert "kv_transfer_params" not in body
     assert [choice.message.content for choice in chat.choices] == ["What is white?"] * 2
