@@ -254,8 +254,9 @@ def _passed(fields: dict[str, Any], extension: dict[str, Any]) -> dict[str, Any]
 
 
 def _is_about_tools(message: Any) -> bool:
-    """Whether a message calls tools, or is the result of one."""
-    return isinstance(message, dict) and (message.get("role") == "tool" or bool(message.get("tool_calls")))
+    """Whether a message is an assistant's that calls tools, or the result of one."""
+    role = message.get("role") if isinstance(message, dict) else None
+    return role == "tool" or (role == "assistant" and bool(message.get("tool_calls")))
 
 
 def _usage(fields: Mapping[str, Any], stream: bool) -> bool:

@@ -145,7 +145,7 @@ class Recipe:
         Raises InvalidArgument if the ratio is outside 0..1 or not a number, or differs from a fixed ratio.
         """
         if asked is not None and not 0.0 <= asked <= 1.0:
-            raise InvalidArgument(f"ratio is {asked:g}: it must be from 0 to 1")
+            raise InvalidArgument(f"ratio is {asked:.15g}: it must be from 0 to 1")
         if self.fixed and asked not in (None, self.ratio):
             raise InvalidArgument(
                 f"{self.name} has the fixed ratio {self.ratio:g}, not {asked:g}: omit the ratio, or use a recipe "

@@ -305,6 +305,8 @@ def test_nothing_is_passed_on_that_the_gateway_can_answer() -> None:
         ({"n": 2, "fusionkv": {"prompt_template": "{passages}{question}"}}, "can't be combined"),
         ({"n": 2, "messages": CALLED}, "messages is empty"),
         ({"n": 2, "messages": "x"}, "wrong type"),
+        ({"messages": [{"tool_calls": [1]}, *ASKED]}, r"messages\[0\].* is not supported"),
+        ({"n": 2, "messages": [{"role": "user", "content": 5, "tool_calls": [1]}, *ASKED]}, "is not supported"),
         ({"n": 2, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "not text"),
         ({"fusionkv": {"vllm_model": 5}}, "wrong type"),
     ],
