@@ -3,16 +3,9 @@
 import json
 import os
 import sys
-import unicodedata
 from pathlib import Path
 
-# Other characters of category Cf join letters, or mark a single direction, as names in Arabic or Hindi need.
-_FORMATS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
-
-
-def _acts(char: str) -> bool:
-    """Whether a terminal may take a character for a command, or shows text after it in another order."""
-    return unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") or char in _FORMATS
+from fusionkv.gateway.ingest.text import acts
 
 
 def _escaped(char: str) -> str:
@@ -21,18 +14,18 @@ def _escaped(char: str) -> str:
 
 def line(text: object) -> str:
     """The text on one line, with escapes such as `\\x1b` for control characters."""
-    return "".join(_escaped(char) if _acts(char) else char for char in str(text))
+    return "".join(_escaped(char) if acts(char) else char for char in str(text))
 
 
 def lines(text: str) -> str:
     """The same for text that may have several lines, such as an answer, and tabs."""
-    return "".join(_escaped(char) if _acts(char) and char not in "\n\t" else char for char in text)
+    return "".join(_escaped(char) if acts(char) and char not in "\n\t" else char for char in text)
 
 
 def as_json(value: object) -> str:
     """One line of JSON, in which control characters are escaped too."""
     text = json.dumps(value, ensure_ascii=False)
-    return "".join(f"\\u{ord(char):04x}" if _acts(char) else char for char in text)
+    return "".join(f"\\u{ord(char):04x}" if acts(char) else char for char in text)
 
 
 def name(path: str | Path) -> str:

@@ -1,4 +1,4 @@
-"""Text as it is stored and searched: in NFC, and without inline images."""
+"""Text as it is stored, searched and named: in NFC, without inline images, and with names that act on no terminal."""
 
 import re
 import unicodedata
@@ -6,6 +6,8 @@ import unicodedata
 # Characters beyond ASCII with the one before them. unicodedata takes quadratic time for a row of combining marks,
 # 33 s for 65,536 of them, so longer rows are cut, if possible before no mark, kana mark or Hangul vowel.
 _COMPOSED = re.compile(r"[\x00-\x7f]?[^\x00-\x7f]{1,32}[\u0300-\u036f\u3099\u309a\u1161-\u11ff]{0,8}")
+# Other characters of category Cf join letters, or mark a single direction, as names in Arabic or Hindi need.
+_FORMATS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
 _MARK = "\ufdd0"  # in place of an image; Unicode reserves it for such use inside a program
 _BASE64 = r"(?:[A-Za-z0-9+/=_-]|%[0-9A-Fa-f]{2})"
 _WRAPPED = rf"(?:(?:\s+{_BASE64}{{40,}})+(?:\s+{_BASE64}+(?=\s*[\"')>]))?)?"
@@ -35,6 +37,11 @@ _DEFINITION = re.compile(rf"^[ \t>]*\[([^\[\]\n]+)\]:\s*<?{_MARK}>?[^\n]*\n?", r
 _REFERENCES = [re.compile(rf"{mark}{_TEXT}(?:\[([^\[\]]*)\])?") for mark in ("!", "")]
 _ELEMENT = re.compile(rf"<[a-z][^<>{_MARK}]*{_MARK}[^<>]*>", re.IGNORECASE)
 _ATTRIBUTE = re.compile(r"""([^\s=/"'<>]+)(?:\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"'<>]+)))?""")
+
+
+def acts(char: str) -> bool:
+    """Whether a terminal may take a character for a command, or shows text after it in another order."""
+    return unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") or char in _FORMATS
 
 
 def nfc(text: str) -> str:

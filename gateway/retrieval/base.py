@@ -17,6 +17,7 @@ from opentelemetry import trace
 from fusionkv.gateway.client.results import Item
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.embed.base import Embedder, Reranker
+from fusionkv.gateway.ingest.text import acts
 from fusionkv.gateway.retrieval.duplicates import distinct
 from fusionkv.gateway.tokens import ModelIdentity
 from fusionkv.kvcache_service import keys
@@ -104,7 +105,7 @@ def check_corpus(name: str) -> None:
 
 def check_document(name: str) -> None:
     """Raises InvalidArgument if a document's name is invalid."""
-    if not name or len(name) > MAX_NAME or not name.isprintable():
+    if not name or len(name) > MAX_NAME or any(map(acts, name)):
         raise InvalidArgument(f"invalid document name {name[:80]!r}: must be 1 to {MAX_NAME} printable characters")
 
 

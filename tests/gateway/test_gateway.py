@@ -112,6 +112,7 @@ def test_a_bad_question_is_refused(client: Client, wrong: dict[str, Any], messag
     ("wrong", "error", "message"),
     [
         ({"temperature": 200.0}, InvalidArgument, r"temperature is 200: it must be from 0 \(greedy\) to 100"),
+        ({"temperature": 0.5, "top_p": 1.0000001}, InvalidArgument, r"top_p is 1\.0000001: it must be from 0 to 1"),
         ({"recipe": "deeplayer+window()"}, InvalidArgument, r"unknown recipe modifier 'window\(\)'"),
         ({"recipe": "prophetkv", "ratio": 1.5}, InvalidArgument, "ratio is 1.5: it must be from 0 to 1"),
         ({"recipe": "ape+snapkv(8)"}, InvalidArgument, "ape attends .* takes no snapkv"),
@@ -134,6 +135,8 @@ def test_what_a_worker_would_refuse_is_refused_before_any_event(
         ({"corpus": "x" * 65}, "invalid corpus name"),
         ({"name": ""}, "invalid document name"),
         ({"name": "a\nb.txt"}, "invalid document name"),
+        ({"name": "a\u202eb.txt"}, "invalid document name"),
+        ({"name": "a\u2028b.txt"}, "invalid document name"),
         ({"name": "x" * 513}, "1 to 512 printable characters"),
         ({"name": "a.exe"}, "the media type is unknown"),
         ({"content": b"x" * (65 << 10)}, "66560 bytes; the maximum is 65536"),

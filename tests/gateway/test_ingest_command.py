@@ -165,18 +165,19 @@ def test_sync_deletes_nothing_after_a_failure(run: Run, stack: Stack, corpus: st
 
 
 def test_files_of_any_name_are_stored_listed_and_deleted(run: Run, stack: Stack, corpus: str, tmp_path: Path) -> None:
-    """Per cent signs, and bytes that are no UTF-8, of which two differ."""
+    """Per cent signs, wide and narrow spaces, letters that are joined, and two names of bytes that are no UTF-8."""
     plain = ["100%.txt", "a%2Fb%00.txt", "%s %(x)d {0} [bold]x.txt", "gr\u00fcn \u00e9.txt"]
+    plain += ["\u5831\u544a\u3000\u66f8.txt", "at 9.41\u202fAM.txt", "\u0645\u06cc\u200c\u062e.txt"]
     odd = {os.fsdecode(b"gr\xfc\xdfe.txt"): r"gr\xfc\xdfe.txt", os.fsdecode(b"gr\xfd\xdfe.txt"): r"gr\xfd\xdfe.txt"}
     known = {**{name: name for name in plain}, **odd}
     for name in known:
         (tmp_path / name).write_text("text")
     said, _ = run("ingest", corpus, tmp_path)
-    assert "6 documents (0 replaced, 0 failed)" in said
+    assert "9 documents (0 replaced, 0 failed)" in said
     stored = sorted(known.values())
     assert names(stack, corpus) == stored
     said, _ = run("ingest", corpus, tmp_path, "--json", "--sync")
-    assert json.loads(said.splitlines()[-1])["replaced"] == 6
+    assert json.loads(said.splitlines()[-1])["replaced"] == 9
     listed = [line.split("  ")[0] for line in run("list", corpus)[0].splitlines()[1:]]
     assert listed == stored
     for name in stored:
