@@ -165,6 +165,8 @@ async def ask(args: argparse.Namespace) -> int:
     options["filter"] = dict(args.filter)
     if args.explain is not None and not args.explain.parent.is_dir():
         raise connect.UsageError(f"--explain {args.explain}: there is no folder {args.explain.parent}")
+    if args.explain is not None and args.explain.is_dir():
+        raise connect.UsageError(f"--explain {args.explain}: it is a folder")
     page = explain.template() if args.explain is not None else None
     terminal = sys.stdout.isatty()
     events: list[Event] = []
@@ -237,8 +239,10 @@ def _answer_figures(summary: Summary) -> Table:
 
 
 async def delete(args: argparse.Namespace) -> int:
+    if args.document == "":  # as a script gives it whose variable is not set
+        raise connect.UsageError("DOCUMENT is empty: name a document, or leave it out to delete the whole corpus")
     async with connect.client(args) as client:
-        deleted = await client.delete(args.corpus, args.document)
+        deleted = await client.delete(args.corpus, args.document or "")
     if args.json:
         print_json(asdict(deleted))
     else:

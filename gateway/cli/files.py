@@ -63,9 +63,12 @@ def find(paths: Sequence[str], media_type: str, name: str = "") -> dict[str, Fil
         bytes that are no UTF-8 become escapes.
 
     Raises:
-        UsageError: a path or glob matches nothing, two files have the same document name, or STDIN has no name.
+        UsageError: a path is empty, a path or glob matches nothing, two files have the same document name, or STDIN
+            has no name.
     """
     files: dict[str, File] = {}
+    if "" in paths:  # which pathlib takes for the current folder
+        raise UsageError("a PATH is empty: name a file or a folder, such as . for the current one")
     for pattern in paths:
         count = 0
         for default, path in _expand(pattern, bool(media_type)):

@@ -26,6 +26,7 @@ _INTERRUPTED, _READER_LEFT = 130, 141
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command. Returns the exit code: 0 for success, 1 for an error, 2 for wrong usage, or a signal's."""
+    _open_streams()
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ["serve"] and given[1:2] and given[1] in MODULES:
         # Replace this process by the service, which parses its own flags.
@@ -45,6 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
     finally:
         _drop_output()
+
+
+def _open_streams() -> None:
+    """Opens what the caller has closed: Python has None for it, and the next file or socket would get its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - until the process ends
 
 
 def _drop_output() -> None:
@@ -293,9 +301,7 @@ def _parser() -> argparse.ArgumentParser:
 
     delete = commands.add_parser("delete", parents=[client], help="delete a document, or a whole corpus")
     delete.add_argument("corpus", metavar="CORPUS")
-    delete.add_argument(
-        "document", nargs="?", default="", metavar="DOCUMENT", help="without it, the whole corpus is deleted"
-    )
+    delete.add_argument("document", nargs="?", metavar="DOCUMENT", help="without it, the whole corpus is deleted")
 
     listing = commands.add_parser("list", parents=[client], help="list the corpora, or the documents of one")
     listing.add_argument("corpus", nargs="?", default="", metavar="CORPUS")

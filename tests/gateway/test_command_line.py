@@ -77,13 +77,14 @@ def test_what_a_directory_holds_beside_documents_is_skipped_and_told(folder: Pat
         ([".", "sub"], "", "would both be document 'a.txt'"),
         (["-"], "", "standard input .* needs --name"),
         (["."], "notes.md", "would both be document 'notes.md': ingest them separately, with --name"),
+        ([".", ""], "", "a PATH is empty"),
     ],
 )
 def test_paths_that_are_refused(folder: Path, paths: list[str], name: str, error: str) -> None:
     (folder / ".hidden/x").mkdir()
     (folder / "sub/a.txt").write_text("y")
     with pytest.raises(UsageError, match=error):
-        find([path if path == "-" else str(folder / path) for path in paths], "", name)
+        find([path if path in ("-", "") else str(folder / path) for path in paths], "", name)
 
 
 def lines(*records: object) -> bytes:
@@ -149,6 +150,13 @@ def test_what_is_not_there_is_one_line(capsys: Capsys, tmp_path: Path) -> None:
     assert cli.main(["ask", "c", "q", "--explain", f"{tmp_path}/none/a.html"]) == 2
     said = f"fusionkv: --explain {tmp_path}/none/a.html: there is no folder {tmp_path}/none\n"
     assert capsys.readouterr().err == said
+    assert cli.main(["ask", "c", "q", "--explain", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"fusionkv: --explain {tmp_path}: it is a folder\n"
+
+
+def test_an_empty_name_deletes_no_corpus(capsys: Capsys) -> None:
+    assert cli.main(["delete", "c", "", "--gateway", "127.0.0.1:1"]) == 2
+    assert capsys.readouterr().err.startswith("fusionkv: DOCUMENT is empty: ")
 
 
 @pytest.mark.parametrize("address", ["", "7072", "localhost", ":7072", "http://localhost:7072", "a:b", "a:65536"])
@@ -294,6 +302,15 @@ async def test_output_that_nobody_takes_is_told_once(output: str, status: int, s
         _, error = await running.communicate()
     assert (running.returncode, error.decode().count("\n")) == (status, int(bool(said)))
     assert said in error.decode()
+
+
+@pytest.mark.parametrize(
+    ("command", "closed", "status"), [("list", ">&-", 1), ("list", "2>&-", 1), ("ingest c - --name x.txt", "<&-", 0)]
+)
+def test_a_stream_that_the_caller_has_closed_is_empty(command: str, closed: str, status: int, tmp_path: Path) -> None:
+    shell = f"{sys.executable} -P -m fusionkv.gateway.cli.main {command} --gateway unix:{tmp_path}/none {closed}"
+    ran = subprocess.run(["sh", "-c", shell], capture_output=True, text=True)
+    assert (ran.returncode, "Traceback" in ran.stderr, "unix:" in ran.stdout) == (status, False, False), ran
 
 
 def test_ctrl_c_while_modules_are_loaded_ends_without_a_word(tmp_path: Path) -> None:
