@@ -112,15 +112,16 @@ def vanished(
     if unclear := [path for path in paths if path == STDIN or not os.path.exists(path)]:
         raise UsageError(f"--sync takes files and folders, and {unclear[0]} is neither")
     end = mark(prefix)
-    folders = tuple(source_of(path, " ").rstrip(" ") for path in paths if os.path.isdir(path))
+    folders = {source_of(path, " ").rstrip(" "): path for path in paths if os.path.isdir(path)}
     whole = {source_of(path) for path in paths}
 
     def gone(item: Item) -> bool:
         source, marked, other = item.source.partition(_MARK)
-        if marked + other != end or not (source in whole or source.startswith(folders)):
+        if marked + other != end or not (source in whole or source.startswith((*folders,))):
             return False
-        if item.source not in current:
-            return True
+        if item.source not in current:  # nor skipped this time, as hidden or for its ending
+            inside = [(start, path) for start, path in folders.items() if source.startswith(start)]
+            return not any(os.path.isfile(os.path.join(path, source.removeprefix(start))) for start, path in inside)
         # Only of a file with many documents, one may vanish: any other may have been stored with another --name.
         ending = os.path.splitext(source)[1].lower()
         return JSONL in (media_type, ENDINGS.get(ending)) and item.name not in current[item.source]

@@ -115,6 +115,20 @@ def test_sync_deletes_what_vanished_from_these_paths_alone(
     assert events[-1]["deleted"] == 2
 
 
+def test_sync_keeps_documents_of_files_that_it_skips(run: Run, stack: Stack, corpus: str, tmp_path: Path) -> None:
+    docs = folder(tmp_path, a_md="a")
+    for name in ("LICENSE", ".hidden.md", "sub.d/NOTICE"):
+        (docs / name).parent.mkdir(exist_ok=True)
+        (docs / name).write_text(name)
+    run("ingest", corpus, docs, "--media-type", "text/plain")
+    run("ingest", corpus, docs / ".hidden.md")
+    run("ingest", corpus, docs, "--sync")
+    assert names(stack, corpus) == [".hidden.md", "LICENSE", "a.md", "sub.d/NOTICE"]
+    (docs / "LICENSE").unlink()
+    run("ingest", corpus, docs, "--sync")
+    assert names(stack, corpus) == [".hidden.md", "a.md", "sub.d/NOTICE"]
+
+
 def test_sync_of_the_current_folder_reaches_folders_in_it(
     run: Run, stack: Stack, corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
