@@ -92,8 +92,14 @@ class CorpusFolder:
             self._moved.rmdir()
 
     def _set_aside(self, table: Path) -> None:
-        self._deleted.mkdir(exist_ok=True)
-        os.rename(table, self._deleted / uuid.uuid4().hex)
+        while True:
+            self._deleted.mkdir(exist_ok=True)
+            try:
+                os.rename(table, self._deleted / uuid.uuid4().hex)
+                return
+            except FileNotFoundError:
+                if not table.exists():
+                    raise  # otherwise the end of another move or deletion has just removed the folder
 
 
 def _tables(folder: Path) -> list[Path]:

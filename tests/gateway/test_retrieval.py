@@ -611,6 +611,24 @@ async def test_a_corpus_whose_deletion_is_left_is_deleted(engine: Retrieval) -> 
     assert [i.name for i in await engine.documents("c")] == ["e"]
 
 
+async def test_a_deletion_beside_the_end_of_a_move_of_another_corpus(
+    tmp_path: Path, reopen: Reopen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of the move removes the folder of deleted tables as the deletion is about to put one there."""
+    engine = await reopen(tmp_path)
+    await put(engine, "c", "d", "text")
+    rename, ends = os.rename, [tmp_path / "deleted"]
+
+    def renamed(before: Path, after: Path) -> None:
+        if ends and after.parent == ends[0]:
+            ends.pop().rmdir()
+        rename(before, after)
+
+    monkeypatch.setattr(os, "rename", renamed)
+    assert await engine.delete("c") == (1, 1)
+    assert not ends
+
+
 async def test_what_a_crash_left_of_a_corpus_is_nothing(tmp_path: Path, reopen: Reopen) -> None:
     engine = await reopen(tmp_path)
     await put(engine, "c", "d", "text")
