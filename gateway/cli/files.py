@@ -1,6 +1,7 @@
 """Finds and reads the documents that command-line paths name."""
 
 import contextlib
+import functools
 import glob
 import os
 import sys
@@ -12,7 +13,7 @@ from typing import BinaryIO, NamedTuple
 
 from fusionkv.gateway.cli import shown
 from fusionkv.gateway.cli.connect import UsageError
-from fusionkv.gateway.client.requests import source_of
+from fusionkv.gateway.client.requests import MAX_CONTENT, source_of
 from fusionkv.gateway.client.results import Item
 from fusionkv.gateway.ingest import parse
 from fusionkv.gateway.ingest.document import json_lines
@@ -138,18 +139,20 @@ def parts(name: str, path: Path, media_type: str) -> Iterator[Part]:
     """Reads a file: at once, or JSON lines in parts of about 1 MiB.
 
     Raises:
-        InvalidArgument: a JSON line is malformed, two lines have the same id, or the media type is unknown.
+        InvalidArgument: a document is larger than any gateway accepts, a JSON line is malformed, two lines have the
+            same id, or the media type is unknown.
         OSError: the file can't be read.
     """
     if parse.media_type(name, media_type) != JSONL:
         with _opened(path) as file:
-            content = file.read()
+            content = _of_length(file.read(MAX_CONTENT + 1))
         yield Part(1, content, (name,)) if content else Part(1, content, (), (name,))
         return
     ids: dict[str, int] = {}
     start, size, lines, sent = 1, 0, list[bytes](), False
     with _opened(path) as file:
-        for number, line in enumerate(file, 1):
+        read = functools.partial(file.readline, MAX_CONTENT + 1)
+        for number, line in enumerate(map(_of_length, iter(read, b"")), 1):
             if lines and size + len(line) > _PART:
                 part = _checked(name, lines, start, ids)
                 yield part
@@ -170,6 +173,13 @@ def _source(pattern: str, inside: str, path: Path) -> str:
 
 def _opened(path: Path) -> AbstractContextManager[BinaryIO]:
     return contextlib.nullcontext(sys.stdin.buffer) if str(path) == STDIN else path.open("rb")
+
+
+def _of_length(content: bytes) -> bytes:
+    """What was read, if it is not too long: of a file of any size, no more is read into memory."""
+    if len(content) > MAX_CONTENT:
+        raise InvalidArgument(f"the document has more than {MAX_CONTENT} bytes; gateways accept no more")
+    return content
 
 
 def _checked(name: str, lines: Sequence[bytes], start: int, ids: dict[str, int]) -> Part:

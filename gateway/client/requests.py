@@ -21,7 +21,7 @@ ORDERS = dict(zip(ORDER_NAMES, _NUMBERS, strict=True))
 
 T = TypeVar("T", bound=ProtoMessage)
 # The highest max_document_bytes.
-_MAX_CONTENT = 60 << 20
+MAX_CONTENT = 60 << 20
 # A document with a larger content is sent in such pieces.
 _PIECE = 1 << 20
 
@@ -209,8 +209,8 @@ def ingest(
         fields["source"] = fields.get("source") or source_of(content)
         content = Path(content).read_bytes()
     raw = content.encode() if isinstance(content, str) else content
-    if isinstance(raw, bytes) and len(raw) > _MAX_CONTENT:
-        raise errors.InvalidArgument(f"the document has {len(raw)} bytes; gateways accept at most {_MAX_CONTENT}")
+    if isinstance(raw, bytes) and len(raw) > MAX_CONTENT:
+        raise errors.InvalidArgument(f"the document has {len(raw)} bytes; gateways accept at most {MAX_CONTENT}")
     return of(pb.IngestRequest, corpus=corpus, name=name, content=raw, **fields)
 
 

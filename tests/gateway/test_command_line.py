@@ -20,7 +20,7 @@ import grpc
 import pytest
 
 from fusionkv.fusion_worker.evaluate import check
-from fusionkv.gateway.cli import check_corpus, console
+from fusionkv.gateway.cli import check_corpus, console, files
 from fusionkv.gateway.cli import main as cli
 from fusionkv.gateway.cli.connect import UsageError
 from fusionkv.gateway.cli.files import File, find, parts, skipped
@@ -102,6 +102,26 @@ def test_json_lines_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.Monkey
         _ = [*parts("all.jsonl", tmp_path / "all.jsonl", "")]
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"some text")))
     assert [part.content for part in parts("notes.md", Path("-"), "")] == [b"some text"]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_no_more_of_a_file_is_read_than_gateways_accept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Endless(io.RawIOBase):
+        taken = 0
+
+        def readable(self) -> bool:
+            return True
+
+        def readinto(self, buffer: Any) -> int:
+            self.taken += len(buffer)
+            assert self.taken < 4 << 20
+            buffer[:] = bytes(len(buffer))
+            return len(buffer)
+
+    monkeypatch.setattr(files, "MAX_CONTENT", 1 << 20)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BufferedReader(Endless())))
+    with pytest.raises(InvalidArgument, match="has more than 1048576 bytes"):
+        _ = [*parts(name, Path("-"), "")]
 
 
 def test_parts_of_json_lines_without_text_are_left_out(tmp_path: Path) -> None:
