@@ -91,28 +91,18 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def _first(args: argparse.Namespace, console: Console) -> _Rows:
     contexts = [int(part) for part in args.contexts.split(",")]
-
-    async def run() -> _Rows:
-        model, passages = await _opened(args)
-        return await bench.bench(model, passages, contexts, args.repeats, console, RECIPES[1:])
-
-    return asyncio.run(run())
+    model, passages = asyncio.run(_opened(args))
+    return asyncio.run(bench.bench(model, passages, contexts, args.repeats, console, RECIPES[1:]))
 
 
 def _load(args: argparse.Namespace, console: Console, name: str, ratio: float, parts: Mapping[str, _Rows]) -> _Rows:
     """Loads one recipe at rising rates. All are held to the bound of the first."""
-
-    async def run() -> _Rows:
-        model, passages = await _opened(args)
-        traffic = throughput.Traffic(passages, args.chunks)
-        tokens = round(statistics.mean(prompt.context_tokens for prompt in traffic.prompts(100, 0)))
-        first = parts.get(f"load {RECIPES[0][0]}")
-        bound = first[0]["bound_s"] if first else 0.0
-        systems = [(name, ratio)]
-        rows = await throughput.bench(model, resolve(args.model), traffic, systems, args.requests, console, bound)
-        return [{**row, "context": tokens} for row in rows]
-
-    return asyncio.run(run())
+    model, passages = asyncio.run(_opened(args))
+    traffic = throughput.Traffic(passages, args.chunks)
+    tokens = round(statistics.mean(prompt.context_tokens for prompt in traffic.prompts(100, 0)))
+    bound = parts.get(f"load {RECIPES[0][0]}", [{"bound_s": 0.0}])[0]["bound_s"]
+    about = resolve(args.model), traffic, [(name, ratio)], args.requests, console, bound
+    return [{**row, "context": tokens} for row in asyncio.run(throughput.bench(model, *about))]
 
 
 async def _opened(args: argparse.Namespace) -> tuple[models.Model, Passages]:

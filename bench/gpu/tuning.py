@@ -24,12 +24,9 @@ log = logging.getLogger(__name__)
 
 
 def candidates(head_dim: int) -> Iterator[Tile]:
-    """The tiles to measure. Those that do not fit the GPU fail to start and are skipped.
-
-    Not those whose sums and scores take 192 or more of a thread's 255 registers: they spill 700 to 1,400 bytes (128
-    channels, sm_90), and take two fifths of the time to compile all.
-    """
+    """The tiles to measure. Those that do not fit the GPU fail to start and are skipped."""
     for rows, keys, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
+        # Sums and scores of 192 of a thread's 255 registers spill 700 to 1,400 bytes, and compile slowly (sm_90).
         kept = rows * (head_dim + keys) < 192 * 32 * warps
         if kept and (rows * keys >= 64 * 64 or head_dim > 128) and not (rows == 64 and warps == 8):
             yield Tile(rows, keys, warps, stages)

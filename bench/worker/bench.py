@@ -92,10 +92,9 @@ async def bench(
     recipes: Sequence[tuple[str, float]] = ROWS,
     done: Callable[[list[dict[str, object]]], None] = lambda _: None,
 ) -> list[dict[str, object]]:
-    """One row for each context length and recipe.
+    """One row for each context length and recipe; `done` gets all rows so far after each context.
 
-    recipes: their names and ratios. done: called with all rows so far after each context, so that a run that is
-    stopped loses no more than one.
+    recipes: their names and ratios.
     """
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as directory:
@@ -281,11 +280,10 @@ async def _run(args: argparse.Namespace) -> list[dict[str, object]]:
     else:
         passages = await Passages.of(model, args.data, max(contexts) // 100)
     where: dict[str, object] = {"machine": processor(args.device), "model": args.model}
-
-    def write(rows: list[dict[str, object]]) -> None:
-        command.write([where | row for row in rows], args.json)
-
-    return await bench(model, passages, contexts, args.repeats, Console(stderr=True), done=write)
+    return await bench(
+        *(model, passages, contexts, args.repeats, Console(stderr=True)),
+        done=lambda rows: command.write([where | row for row in rows], args.json),
+    )
 
 
 if __name__ == "__main__":

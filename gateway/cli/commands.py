@@ -163,11 +163,7 @@ async def ask(args: argparse.Namespace) -> int:
     names = "system prompt_template recipe ratio top_k order max_tokens temperature top_p seed stop filter"
     options = {name: getattr(args, name) for name in names.split()}
     options["filter"] = dict(args.filter)
-    if args.explain is not None and not args.explain.parent.is_dir():
-        raise connect.UsageError(f"--explain {args.explain}: there is no folder {args.explain.parent}")
-    if args.explain is not None and args.explain.is_dir():
-        raise connect.UsageError(f"--explain {args.explain}: it is a folder")
-    page = explain.template() if args.explain is not None else None
+    page = _page(args.explain) if args.explain is not None else None
     terminal = sys.stdout.isatty()
     events: list[Event] = []
     async with connect.client(args) as client:
@@ -210,6 +206,15 @@ async def ask(args: argparse.Namespace) -> int:
         if note:
             console.print(f"{name}: {shown.line(note)}", style="yellow")
     return 0
+
+
+def _page(file: Path) -> Any:
+    """The page that explains an answer, for a file that can be written."""
+    if not file.parent.is_dir():
+        raise connect.UsageError(f"--explain {file}: there is no folder {file.parent}")
+    if file.is_dir():
+        raise connect.UsageError(f"--explain {file}: it is a folder")
+    return explain.template()
 
 
 def _answer_figures(summary: Summary) -> Table:
