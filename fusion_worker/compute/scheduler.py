@@ -119,7 +119,7 @@ class Scheduler:
                 self._lock.notify()
 
     def close(self) -> None:
-        """Stops the queue: `add` raises and `take` returns None."""
+        """Stops the queue: `add` raises and `take` returns None, behind which every queued job has failed."""
         with self._lock:
             self._closed = True
             self._lock.notify()
@@ -136,6 +136,10 @@ class Scheduler:
                 return self._take_one()
             self._gather()
             if self._closed:
+                # Callers that are cancelled wait for a job that runs, and no step would end it any more.
+                for queued in (*self._decodes, *self._prefills, *self._background):
+                    if not queued.future.done():
+                        queued.future.set_exception(RuntimeError("the engine has stopped"))
                 return None
             slices = [ScheduledSlice(queued, 0, 1) for queued in self._decodes if queued.starts()]
             self._decodes.clear()

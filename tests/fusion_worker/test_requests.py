@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import functools
 import gc
+import threading
 from typing import Any
 
 import pytest
@@ -173,6 +174,27 @@ async def test_cancelled_between_two_of_its_steps(start: Any) -> None:
     rig.pool.release(held)
     gc.collect()
     assert reported == []
+
+
+async def test_cancelled_while_the_worker_stops(start: Any) -> None:
+    """Between two of its steps, of which the second never comes."""
+    rig = await start("llama", max_step_tokens=16)
+    engine, reached, go = rig.servicer.engine, threading.Event(), threading.Event()
+    step = engine.step
+
+    def held(slices: Any) -> None:
+        reached.set()
+        assert go.wait(60)
+        step(slices)
+
+    engine.step = held
+    running = asyncio.create_task(rig.ask([], [], random_ids(60, 1)))
+    assert await asyncio.to_thread(reached.wait, 60)
+    running.cancel()
+    await asyncio.sleep(0)
+    threading.Timer(0.2, go.set).start()  # while the worker waits for the engine's thread
+    await rig.servicer.close()
+    await cancelled(running)
 
 
 async def test_cancelled_while_it_decodes(start: Any, parts: Any) -> None:

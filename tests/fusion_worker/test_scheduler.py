@@ -124,6 +124,21 @@ def test_abandoned_jobs_leave() -> None:
         begun.future.result(0)
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_no_job_waits_for_an_engine_that_has_stopped(alone: bool) -> None:
+    begun, abandoned, waiting, decode = queued(300), queued(300), queued(1000, background=True), queued(1)
+    scheduler = Scheduler(100, 100, alone)
+    assert step(scheduler, begun) == {begun: 100}
+    abandoned.future.cancel()
+    for one in (abandoned, waiting, decode):
+        scheduler.add(one)
+    scheduler.close()
+    assert scheduler.take() is None
+    for one in (begun, waiting, decode):
+        with pytest.raises(RuntimeError, match="the engine has stopped"):
+            one.future.result(0)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_every_row_once_and_in_order(seed: int) -> None:
     chance = random.Random(seed)
