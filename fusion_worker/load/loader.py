@@ -1,5 +1,6 @@
 """Looks prompts up, and loads them into the pool."""
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -13,7 +14,7 @@ from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.load.chunk_loads import ChunkLoads
 from fusionkv.fusion_worker.load.fetcher import Fetcher
-from fusionkv.fusion_worker.load.lookup import EntryGone, Lookups
+from fusionkv.fusion_worker.load.lookup import CacheFault, EntryGone, Lookups
 from fusionkv.fusion_worker.load.passages import passages
 from fusionkv.fusion_worker.load.primer import Primers
 from fusionkv.fusion_worker.load.prompt_load import PromptLoad
@@ -21,7 +22,7 @@ from fusionkv.fusion_worker.load.write_back import WriteBack
 from fusionkv.fusion_worker.meters import LoadFigures, Stopwatch
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.pool.kv_pool import KVPool
-from fusionkv.fusion_worker.prompt import Chunk, ChunkSource, LoadedChunk, Prompt, PromptLayout
+from fusionkv.fusion_worker.prompt import Chunk, ChunkSource, LoadedChunk, Primer, Prompt, PromptLayout
 from fusionkv.fusion_worker.transfer.signatures import Signer
 from fusionkv.fusion_worker.transfer.storage import Storage
 from fusionkv.kvcache_service import keys
@@ -117,7 +118,7 @@ class Loader:
             nonlocal deadline
             leased = await stack.enter_async_context(AsyncExitStack())
             with tracer.start_as_current_span("fusionkv.lookup") as span, stopwatch.clock("lookup"):
-                primer = await self.primers.of(prompt) if isinstance(encode, Primed) else None
+                primer = await self._primer(prompt, deadline) if isinstance(encode, Primed) else None
                 asking = self.lookups.prompt(prompt, namespace, encode, deadline, load, primer)
                 sources = await leased.enter_async_context(asking)
                 span.set_attributes({"fusionkv.chunks": len(prompt.chunks), "fusionkv.rejected": load.rejected})
@@ -144,6 +145,17 @@ class Loader:
                 await stack.aclose()
                 loaded = await bring(stack)
             yield loaded
+
+    async def _primer(self, prompt: Prompt, deadline: Deadline) -> Primer:
+        """The primer of a prompt's corpus. Raises CacheFault as `Primers.of`, or if it takes too long."""
+        try:
+            # Up to five calls of the cache service, each with a timeout of its own.
+            async with asyncio.timeout(deadline.remaining()):
+                return await self.primers.of(prompt)
+        except TimeoutError as error:
+            raise CacheFault(
+                f"the primer took longer than the {self._config.cache_seconds:.3g} s of the cache"
+            ) from error
 
     async def put(self, part: LoadedChunk, namespace: bytes) -> None:
         """Stores a part now and waits for the commit.

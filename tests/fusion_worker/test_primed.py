@@ -11,7 +11,7 @@ from fusionkv.fusion_worker.load.primer import _packed, _unpacked, choose
 from fusionkv.fusion_worker.prompt import Chunk
 from fusionkv.kvcache_service import keys
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
-from fusionkv.protos.runtime.errors import InvalidArgument
+from fusionkv.protos.runtime.errors import InvalidArgument, Unavailable
 from tests.fusion_worker.oracle import CLOSE, error, join, oracle, random_ids, whole
 from tests.fusion_worker.test_hits import Text, hits
 
@@ -103,6 +103,23 @@ async def test_workers_that_begin_at_once_agree(cached: Any, text: Text) -> None
     possible = [primed(system, [a, b], question, [made_of(*chunks)]) for chunks in prompts]
     (found,) = {min(range(3), key=lambda n: error(answer.logits[0], possible[n])) for answer in answers}
     assert all(error(answer.logits[0], possible[found]) < CLOSE for answer in answers)
+
+
+@pytest.mark.parametrize("slow", ["lookup", "put"])
+async def test_a_slow_cache_costs_no_more_than_its_bound(
+    slow: str, cached: Any, text: Text, monkeypatch: Any
+) -> None:
+    """The primer's lookup and its put count as well, whatever the timeouts of single calls are."""
+    rig, parts = await cached("llama", cache_seconds=0.6), (text["S"], LONG, text["Q"])
+
+    async def crawl(*_: Any, **__: Any) -> None:
+        await asyncio.sleep(5)
+        raise Unavailable("the cache service has stopped")
+
+    monkeypatch.setattr(rig.servicer.cache, slow, crawl)
+    answer = await rig.ask(*parts, **PRIMED, corpus="slow", expected=oracle("llama").full_attention(parts))
+    assert answer.summary.degraded_reason == "the primer took longer than the 0.6 s of the cache"
+    assert answer.summary.seconds.lookup < 4
 
 
 async def test_without_a_cache_service_the_primer_is_kept_in_memory(start: Any, text: Text) -> None:
