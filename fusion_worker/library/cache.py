@@ -4,6 +4,7 @@ A directory appears atomically, once it is complete.
 """
 
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -55,7 +56,7 @@ def make(target: Path, fill: Callable[[Path, Path], None], on_wait: Callable[[],
         if target.is_dir():
             return target
         # Left by processes that were killed: with the lock held, no other process is filling this directory.
-        for leftover in target.parent.glob(f".{target.name}.partial-*"):
+        for leftover in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
             shutil.rmtree(leftover)
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
         try:

@@ -302,6 +302,13 @@ def test_two_at_once_make_a_model_once(tmp_path: Path) -> None:
     assert [f.name for f in target.parent.iterdir() if f.is_dir()] == ["one"]
 
 
+def test_what_a_killed_process_left_is_removed_whatever_the_name(tmp_path: Path) -> None:
+    target, left = tmp_path / "model[1]", tmp_path / ".model[1].partial-killed"
+    left.mkdir()
+    assert cache.make(target, lambda scratch, made: None) == target
+    assert sorted(f.name for f in tmp_path.iterdir() if f.is_dir()) == ["model[1]"]
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
