@@ -79,6 +79,23 @@ def laid_out(client: Client, **asked: Any) -> tuple[str, str]:
     return "".join(found.system.texts), "".join(found.question.texts)
 
 
+def test_an_explanation_marks_what_was_recomputed(client: Client) -> None:
+    """As many tokens as the summary says, of the highest scores; lossless chunks have none."""
+    given = [f"The lake {number} is blue, and the hill is green." for number in range(4)]
+    asked: Any = {"recipe": "prophetkv", "ratio": 0.3, "order": "rank", "explain": True, "max_tokens": 1}
+    events = list(client.stream(question="Which lake?", passages=given, **asked))
+    (found,), summary = [event for event in events if isinstance(event, Explanation)], events[-1]
+    assert isinstance(summary, Summary)
+    assert ["".join(chunk.texts) for chunk in found.chunks] == [f"{text}\n" for text in given]
+    assert sum(len(chunk.recomputed) for chunk in found.chunks) == summary.tokens_recomputed > 0
+    assert not any(chunk.recomputed for chunk in found.chunks if chunk.lossless)
+    stale = [chunk for chunk in found.chunks if not chunk.lossless]
+    scored = [(s, i in chunk.recomputed) for chunk in stale for i, s in enumerate(chunk.scores)]
+    assert len(scored) == sum(len(chunk.texts) for chunk in stale)
+    # Ranks are rounded to two digits.
+    assert min(s for s, on in scored if on) >= max(s for s, on in scored if not on) - 0.01
+
+
 def test_an_empty_list_of_passages_is_plain_generation(client: Client) -> None:
     """No instruction and no worker's user message: the conversation alone, labelled, as there is no chat template."""
     talk = said(user="Who?", assistant="He.") + said(user="Why?")
