@@ -200,16 +200,11 @@ class VllmStation(Station):
 
 
 async def bench(
-    model: models.Model,
-    directory: Path,
-    traffic: Traffic,
-    systems: Systems,
-    requests: int,
-    console: Console,
-    bound: float = 0.0,
+    model: models.Model, directory: Path, traffic: Traffic, systems: Systems, requests: int, console: Console
 ) -> list[dict[str, object]]:
-    """Measures a row for each system and rate. Without a bound, it comes from the first system without load."""
+    """Measures a row for each system and rate. The bound comes from the first system without load."""
     rows: list[dict[str, object]] = []
+    bound = 0.0
     with Progress(console=console) as progress:
         task = progress.add_task("throughput", total=len(systems))
         for name, ratio in systems:
