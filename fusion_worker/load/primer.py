@@ -36,7 +36,13 @@ def choose(chunks: Sequence[Chunk], fallback: Chunk) -> Primer | None:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    primer: Primer
+    """primer: None of a corpus that was deleted. stored: whether the cache service has had it.
+
+    until: when it is looked up again.
+    """
+
+    primer: Primer | None
+    stored: bool
     until: float
 
 
@@ -69,19 +75,23 @@ class Primers:
         """
         key = prompt.tenant, prompt.corpus
         known = self._known.get(key)
-        if known is not None and time.monotonic() < known.until:
+        if known is not None and known.primer is not None and time.monotonic() < known.until:
             self._known.move_to_end(key)
             return known.primer
-        primer = await self._stored(key)
+        primer, stored = await self._stored(key), True
         if primer is None:
-            primer = known.primer if known is not None else choose(prompt.chunks, self._fallback)
+            # One that the cache service no longer has may hold deleted text.
+            kept = known.primer if known is not None and not known.stored else None
+            primer = kept or choose(prompt.chunks, self._fallback)
             if primer is None:
                 return Primer(self._fallback, (), self._fallback)
-            if not await self._store(key, primer):
-                primer = await self._stored(key) or primer
-        self._known[key] = _Known(primer, time.monotonic() + _SECONDS)
-        if len(self._known) > _MAX_KNOWN:
-            self._known.popitem(last=False)
+            primer, stored = await self._store(key, primer)
+        now = self._known.get(key)
+        if now is not None and now is not known and now.primer is None:
+            # The corpus was deleted meanwhile, maybe before the primer was stored.
+            await self.forget(*key)
+            return primer
+        self._remember(key, _Known(primer, stored, time.monotonic() + _SECONDS))
         return primer
 
     async def forget(self, tenant: str, corpus: str) -> None:
@@ -89,8 +99,14 @@ class Primers:
 
         Raises CacheFault as `Lookups.delete` does; it is deleted here.
         """
-        self._known.pop((tenant, corpus), None)
+        self._remember((tenant, corpus), _Known(None, stored=False, until=0.0))
         await self._lookups.delete(keys.primer_name(corpus), self._namespace(tenant))
+
+    def _remember(self, key: tuple[str, str], known: _Known) -> None:
+        self._known[key] = known
+        self._known.move_to_end(key)
+        if len(self._known) > _MAX_KNOWN:
+            self._known.popitem(last=False)
 
     async def _stored(self, key: tuple[str, str]) -> Primer | None:
         tenant, corpus = key
@@ -104,17 +120,18 @@ class Primers:
                 await self._lookups.delete(name, namespace)
             raise
 
-    async def _store(self, key: tuple[str, str], primer: Primer) -> bool:
-        """Returns whether it was stored: not if another worker was faster, or the cache service refuses it."""
+    async def _store(self, key: tuple[str, str], primer: Primer) -> tuple[Primer, bool]:
+        """Returns the primer to use, which is another worker's if that was faster, and whether it is stored."""
         if self._write_back is None:
-            return False
+            return primer, False
         tenant, corpus = key
         namespace, path = self._namespace(tenant), (keys.primer_name(corpus),)
         entry = ChunkSource(primer.chunk, 0, 0, path, keys.entry_key(namespace, path))
-        try:
-            return await self._write_back.send(namespace, entry, memoryview(_packed(primer)), offered=False)
-        except ServiceError:
-            return False
+        with suppress(ServiceError):  # such as a quota
+            if await self._write_back.send(namespace, entry, memoryview(_packed(primer)), offered=False):
+                return primer, True
+        other = await self._stored(key)
+        return other or primer, other is not None
 
 
 def _packed(primer: Primer) -> bytes:

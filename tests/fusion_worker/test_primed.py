@@ -142,6 +142,37 @@ async def test_the_primer_of_a_corpus_is_forgotten(start: Any, text: Text) -> No
             await rig.servicer.ForgetCorpus(pb.ForgetCorpusRequest(**wrong), None)
 
 
+async def test_a_deleted_primer_is_not_stored_again(cached: Any, text: Text, monkeypatch: Any) -> None:
+    """Neither by a worker that the deletion did not reach, nor by a request that is making it meanwhile."""
+    system, question = text["S"], text["Q"]
+    rigs, new = [await cached("llama") for _ in range(2)], [random_ids(200, 1), random_ids(190, 2)]
+    monkeypatch.setattr("fusionkv.fusion_worker.load.primer._SECONDS", 0.0)
+    for rig in rigs:
+        await rig.ask(system, LONG, question, **PRIMED, corpus="gone")
+    forget = pb.ForgetCorpusRequest(tenant=rigs[0].tenant, corpus="gone")
+    await rigs[0].servicer.ForgetCorpus(forget, None)
+    await rigs[1].ask(system, new, question, **PRIMED, corpus="gone")
+    assert await stored(rigs[1], "gone") == made_of(*new)
+
+    send = rigs[0].servicer.loader.write_back.send
+
+    async def late(*arguments: Any, **named: Any) -> bool:
+        """Stores what was made before a deletion, after it."""
+        await rigs[0].servicer.ForgetCorpus(forget, None)
+        return bool(await send(*arguments, **named))
+
+    await rigs[0].servicer.ForgetCorpus(forget, None)
+    monkeypatch.setattr(rigs[0].servicer.loader.write_back, "send", late)
+    await rigs[0].ask(system, LONG, question, **PRIMED, corpus="gone")
+    assert await stored(rigs[0], "gone") is None
+
+
+async def stored(rig: Any, corpus: str) -> list[int] | None:
+    """Token ids of the primer that the cache service has."""
+    data = await rig.servicer.loader.lookups.named(keys.primer_name(corpus), rig.namespace)
+    return None if data is None else list(_unpacked(data, Chunk(()), 1 << 20).chunk.ids)
+
+
 async def test_what_is_recomputed_over_primed_chunks(cached: Any, text: Text) -> None:
     plain, rig = oracle("llama"), await cached("llama")
     system, question, a, b, c = (text[n] for n in "SQABC")
