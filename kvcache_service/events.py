@@ -23,7 +23,7 @@ END_SEQUENCE = (-1).to_bytes(8, "big", signed=True)
 
 # Events that wait for the thread, and of one batch; bytes of batches that can be replayed.
 _MAX_EVENTS, _BATCH, _REPLAY_BYTES = 65_536, 512, 64 << 20
-# Messages that wait for a subscriber: beyond, it misses them.
+# Messages that wait for a subscriber: beyond, it misses them. As many can be replayed.
 _MAX_MESSAGES = 10_000
 _POLL_SECONDS = 0.1
 _CLOSE_SECONDS = 1.0
@@ -81,8 +81,12 @@ class EventPublisher:
         self._topic = topic.encode()
         self._context = zmq.Context()
         self._publisher, self._replay = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
-        for socket, place in ((self._publisher, endpoint), (self._replay, replay_endpoint(endpoint))):
-            socket.setsockopt(zmq.SNDHWM, _MAX_MESSAGES)
+        for socket, place, most in (
+            (self._publisher, endpoint, _MAX_MESSAGES),
+            # ZeroMQ notes of half of them at once that they were read: a replay and its end fit in the other half.
+            (self._replay, replay_endpoint(endpoint), 2 * (_MAX_MESSAGES + 1)),
+        ):
+            socket.setsockopt(zmq.SNDHWM, most)
             socket.setsockopt(zmq.LINGER, 0)
             try:
                 socket.bind(place)
@@ -156,12 +160,12 @@ class EventPublisher:
         number = next(self._sequence)
         self._sent.append((number, payload))
         self._sent_bytes += len(payload)
-        while self._sent_bytes > _REPLAY_BYTES:
+        while self._sent_bytes > _REPLAY_BYTES or len(self._sent) > _MAX_MESSAGES:
             self._sent_bytes -= len(self._sent.popleft()[1])
         self._publisher.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
 
     def _answer(self) -> None:
-        """Replays batches to a subscriber. Those beyond its high-water mark are dropped."""
+        """Replays batches to a subscriber, all of them unless it asks again before it has read them."""
         frames = self._replay.recv_multipart()
         if len(frames) != 3 or len(frames[2]) != 8:
             return

@@ -210,6 +210,21 @@ def test_what_is_kept_for_replays_is_bounded(publisher: Any, endpoint: str, monk
         assert sum(len(payload) for _, payload in publisher._sent) <= 1000
 
 
+def test_a_replay_has_no_gaps(endpoint: str, monkeypatch: Any) -> None:
+    """However many batches there were, and also when another replay was read just before."""
+    monkeypatch.setattr(events, "_MAX_MESSAGES", 100)
+    monkeypatch.setattr(events, "_BATCH", 1)
+    with contextlib.closing(events.EventPublisher(endpoint, "kv@pod@fusionkv")) as publisher:
+        for _ in range(5000):
+            publisher.stored(record("S"), "disk")
+        wait_until(publisher._queue.empty)
+        with contextlib.closing(Subscriber(endpoint)) as late:
+            for _ in range(5):
+                late.replay(0)
+                assert late.numbers[-1] == 5000
+                assert late.numbers == list(range(4901, 5001))
+
+
 def test_one_that_reads_nothing_and_one_that_is_killed_cost_nothing(
     publisher: Any, subscriber: Subscriber, endpoint: str, monkeypatch: Any
 ) -> None:
