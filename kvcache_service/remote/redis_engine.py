@@ -162,11 +162,15 @@ def connect(kind: Any, url: str, **options: Any) -> Any:
         parts = urlsplit(url)
         # An "@" after the first "/", "?" or "#" means that the password contains one of these characters.
         cut = parts.path + parts.fragment + ("" if "=" in parts.query else parts.query)
-        if parts.scheme == "unix" or "@" not in cut:
-            return kind.from_url(url, **options)
-    except ValueError:
-        pass
-    raise ValueError(
-        "not a Redis URL (redis://host:port, rediss://host:port, unix:///path): put the password in a file, "
-        "or write its characters / ? # @ % as %2F %3F %23 %40 %25"
-    )
+        malformed = parts.scheme != "unix" and "@" in cut
+        # A client checks the options of the query once it connects: each call would fail.
+        pool = redis.ConnectionPool.from_url(url, **options)
+        pool.connection_class(**pool.connection_kwargs)
+    except (ValueError, TypeError, RedisError):
+        malformed = True
+    if malformed:
+        raise ValueError(
+            "not a Redis URL (redis://host:port, rediss://host:port, unix:///path), or one with an unknown option: "
+            "put the password in a file, or write its characters / ? # @ % as %2F %3F %23 %40 %25"
+        )
+    return kind.from_url(url, **options)

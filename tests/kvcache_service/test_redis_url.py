@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from fusionkv.kvcache_service.remote.redis_engine import connect
+from fusionkv.kvcache_service.remote.redis_engine import RedisEngine, connect
 from tests.commands import run_python
 
 # In each the parser takes some of the password for something else, a port for example.
 MALFORMED = [
     "redis://:sesame/open@redis:6379", "redis://:sesame?open@redis:6379", "redis://:sesame#open@redis:6379",
     "redis://:31337/sesame@redis:6379", "redis://user:31337?sesame@redis:6379", "redis://:31337#sesame@redis:6379",
-    "redis://:[sesame@redis:6379", "sesame", "https://:sesame@redis:6379",
+    "redis://:[sesame@redis:6379", "sesame", "https://:sesame@redis:6379", "redis://:sesame?open=31337@redis:6379",
 ]  # fmt: skip
 FINE = [
     "redis://redis:6379", "redis://:open@sesame@redis:6379/1", "rediss://user:sesame@redis?db=2", "unix:///run/a@b",
@@ -28,6 +28,14 @@ def test_an_error_quotes_nothing_of_the_url(url: str) -> None:
     while error is not None:
         assert not any(part in str(error) for part in ("sesame", "open", "31337"))
         error = error.__cause__ or error.__context__
+
+
+@pytest.mark.parametrize("query", ["ssl_ca_cert=ca.crt", "ssl_cert_reqs=always", "protocol=9"])
+def test_an_option_that_there_is_not_is_refused_before_any_call(query: str) -> None:
+    """A misspelt one of TLS, or one of TLS without it."""
+    for scheme in ("redis", "rediss"):
+        with pytest.raises(ValueError, match="not a Redis URL"):
+            RedisEngine(f"{scheme}://redis:6379?{query}", ttl=60, timeout=1)
 
 
 @pytest.mark.parametrize("url", FINE)
