@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from itertools import islice
 from typing import TypeVar
@@ -65,7 +66,7 @@ class WriteBackQueue:
 
     def renew(self, key: bytes) -> None:
         """Schedules the renewal of an entry that was looked up, or put again."""
-        due = self._confirmed.get(key, 0.0) + self._renew_seconds < time.monotonic()
+        due = self._confirmed.get(key, -math.inf) + self._renew_seconds < time.monotonic()
         # One that waits to be written back is renewed by that.
         if due and key not in self._to_write and len(self._to_renew) < _MAX_ENTRIES:
             self._to_renew[key] = None

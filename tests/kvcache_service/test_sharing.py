@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from fusionkv.kvcache_service.blobs import Blobs
 from fusionkv.kvcache_service.client import HitKind
 from fusionkv.kvcache_service.index.rows import PROTECTED
+from fusionkv.kvcache_service.remote import write_back
 from fusionkv.kvcache_service.remote.tier import RemoteEngine
 from fusionkv.kvcache_service.store.writing import reserve
 from fusionkv.kvcache_service.tiers.base import Unreachable
@@ -386,6 +388,18 @@ async def test_one_that_is_full_keeps_nothing_back(serve: Any, engine: Dictionar
     assert engine.values == {}
     engine.full = False
     await used(service, engine)
+
+
+async def test_what_is_used_is_renewed_however_short_ago_the_machine_has_started(
+    serve: Any, monkeypatch: Any
+) -> None:
+    service = await serve(remote_ttl_seconds=240.0)
+    key = await share(service, "S", b"data")
+    write_backs = service.sharing.write_backs
+    monkeypatch.setattr(write_back, "time", SimpleNamespace(monotonic=lambda: 5.0))
+    write_backs.forget_confirmed()
+    await service.find("S")
+    assert [*write_backs._to_renew] == [key]
 
 
 @pytest.mark.parametrize("method", ["touch", "put"])
