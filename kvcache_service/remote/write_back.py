@@ -42,7 +42,8 @@ class WriteBackQueue:
         self._access = access
         # Interval in which an entry that is used is renewed in the remote tier, or written again if missing there.
         self._renew_seconds = min(access.tier.engine.renew_seconds, store.config.remote_ttl_seconds / 4)
-        self._to_write: dict[bytes, EntryRecord | None] = {}
+        # By key: what tells one scheduling from a later one. Not the record: 65,536 with long paths take 0.5 GB.
+        self._to_write: dict[bytes, object] = {}
         self._to_renew: dict[bytes, None] = {}
         self._confirmed: dict[bytes, float] = {}
         """Time at which an entry was last known to be in the remote tier."""
@@ -54,9 +55,9 @@ class WriteBackQueue:
         """Number of entries that are to be written back."""
         return len(self._to_write)
 
-    def add(self, record: EntryRecord) -> None:
+    def add(self, key: bytes) -> None:
         """Schedules the write-back of a stored entry."""
-        put_newest(self._to_write, record.key, record, _MAX_ENTRIES)
+        put_newest(self._to_write, key, object(), _MAX_ENTRIES)
         if self._access.reachable:
             self.changed.set()
 
@@ -159,7 +160,7 @@ class WriteBackQueue:
                 if is_present:
                     self.confirm(entry.record.key)
                 else:
-                    self.add(entry.record)
+                    self.add(entry.record.key)
 
 
 def put_newest(entries: dict[bytes, T], key: bytes, value: T, limit: int) -> None:

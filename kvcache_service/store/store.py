@@ -9,7 +9,7 @@ from typing import Any
 
 from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.index.heat import FrequencySketch
-from fusionkv.kvcache_service.index.record import EntryRecord, HitKind
+from fusionkv.kvcache_service.index.record import HitKind
 from fusionkv.kvcache_service.keys import entry_key
 from fusionkv.kvcache_service.metrics import Counters
 from fusionkv.kvcache_service.store.entries import Leases, StoredEntry
@@ -59,8 +59,8 @@ class Store:
         self.demand = FrequencySketch()
         self.ready = asyncio.Event()
         self.ready.set()
-        # Called for every stored entry that is no copy, and for every access to an existing one by Lookup or Put.
-        self.on_stored: Callable[[EntryRecord], None] = lambda record: None
+        # Called with the key of every stored entry that is no copy, and of one that a Lookup or a Put finds.
+        self.on_stored: Callable[[bytes], None] = lambda key: None
         self.on_used: Callable[[bytes], None] = lambda key: None
 
     async def open(self) -> None:

@@ -275,7 +275,7 @@ class Writer:
                 with contextlib.suppress(OSError):
                     await store.withdraw(replaced)
                 if not self._from_remote:
-                    store.on_stored(record)
+                    store.on_stored(record.key)
             return stored
         except OSError as error:
             raise _unwritable(error) from error

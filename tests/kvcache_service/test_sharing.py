@@ -1,6 +1,7 @@
 """What a service does with its remote tier, over an engine that is a dictionary and fails as it is told."""
 
 import asyncio
+import gc
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ import pytest
 
 from fusionkv.kvcache_service.blobs import Blobs
 from fusionkv.kvcache_service.client import HitKind
+from fusionkv.kvcache_service.index.record import EntryRecord
 from fusionkv.kvcache_service.index.rows import PROTECTED
 from fusionkv.kvcache_service.remote import write_back
 from fusionkv.kvcache_service.remote.tier import RemoteEngine
@@ -284,6 +286,20 @@ async def test_while_it_is_away_nobody_asks_and_nothing_is_lost(serve: Any, engi
     await until(lambda: a.sharing.reachable and b.sharing.reachable)
     await shared(a)
     assert await b.get("U") == b"meanwhile"
+
+
+async def test_what_waits_until_it_is_back_takes_little_memory(serve: Any, engine: Dictionary) -> None:
+    """No record, of which the path alone may have 8 KiB."""
+    service = await serve()
+    service.sharing._access.reachable, engine.away = False, True
+    keys = {(await service.put([f"while away {n}"], b"data"))[0] for n in range(5)}
+    await service.settled()
+    assert len(service.sharing.write_backs) == 5
+    gc.collect()
+    assert not [held for held in gc.get_objects() if type(held) is EntryRecord and held.key in keys]
+    engine.away = False
+    await shared(service)
+    assert len(engine.blocks) == 5
 
 
 async def test_it_goes_away_between_lookup_and_fetch(serve: Any, engine: Dictionary) -> None:
