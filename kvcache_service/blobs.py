@@ -135,9 +135,17 @@ class Blobs:
         return [bool(outcome) for outcome in done]
 
     async def delete(self, keys: Sequence[bytes]) -> int:
-        """Deletes blobs; returns how many the service had."""
-        names = [digests.entry_key(self._namespace, [_digest(key)]) for key in keys]
-        return await self._cache.delete(names, timeout=self._timeout) if names else 0
+        """Deletes blobs; returns how many were stored."""
+        deadline, found = Deadline.after(self._timeout), 0
+        for at in range(0, len(keys), MAX_FOUND):
+            part = keys[at : at + MAX_FOUND]
+            # From its remote tier, the service deletes what it stores itself, or has found there.
+            pin = await self._pin(part, 1, deadline)
+            names = [digests.entry_key(self._namespace, [_digest(key)]) for key in part]
+            await self._cache.delete(names, timeout=deadline.remaining())
+            await self.unpin(pin)
+            found += len(names) - pin.entries.count(None)
+        return found
 
     async def clear(self) -> int:
         """Deletes all blobs of this tenant and layout; returns how many the service had."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from fusionkv.kvcache_service import blobs as module
+from fusionkv.kvcache_service import servicer
 from fusionkv.kvcache_service.blobs import Blobs, BlobThread
 from fusionkv.kvcache_service.data_plane import connection
 from fusionkv.kvcache_service.transport import Transport
@@ -102,6 +103,15 @@ async def test_a_prefix_ends_at_the_first_gap(blobs: Blobs, monkeypatch: Any) ->
     assert await blobs.prefix([b"?", *names]) == 0
     assert await blobs.prefix([*names[:9], b"?", *names[9:]]) == 9
     assert await blobs.prefix([*names, b"?"]) == 20
+
+
+async def test_more_are_deleted_than_one_call_takes(blobs: Blobs, monkeypatch: Any) -> None:
+    monkeypatch.setattr(servicer, "_MAX_KEYS", 7)
+    monkeypatch.setattr(module, "MAX_FOUND", 7)
+    given = named(20)
+    await stored(blobs, given)
+    assert await blobs.delete([*given, b"?"]) == 20
+    assert await blobs.delete([]) == 0
 
 
 async def test_others_do_not_find_it(service: Service, blobs: Blobs) -> None:

@@ -570,6 +570,16 @@ async def test_blobs_are_found_by_all(serve: Any, engine: Dictionary) -> None:
     assert not other.sharing.reachable
 
 
+async def test_a_blob_is_deleted_that_another_service_has_shared(serve: Any, engine: Dictionary) -> None:
+    one, other = await serve(), await serve()
+    here, there = (Blobs(service.client, layout="a") for service in (one, other))
+    await here.store([b"1", b"2"], [memoryview(b"data")] * 2)
+    await shared(one)
+    assert await there.delete([b"1", b"?"]) == 1
+    assert await there.touch([b"1", b"2"]) == [False, True]
+    assert len(engine.blocks) == 1
+
+
 async def test_a_blob_that_is_deleted_while_others_are_asked_for_is_a_miss(serve: Any, engine: Dictionary) -> None:
     service = await serve()
     blobs, data = Blobs(service.client, layout="a"), payload("x", 1000)
