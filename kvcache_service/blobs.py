@@ -5,6 +5,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from fusionkv.kvcache_service import keys as digests
 from fusionkv.kvcache_service.client import CacheClient, Entry
 from fusionkv.protos.contract.limits import MAX_FOUND, MAX_READ
 from fusionkv.protos.deadline import Deadline
+from fusionkv.protos.runtime.errors import ServiceError
 from fusionkv.protos.runtime.tls import ClientTLS
 
 T = TypeVar("T")
@@ -66,19 +68,26 @@ class Blobs:
 
     async def _pin(self, keys: Sequence[bytes], lease_ms: int, deadline: Deadline) -> Pin:
         entries: list[Entry | None] = []
-        leases = []
-        for at in range(0, len(keys), MAX_FOUND):
-            names = [*map(_digest, keys[at : at + MAX_FOUND])]
-            remaining = deadline.remaining()
-            lookup = await self._cache.find(self._namespace, names, lease_ms=lease_ms, timeout=remaining)
-            entries += [hit.entry for hit in lookup.hits]
-            leases += [lookup.lease] if lookup.lease else []
+        leases: list[int] = []
+        try:
+            for at in range(0, len(keys), MAX_FOUND):
+                names = [*map(_digest, keys[at : at + MAX_FOUND])]
+                remaining = deadline.remaining()
+                lookup = await self._cache.find(self._namespace, names, lease_ms=lease_ms, timeout=remaining)
+                entries += [hit.entry for hit in lookup.hits]
+                leases += [lookup.lease] if lookup.lease else []
+        except BaseException:
+            with suppress(ServiceError):
+                await self._release(leases, deadline)
+            raise
         return Pin(tuple(entries), tuple(leases))
 
     async def unpin(self, pin: Pin) -> None:
         """Releases a pin; one that has expired is ignored."""
-        deadline = Deadline.after(self._timeout)
-        for lease in pin.leases:
+        await self._release(pin.leases, Deadline.after(self._timeout))
+
+    async def _release(self, leases: Sequence[int], deadline: Deadline) -> None:
+        for lease in leases:
             await self._cache.release(lease, timeout=deadline.remaining())
 
     async def retrieve(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[bool]:

@@ -137,6 +137,23 @@ async def test_of_another_size_or_gone_is_a_miss(service: Service, blobs: Blobs)
     assert [view == data for view, data in zip(into, given.values(), strict=True)] == [False, True, False, True]
 
 
+async def test_nothing_stays_pinned_after_an_error(service: Service, blobs: Blobs, monkeypatch: Any) -> None:
+    monkeypatch.setattr(module, "MAX_FOUND", 7)
+    given, find = named(20), service.client.find
+    await stored(blobs, given)
+
+    async def fail(namespace: bytes, names: Any, **more: Any) -> Any:
+        if len(names) < 7:  # the third call
+            assert len(service.store.leases) == 2
+            raise errors.Unavailable("the service has ended")
+        return await find(namespace, names, **more)
+
+    monkeypatch.setattr(service.client, "find", fail)
+    with pytest.raises(errors.Unavailable, match="has ended"):
+        await blobs.pin([*given])
+    assert len(service.store.leases) == 0
+
+
 async def test_what_is_pinned_is_not_evicted(start: Any) -> None:
     service = await start(memory=1 * MIB, disk=4 * MIB)
     blobs = Blobs(service.client, layout="a")
