@@ -190,7 +190,8 @@ class CacheClient:
             return done
         finally:
             if found.lease:
-                await self.release(found.lease, timeout=deadline.remaining())
+                with suppress(errors.ServiceError):  # it expires
+                    await self.release(found.lease, timeout=deadline.remaining())
 
     async def _delete_damaged(self, entries: Sequence[Entry], deadline: Deadline) -> None:
         """Has entries deleted that arrived damaged; an error is ignored, as the damage is the one to report."""

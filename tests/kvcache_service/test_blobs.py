@@ -154,6 +154,21 @@ async def test_nothing_stays_pinned_after_an_error(service: Service, blobs: Blob
     assert len(service.store.leases) == 0
 
 
+async def test_what_was_read_counts_if_its_lease_is_not_released(start: Any, monkeypatch: Any) -> None:
+    """As of a service that ends at that moment."""
+    service = await start(memory=MIB, disk=16 * MIB)
+    blobs, given = Blobs(service.client, layout="a"), named(3, MIB // 2)
+    await stored(blobs, given)
+
+    async def fail(lease: int, *, timeout: float) -> None:
+        raise errors.Unavailable("the service has ended")
+
+    monkeypatch.setattr(service.client, "release", fail)
+    into = buffers(given)
+    assert await blobs.retrieve([*given], into) == [True] * 3
+    assert into == [*given.values()]
+
+
 async def test_what_is_pinned_is_not_evicted(start: Any) -> None:
     service = await start(memory=1 * MIB, disk=4 * MIB)
     blobs = Blobs(service.client, layout="a")
