@@ -13,7 +13,7 @@ from fusionkv.kvcache_service import keys as digests
 from fusionkv.kvcache_service.client import CacheClient, Entry
 from fusionkv.protos.contract.limits import MAX_FOUND, MAX_READ
 from fusionkv.protos.deadline import Deadline
-from fusionkv.protos.runtime.errors import ServiceError
+from fusionkv.protos.runtime.errors import ServiceError, Unavailable
 from fusionkv.protos.runtime.tls import ClientTLS
 
 T = TypeVar("T")
@@ -173,17 +173,25 @@ class BlobThread:
         self._blobs = Blobs(self._cache, layout=layout, tenant=tenant, timeout=timeout)
         self._thread = threading.Thread(target=self._loop.run_forever, name="fusionkv-blobs", daemon=True)
         self._thread.start()
+        self._closed, self._closing = False, threading.Lock()
 
     def submit(self, call: Callable[[Blobs], Coroutine[Any, Any, T]]) -> "Future[T]":
-        """Starts a call; the future has its result or error."""
-        return asyncio.run_coroutine_threadsafe(call(self._blobs), self._loop)
+        """Starts a call; the future has its result or error. Raises Unavailable after `close`."""
+        with self._closing:
+            if self._closed:
+                raise Unavailable(f"the client of the cache service at {self._cache.address} is closed")
+            return asyncio.run_coroutine_threadsafe(call(self._blobs), self._loop)
 
     def run(self, call: Callable[[Blobs], Coroutine[Any, Any, T]]) -> T:
-        """Runs a call, and waits for its result."""
+        """Runs a call, and waits for its result. Raises as `submit`."""
         return self.submit(call).result()
 
     def close(self) -> None:
         """Ends calls in progress, which fail as Unavailable, and closes the connections."""
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

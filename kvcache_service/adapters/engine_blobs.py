@@ -4,6 +4,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -74,11 +75,13 @@ class EngineBlobs:
         return time.monotonic() < self._away_until
 
     def run(self, call: Callable[[Blobs], Awaitable[T]], otherwise: T) -> T:
-        """The result of a call; `otherwise` after an error, and at once while the service is away."""
-        return self._thread.run(lambda blobs: self._tried(blobs, call, otherwise))
+        """The result of a call; `otherwise` after an error or `close`, and at once while the service is away."""
+        with suppress(Unavailable):
+            return self._thread.run(lambda blobs: self._tried(blobs, call, otherwise))
+        return otherwise
 
     def start(self, call: Callable[[Blobs], Awaitable[T]], otherwise: T, then: Callable[[T], None]) -> None:
-        """As `run`, without waiting; `then` gets the result, on the thread of the blobs."""
+        """As `run`, without waiting; `then` gets the result, on the thread of the blobs, or here after `close`."""
 
         async def work(blobs: Blobs) -> None:
             result = otherwise
@@ -89,7 +92,10 @@ class EngineBlobs:
             finally:
                 then(result)
 
-        self._thread.submit(work)
+        try:
+            self._thread.submit(work)
+        except Unavailable:
+            then(otherwise)
 
     def close(self) -> None:
         """Ends calls in progress as after an error, and closes the connections."""

@@ -266,6 +266,26 @@ async def test_who_waits_while_it_is_closed_gets_an_error(service: Service, monk
         found.result(0)
 
 
+def test_nobody_waits_for_a_call_that_begins_as_it_is_closed() -> None:
+    def work(blobs: BlobThread) -> None:
+        told = ""
+        while not told.startswith("the client of the cache service"):
+            with pytest.raises((errors.Unavailable, errors.DeadlineExceeded)) as raised:
+                blobs.run(lambda b: b.prefix([b"a"]))
+            told = str(raised.value)
+
+    threads = []
+    for _ in range(5):
+        blobs = BlobThread("127.0.0.1:1", layout="a", timeout=0.001)
+        threads += [threading.Thread(target=work, args=(blobs,), daemon=True) for _ in range(4)]
+        for thread in threads[-4:]:
+            thread.start()
+        blobs.close()
+    for thread in threads:
+        thread.join(5)
+    assert not any(thread.is_alive() for thread in threads)
+
+
 async def test_what_is_damaged_in_memory_is_deleted(service: Service, blobs: Blobs) -> None:
     given = named(3)
     await stored(blobs, given)

@@ -120,6 +120,14 @@ def test_who_starts_a_call_always_gets_a_result(blobs: Any, caplog: Any) -> None
     assert "not contiguous" in caplog.text
 
 
+def test_after_its_end_all_is_a_miss(blobs: Any) -> None:
+    _, made = blobs
+    made.close()
+    results: list[Any] = []
+    made.start(lambda b: b.prefix(KEYS), 7, results.append)
+    assert (results, read(made), stored(made)) == ([7], [None] * 40, None)
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [
