@@ -207,10 +207,11 @@ def ingest(
     fields = _known(IngestOptions, options)
     if isinstance(content, os.PathLike):
         fields["source"] = fields.get("source") or source_of(content)
-        content = Path(content).read_bytes()
+        with Path(content).open("rb") as file:
+            content = file.read(MAX_CONTENT + 1)
     raw = content.encode() if isinstance(content, str) else content
     if isinstance(raw, bytes) and len(raw) > MAX_CONTENT:
-        raise errors.InvalidArgument(f"the document has {len(raw)} bytes; gateways accept at most {MAX_CONTENT}")
+        raise errors.InvalidArgument(f"the document has more than {MAX_CONTENT} bytes; gateways accept no more")
     return of(pb.IngestRequest, corpus=corpus, name=name, content=raw, **fields)
 
 

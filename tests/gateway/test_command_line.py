@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import termios
+import tracemalloc
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from fusionkv.gateway.cli import main as cli
 from fusionkv.gateway.cli.connect import UsageError
 from fusionkv.gateway.cli.files import File, find, parts, skipped
 from fusionkv.gateway.cli.launch import missing_package
+from fusionkv.gateway.client import requests
 from fusionkv.gateway.client.results import Item, Passage
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest.media_types import JSONL
@@ -122,6 +124,20 @@ def test_no_more_of_a_file_is_read_than_gateways_accept(name: str, monkeypatch: 
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BufferedReader(Endless())))
     with pytest.raises(InvalidArgument, match="has more than 1048576 bytes"):
         _ = [*parts(name, Path("-"), "")]
+
+
+def test_a_file_that_is_too_large_is_not_read_whole_by_clients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requests, "MAX_CONTENT", 1 << 20)
+    file = tmp_path / "a.txt"
+    file.write_bytes(bytes(8 << 20))
+    tracemalloc.start()
+    with pytest.raises(InvalidArgument, match="has more than 1048576 bytes"):
+        requests.ingest("corpus", "a.txt", file)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 4 << 20
 
 
 def test_parts_of_json_lines_without_text_are_left_out(tmp_path: Path) -> None:
