@@ -38,11 +38,15 @@ class RemoteAccess:
 
     async def run_lookup(self, function: Callable[..., T], *args: Any) -> T:
         """As `run`, for methods that a Lookup waits for. Raises Unreachable if they take too long."""
+        asked = asyncio.get_running_loop().run_in_executor(self._lookup_threads, function, *args)
         try:
-            async with asyncio.timeout(self._lookup_seconds):
-                return await asyncio.get_running_loop().run_in_executor(self._lookup_threads, function, *args)
-        except TimeoutError:
-            raise Unreachable(f"no response within {self._lookup_seconds:g} s") from None
+            # After a pause of the event loop, what came meanwhile counts, which `asyncio.timeout` would cancel.
+            await asyncio.wait([asked], timeout=self._lookup_seconds)
+            if asked.done():
+                return asked.result()
+            raise Unreachable(f"no response within {self._lookup_seconds:g} s")
+        finally:
+            asked.cancel()
 
     def mark_unreachable(self, error: OSError) -> None:
         self._counters.add("remote.failures")

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager
@@ -18,8 +19,10 @@ from fusionkv.kvcache_service.blobs import Blobs
 from fusionkv.kvcache_service.client import HitKind
 from fusionkv.kvcache_service.index.record import EntryRecord
 from fusionkv.kvcache_service.index.rows import PROTECTED
+from fusionkv.kvcache_service.metrics import Counters
 from fusionkv.kvcache_service.remote import write_back
-from fusionkv.kvcache_service.remote.tier import RemoteEngine
+from fusionkv.kvcache_service.remote.access import RemoteAccess
+from fusionkv.kvcache_service.remote.tier import RemoteEngine, RemoteTier
 from fusionkv.kvcache_service.store.writing import reserve
 from fusionkv.kvcache_service.tiers.base import Unreachable
 from fusionkv.protos.runtime.errors import NotFound, ResourceExhausted, Unavailable
@@ -345,6 +348,23 @@ async def test_copies_keep_no_lookup_waiting(serve: Any, engine: Dictionary, mon
     ended.set()
     assert (found, b.sharing.reachable) == (HitKind.EXACT, True)
     await shared(b)
+
+
+async def test_what_came_in_time_counts_after_a_pause_of_this_process(engine: Dictionary) -> None:
+    access, come = RemoteAccess(RemoteTier(engine), Counters(), 0.1), threading.Event()
+
+    def pause() -> None:
+        come.set()
+        time.sleep(0.3)
+
+    asking = asyncio.create_task(access.run_lookup(come.wait, 20))
+    asyncio.get_running_loop().call_soon(pause)
+    assert await asking
+    come.clear()
+    with pytest.raises(Unreachable, match=r"no response within 0\.1 s"):
+        await access.run_lookup(come.wait, 20)
+    come.set()
+    access.close()
 
 
 async def test_a_lookup_that_hangs_up_holds_nothing(serve: Any, engine: Dictionary) -> None:
