@@ -57,6 +57,11 @@ class _Bucket:
             return reply.meta["size"], reply.bytes()
         except FileNotFoundError:
             return None
+        except BaseError as error:
+            # An empty object, as a crash of a file server leaves it, has no range.
+            if self._refused(error) and obstore.head(self.store, _path(name))["size"] <= start:
+                return None
+            raise
 
     def put(self, value: tuple[str, bytes]) -> None:
         name, data = value
@@ -68,8 +73,9 @@ class _Bucket:
             raise OSError(f"{self.url} takes no object: {_reason(error)}") from error
 
     def exists(self, name: str) -> bool:
+        """Whether there is such a value. None is empty."""
         with contextlib.suppress(FileNotFoundError):
-            return bool(obstore.head(self.store, _path(name)))
+            return bool(obstore.head(self.store, _path(name))["size"])
         return False
 
     def remove(self, path: str) -> None:
@@ -84,8 +90,10 @@ class _Bucket:
             yield
         except BaseError as error:
             told = f"{self.url} can't be used: {_reason(error)}"
-            refused = self.directory or _REFUSED.search(str(error))
-            raise (OSError if refused else Unreachable)(told) from error
+            raise (OSError if self._refused(error) else Unreachable)(told) from error
+
+    def _refused(self, error: BaseError) -> bool:
+        return bool(self.directory or _REFUSED.search(str(error)))
 
     def _check_mount(self) -> None:
         """Raises Unreachable if the directory's file system is not mounted: files would fill the disk below it."""

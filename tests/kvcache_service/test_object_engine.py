@@ -58,6 +58,18 @@ def test_blocks_come_back_in_parts_and_ranges(remote: Any) -> None:
         assert engine.touch(names) == [False, False]
 
 
+def test_what_a_crash_emptied_is_missing(remote: Any) -> None:
+    with connected(remote.url) as engine:
+        tier, data = RemoteTier(engine), os.urandom(1000)
+        made = record("S", data)
+        tier.commit(made)
+        for left in (999, 1, 0):
+            tier.write(made, 0, [data[:left]])
+            with pytest.raises(FileNotFoundError):
+                tier.read(made, 0, memoryview(bytearray(1000)))
+        assert tier.touch([made]) == [False]
+
+
 MALFORMED = [
     "s3://", "s3:///prefix", "s3://key:sesame@bucket", "s3://bucket?secret=sesame", "gs://bucket#sesame", "az://account",
     "file://host/directory", "file:directory", "https://bucket",
