@@ -4,6 +4,7 @@ import contextlib
 import re
 import threading
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,7 +18,7 @@ from redis.retry import Retry
 from fusionkv.kvcache_service.remote.tier import RemoteEngine
 from fusionkv.kvcache_service.tiers.base import Unreachable
 
-_SCAN = 1000
+_BATCH = 1000
 _CONNECTION_ERRORS = (RedisConnectionError, RedisTimeoutError, RedisClusterException)
 
 
@@ -85,8 +86,9 @@ class RedisEngine(RemoteEngine):
 
     def remove_all(self, prefix: str) -> None:
         with self._client() as client:
-            for name in client.scan_iter(match=f"{prefix}*", count=_SCAN):
-                client.unlink(name)
+            found = client.scan_iter(match=f"{prefix}*", count=_BATCH)
+            while names := list(islice(found, _BATCH)):
+                self.remove(names)
 
     def close(self) -> None:
         for client in (self._node, self._cluster):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis.connection import AbstractConnection
 
 from fusionkv.kvcache_service.index import record as records
 from fusionkv.kvcache_service.index.index import HitRanker
@@ -320,6 +321,21 @@ def test_what_is_not_touched_expires(redis: RedisServer, expiring: RedisEngine) 
     (made,) = tier.lookup(NAMESPACE, path("SA"), [(), ()], [1])[0]
     assert tier.touch([made]) == [True]
     assert all(client.pttl(name) > 400_000 for name in names)
+
+
+def test_a_namespace_is_deleted_in_few_round_trips(expiring: RedisEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = [(f"fusionkv:a:{n}", b"1") for n in range(2000)]
+    expiring.put([*values, ("fusionkv:b:1", b"1")])
+    sent, send = list[Any](), AbstractConnection.send_packed_command
+
+    def counted(connection: Any, *given: Any, **more: Any) -> None:
+        sent.append(given)
+        send(connection, *given, **more)
+
+    monkeypatch.setattr(AbstractConnection, "send_packed_command", counted)
+    expiring.remove_all("fusionkv:a:")
+    assert len(sent) < 20
+    assert expiring.get(["fusionkv:a:0", "fusionkv:a:1999", "fusionkv:b:1"]) == [None, None, b"1"]
 
 
 _CLOSED_DURING_CALLS = """
