@@ -167,9 +167,7 @@ class FusionServicer:
         return pb.HoldPrefillResponse()
 
     async def FetchPrefill(self, request: pb.FetchPrefillRequest, context: Any) -> AsyncIterator[memoryview]:
-        data = await asyncio.to_thread(
-            self.answerer.handover.read, _handle(request), request.rank, max(1, request.ranks)
-        )
+        data = await self.answerer.handover.read(_handle(request), request.rank, max(1, request.ranks))
         checksum = Checksum()
         for frame in frames.split(data):
             checksum.update(frame)

@@ -70,7 +70,7 @@ class HeldPrompt:
 
 
 class Handover:
-    """The prompts that a worker holds for other engines. Only `read` is thread-safe."""
+    """The prompts that a worker holds for other engines."""
 
     def __init__(self, pool: KVPool, model: Model, tp: TPGroup, max_bytes: int, seconds: float) -> None:
         """max_bytes: of all held prompts together. seconds: how long a prompt is kept after `fill` or a `hold`."""
@@ -152,7 +152,7 @@ class Handover:
         """Restarts a prompt's timeout. Raises NotFound when the prompt is gone."""
         self._find(handle).expires = time.monotonic() + self._seconds
 
-    def read(self, handle: bytes, rank: int, ranks: int) -> memoryview:
+    async def read(self, handle: bytes, rank: int, ranks: int) -> memoryview:
         """The bytes of a prompt, or of the heads of one of `ranks` ranks.
 
         Raises:
@@ -166,7 +166,8 @@ class Handover:
         if ranks == 1:
             return data
         cut = np.frombuffer(data, np.uint8).reshape(-1, ranks, heads // ranks * shape.head_dim * shape.dtype.itemsize)
-        return np.ascontiguousarray(cut[:, rank]).reshape(-1).data
+        own = await asyncio.to_thread(np.ascontiguousarray, cut[:, rank])
+        return own.reshape(-1).data
 
     def release(self, handle: bytes, ranks: int, error: str) -> None:
         """Releases a prompt for one of `ranks` ranks; an unknown handle is ignored."""

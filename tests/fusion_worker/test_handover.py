@@ -101,6 +101,23 @@ async def test_kv_is_streamed_by_heads(start: Any, parts: Parts) -> None:
             await worker.hold_prefill(kv.handle, 10)
 
 
+async def test_a_prompt_is_not_freed_while_it_is_looked_for(start: Any, parts: Parts, monkeypatch: Any) -> None:
+    """It is found in the thread that frees it; else a fetch beside a release failed as INTERNAL."""
+    rig, threads = await start("qwen2"), list[Any]()
+    handover, find = rig.servicer.answerer.handover, rig.servicer.answerer.handover._find
+
+    def noted(handle: bytes) -> Any:
+        threads.append(threading.current_thread())
+        return find(handle)
+
+    monkeypatch.setattr(handover, "_find", noted)
+    async with prefilled(rig, parts) as (worker, _, _, kv):
+        size = os.stat(kv.path).st_size
+        for ranks in (1, 2):
+            await worker.fetch_prefill(kv.handle, 0, ranks, memoryview(bytearray(size // ranks)), 10)
+    assert threads == [threading.current_thread()] * 2
+
+
 class Layer:
     """An attention layer of a rank of vLLM that holds one KV head."""
 

@@ -166,7 +166,7 @@ async def test_a_prompt_is_handed_over_with_the_heads_of_both(pairs: Pairs, star
         request = pb.PrefillRequest(prompt=rig.request(*parts, max_tokens=8))
         async with aclosing(rig.servicer.Prefill(request, None)) as events:
             _, kv = await anext(events), (await anext(events)).kv
-            data = rig.servicer.answerer.handover.read(kv.handle, 0, 1)
+            data = await rig.servicer.answerer.handover.read(kv.handle, 0, 1)
             shape = kv.layers, 2, kv.tokens, kv.kv_heads, kv.head_dim
             found.append(torch.frombuffer(bytearray(data), dtype=torch.float32).view(shape))
     assert error(*found) < CLOSE
