@@ -5,7 +5,7 @@ does not declare support for its hybrid memory manager.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,7 @@ from fusionkv.protos.runtime import settings
 from fusionkv.protos.runtime.errors import FailedPrecondition
 from fusionkv.protos.runtime.tls import ClientTLS
 from fusionkv.vllm_connector.background import Background
+from fusionkv.vllm_connector.options import ConnectorOptions
 from fusionkv.vllm_connector.pages import Pages
 from fusionkv.vllm_connector.prompts import KVLayout, KVLoad, KVSave, alterations
 from fusionkv.vllm_connector.scheduler import ConnectorScheduler
@@ -30,45 +31,6 @@ from fusionkv.vllm_connector.worker import ConnectorWorker
 
 if TYPE_CHECKING:
     from fusionkv.vllm_connector.fusing import FusedPrefill
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectorOptions:
-    """Options in `kv_connector_extra_config`.
-
-    Attributes:
-        cache: address of the cache service for shared prefixes; empty loads fused prompts only.
-        chunk_tokens: tokens of a prefix entry in the cache service.
-        load_seconds: maximum seconds for loading a prompt.
-        pool_bytes: size of the KV pool for fused prefill; 0 disables fused prefill.
-        fuse_seconds: maximum seconds for the fused prefill of a prompt.
-        listen: host:port or unix:/path where gateways reach the engine of fused prefill; empty for none.
-        separator: text behind the system prompt and each passage, in prompts without spans; empty for none.
-        tls_ca, tls_cert, tls_key: PEM files, as in the services' settings.
-        tls_worker: name in the certificates of workers; empty for their addresses.
-    """
-
-    cache: str = ""
-    chunk_tokens: int = 256
-    load_seconds: float = 10.0
-    pool_bytes: int = 0
-    fuse_seconds: float = 60.0
-    listen: str = ""
-    separator: str = ""
-    tls_ca: str = ""
-    tls_cert: str = ""
-    tls_key: str = ""
-    tls_worker: str = ""
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any]) -> "ConnectorOptions":
-        names = {field.name for field in fields(cls)}
-        if unknown := sorted(set(given) - names):
-            raise ValueError(f"kv_connector_extra_config.{unknown[0]} is not one of {', '.join(sorted(names))}")
-        options = cls(**given)
-        if options.listen and not options.pool_bytes:
-            raise ValueError("kv_connector_extra_config.listen needs pool_bytes")
-        return options
 
 
 @dataclass

@@ -66,11 +66,7 @@ class ConnectorScheduler:
             page_tokens: tokens of a page, vLLM's block size.
             fuses: whether vLLM's workers fuse prompts.
             separator: token ids that mark the passages of prompts without spans; empty for none.
-
-        Raises ValueError for chunks of no tokens.
         """
-        if chunk_tokens < 1:
-            raise ValueError(f"chunk_tokens is {chunk_tokens}: a chunk has at least one token")
         self._background = background
         self._layout, self._ranks = layout, ranks
         self._chunk_tokens, self._page_tokens = chunk_tokens, page_tokens

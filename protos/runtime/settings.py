@@ -107,6 +107,18 @@ def load(
         raise SettingsError(f"[{section}]: {error}") from error
 
 
+def of(cls: type[T], given: Mapping[str, Any], where: str) -> T:
+    """Builds `cls` from what another program's configuration has at `where`; None stands for the default.
+
+    Raises SettingsError for an unknown key, or a value of the wrong type or out of bounds.
+    """
+    fields, hints = {f.name: f for f in declared(cls)}, typing.get_type_hints(cls)
+    if unknown := sorted(given.keys() - fields.keys()):
+        raise SettingsError(f"{where}.{unknown[0]} is not one of {', '.join(sorted(fields))}")
+    values = {key: value for key, value in given.items() if value is not None}
+    return cls(**{key: _convert(fields[key], hints[key], value, f"{where}.{key}") for key, value in values.items()})
+
+
 def declared(cls: type) -> list[dataclasses.Field[Any]]:
     """The settings of a configuration: its own, and then those that it shares with others."""
     every = {f.name: f for f in dataclasses.fields(cls)}

@@ -1,6 +1,5 @@
 """The chart's vLLM: its pod, what it is told of workers and caches, and who may call it."""
 
-import ast
 import json
 import re
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from fusionkv.vllm_connector.options import ConnectorOptions
 from tests.deploy.rendering import VERSIONS, Objects, Render, called, confined, env_of, notes
 
 pytestmark = pytest.mark.slow
@@ -108,10 +108,7 @@ def test_the_connector_takes_what_it_is_told(render: Render, root: Path) -> None
     assert transfer(render({"vllm": {"enabled": True, "prefixes": False}}))[1] == {}
     _, secured = transfer(render({**ON, "certManager": {"enabled": True}}))
     assert secured.keys() == {"cache", "tls_ca", "tls_cert", "tls_key", "tls_worker"}
-    (options,) = [
-        node for node in ast.parse(code).body if isinstance(node, ast.ClassDef) and node.name == "ConnectorOptions"
-    ]
-    assert secured.keys() <= {node.target.id for node in options.body if isinstance(node, ast.AnnAssign)}  # type: ignore[union-attr]
+    ConnectorOptions.of(secured)
 
 
 @pytest.mark.parametrize("version", VERSIONS)

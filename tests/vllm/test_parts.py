@@ -19,6 +19,7 @@ from fusionkv.kvcache_service.client import Entry, Hit, HitKind, Lookup
 from fusionkv.kvcache_service.keys import chunk_digest
 from fusionkv.protos.runtime.errors import Unavailable
 from fusionkv.vllm_connector.background import Background
+from fusionkv.vllm_connector.options import ConnectorOptions
 from fusionkv.vllm_connector.pages import Pages
 from fusionkv.vllm_connector.prompts import FusedPrompt, KVLayout, Prefix, alterations, digest
 from fusionkv.vllm_connector.scheduler import ConnectorScheduler
@@ -33,6 +34,28 @@ GOOD = {
     "checksum": "ef" * 16, "prompt_digest": hashlib.sha256(np.array(PROMPT[:19], "<u4").tobytes()).hexdigest(),
     "dtype": "bfloat16", "layers": 30, "kv_heads": 3, "head_dim": 64, "path": "/proc/12/fd/34",
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"cash": "x"}, "cash is not one of cache, chunk_tokens"),
+        ({"chunk_tokens": 0}, "chunk_tokens: 0 is outside 1"),
+        ({"chunk_tokens": "many"}, "chunk_tokens: invalid literal"),
+        ({"load_seconds": 0}, "load_seconds: 0.0 is outside"),
+        ({"pool_bytes": "much"}, "pool_bytes: not a size: 'much'"),
+        ({"listen": "127.0.0.1:1"}, "listen needs pool_bytes"),
+    ],
+)
+def test_options_that_are_refused(given: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=f"kv_connector_extra_config.{why}"):
+        ConnectorOptions.of(given)
+
+
+def test_options_are_read_as_settings_are() -> None:
+    """As texts too, with units; null is the default."""
+    read = ConnectorOptions.of({"pool_bytes": "1GiB", "load_seconds": "2.5", "chunk_tokens": "64", "cache": None})
+    assert read == ConnectorOptions(pool_bytes=1 << 30, load_seconds=2.5, chunk_tokens=64)
 
 
 def test_a_prompt_that_fits() -> None:
@@ -355,11 +378,6 @@ async def test_of_a_longer_prompt_than_the_cache_service_takes_the_beginning_is_
             await service.put(last, b"kv", namespace=namespace, tokens=4, base=4 * (len(last) - 2))
             found.matched(request, 0)
             assert await asyncio.wrap_future(available(found)) == 4
-
-
-def test_chunks_of_no_tokens_are_refused(scheduler: ConnectorScheduler, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="chunk_tokens is 0"):
-        ConnectorScheduler(scheduler._background, str(tmp_path), {}, LAYOUT, ranks=1, chunk_tokens=0, page_tokens=4)
 
 
 def test_prefixes() -> None:
