@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 import redis
 from redis.backoff import NoBackoff
+from redis.exceptions import ClusterDownError, RedisClusterException, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisClusterException, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
@@ -19,7 +19,7 @@ from fusionkv.kvcache_service.remote.tier import RemoteEngine
 from fusionkv.kvcache_service.tiers.base import Unreachable
 
 _BATCH = 1000
-_CONNECTION_ERRORS = (RedisConnectionError, RedisTimeoutError, RedisClusterException)
+_CONNECTION_ERRORS = (RedisConnectionError, RedisTimeoutError, RedisClusterException, ClusterDownError)
 
 
 class RedisEngine(RemoteEngine):

@@ -27,7 +27,7 @@ from tests.kvcache_service.tools import record as entry
 from tests.ports import free_port
 from tests.system.mooncake_process import MooncakeMaster
 from tests.system.object_process import Directory, ObjectServer
-from tests.system.redis_process import RedisServer
+from tests.system.redis_process import RedisCluster, RedisServer
 from tests.system.shared_services import REMOTES, Remote, made
 from tests.waiting import wait_until
 
@@ -300,6 +300,22 @@ def test_an_engine_that_is_away_says_so(tmp_path: Path, remote: Remote) -> None:
     finally:
         engine.close()
         own.kill9()
+
+
+@pytest.mark.slow
+def test_a_cluster_is_away_without_one_of_its_nodes(tmp_path: Path) -> None:
+    """Of which the others know a while later: a refusal would be final for an entry that is to be written back."""
+    own = RedisCluster(tmp_path)
+    with contextlib.closing(connect(own, timeout=2)) as engine:
+        try:
+            engine.put([("a", b"1")])
+            own.servers[2].kill9()
+            wait_until(lambda: own.servers[0].client().execute_command("CLUSTER INFO")["cluster_state"] == "fail")
+            for n in range(20):
+                with pytest.raises(Unreachable):
+                    engine.put([(f"{n}", b"1")])
+        finally:
+            own.kill9()
 
 
 @pytest.fixture
