@@ -58,9 +58,14 @@ class ReadCalls:
         """Pins entries; yields their sizes and their bytes, in order. 0 is the size of one that can't be read."""
         if len(request.entries) > MAX_READ:
             raise InvalidArgument(f"{len(request.entries)} entries; at most {MAX_READ} are read in one call")
+        check_digests((fetch.key for fetch in request.entries), "a key")
         sizes: list[int] = []
         readings: list[AsyncIterator[memoryview]] = []
         with self._fetching():
+            if self._sharing is not None:
+                # Several at the same time: below, those that could not be pulled are tried again.
+                away = {fetch.key for fetch in request.entries if self._store.entries.get(fetch.key) is None}
+                await asyncio.gather(*map(self._sharing.pulls.pull, away), return_exceptions=True)
             async with contextlib.AsyncExitStack() as stack:
                 for fetch in request.entries:
                     sizes.append(0)

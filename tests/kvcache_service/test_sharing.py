@@ -590,6 +590,23 @@ async def test_blobs_are_found_by_all(serve: Any, engine: Dictionary) -> None:
     assert not other.sharing.reachable
 
 
+async def test_blobs_are_copied_several_at_a_time(serve: Any, engine: Dictionary, monkeypatch: Any) -> None:
+    """Also more than are copied when they are found: each read waits for three others."""
+    one, other = await serve(), await serve()
+    keys, together, get = [b"%d" % n for n in range(8)], threading.Barrier(4), engine.get
+    await Blobs(one.client, layout="a").store(keys, [memoryview(b"data")] * 8)
+    await shared(one)
+
+    def read(names: Sequence[str]) -> list[bytes | None]:
+        if "{" not in names[0]:
+            together.wait(5)
+        return get(names)
+
+    monkeypatch.setattr(engine, "get", read)
+    into = [memoryview(bytearray(4)) for _ in keys]
+    assert await Blobs(other.client, layout="a").retrieve(keys, into) == [True] * 8
+
+
 async def test_a_blob_is_deleted_that_another_service_has_shared(serve: Any, engine: Dictionary) -> None:
     one, other = await serve(), await serve()
     here, there = (Blobs(service.client, layout="a") for service in (one, other))
