@@ -96,7 +96,8 @@ class Blobs:
         The content of a buffer that is not filled is undefined.
         """
         deadline, done = Deadline.after(self._timeout), list[bool]()
-        for part in _batches([view.nbytes for view in into], len(keys)):
+        _check_each(into, keys)
+        for part in _batches([view.nbytes for view in into]):
             names = [*map(_digest, keys[part])]
             done += await self._cache.retrieve(self._namespace, names, into[part], timeout=deadline.remaining())
         return done
@@ -104,7 +105,8 @@ class Blobs:
     async def read(self, pin: Pin, into: Sequence[memoryview]) -> list[bool]:
         """As `retrieve`, for blobs that are pinned."""
         deadline, done = Deadline.after(self._timeout), [False] * len(into)
-        for part in _batches([view.nbytes for view in into], len(pin.entries)):
+        _check_each(into, pin.entries)
+        for part in _batches([view.nbytes for view in into]):
             fits = {
                 i: entry
                 for i, entry in zip(range(*part.indices(len(into))), pin.entries[part], strict=True)
@@ -120,8 +122,10 @@ class Blobs:
     async def store(self, keys: Sequence[bytes], data: Sequence[memoryview]) -> list[bool]:
         """Stores blobs, which must not change until this returns; returns which are new.
 
-        A key that is stored keeps its bytes. Raises the first error once all others are stored.
+        A key that is stored keeps its bytes. Raises ValueError unless each has a key, or the first error once all
+        others are stored.
         """
+        _check_each(data, keys)
         places, deadline = asyncio.Semaphore(_PUTS), Deadline.after(self._timeout)
 
         async def put(key: bytes, view: memoryview) -> bool:
@@ -204,10 +208,14 @@ class BlobThread:
             await asyncio.wait(calls, timeout=_END_SECONDS)
 
 
-def _batches(sizes: Sequence[int], keys: int) -> Iterator[slice]:
-    """What one call reads each: blobs for buffers of these sizes. Raises ValueError unless each has a key."""
-    if len(sizes) != keys:
-        raise ValueError(f"{keys} keys and {len(sizes)} buffers")
+def _check_each(buffers: Sequence[memoryview], keys: Sequence[object]) -> None:
+    """Raises ValueError unless each buffer has a key."""
+    if len(buffers) != len(keys):
+        raise ValueError(f"{len(keys)} keys and {len(buffers)} buffers")
+
+
+def _batches(sizes: Sequence[int]) -> Iterator[slice]:
+    """What one call reads each: blobs for buffers of these sizes."""
     start, total = 0, 0
     for i, size in enumerate(sizes):
         if i > start and (i - start == MAX_READ or total + size > _READ_BYTES):
