@@ -40,6 +40,8 @@ def attach(service: str) -> None:
     # If a client disconnects, the garbage collector may close a stream's generator in another context. The span ends
     # properly, but OpenTelemetry logs a traceback because it can't restore the context.
     logging.getLogger("opentelemetry.context").setLevel(logging.CRITICAL)
+    # If it disconnects before its call begins, it has no address, of which there was a line for each call.
+    logging.getLogger("opentelemetry.instrumentation.grpc._server").setLevel(logging.ERROR)
 
 
 def as_json() -> bool:

@@ -55,6 +55,21 @@ def test_a_line_names_its_trace(written: Written) -> None:
     assert (said | {"trace_id": f"{1:032x}", "span_id": f"{2:016x}"}).items() <= line.items()
 
 
+_GONE = """
+from types import SimpleNamespace
+from opentelemetry.instrumentation.grpc import aio_server_interceptor
+from fusionkv.protos.observe import logs
+
+logs.attach("fusionkv-test")
+call = SimpleNamespace(method="/a.B/C", peer=lambda: "", invocation_metadata=lambda: ())
+aio_server_interceptor()._start_span(call, call)
+"""
+
+
+def test_nothing_is_said_of_callers_that_left_before_their_calls_began() -> None:
+    assert run_python("-c", _GONE).stderr == ""
+
+
 def test_a_fault_of_many_requests_is_one_line_and_no_requests_own(written: Written) -> None:
     often, seldom = logs.RateLimitedLog(log, 0.0), logs.RateLimitedLog(log, 1e6)
     with trace.use_span(SPAN):
