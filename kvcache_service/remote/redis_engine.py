@@ -106,6 +106,10 @@ class RedisEngine(RemoteEngine):
                     self._checked = True
             yield self._cluster or self._node
         except _CONNECTION_ERRORS as error:
+            if isinstance(error, RedisClusterException):
+                # None of the nodes that the client knows answers. Its URL may lead to where they are now.
+                with contextlib.suppress(RedisError, RedisClusterException):
+                    self._cluster = connect(redis.RedisCluster, self._url, **self._options)
             raise Unreachable(f"Redis is unreachable: {_message(error)}") from error
         except RedisError as error:
             raise OSError(f"Redis returned an error: {_message(error)}") from error

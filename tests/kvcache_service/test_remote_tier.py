@@ -29,7 +29,7 @@ from tests.system.mooncake_process import MooncakeMaster
 from tests.system.object_process import Directory, ObjectServer
 from tests.system.redis_process import RedisCluster, RedisServer
 from tests.system.shared_services import REMOTES, Remote, made
-from tests.waiting import wait_until
+from tests.waiting import until, wait_until
 
 pytestmark = pytest.mark.system
 OTHER = b"m" * 32
@@ -316,6 +316,37 @@ def test_a_cluster_is_away_without_one_of_its_nodes(tmp_path: Path) -> None:
                     engine.put([(f"{n}", b"1")])
         finally:
             own.kill9()
+
+
+async def test_a_cluster_that_comes_back_elsewhere_is_found_by_its_url(tmp_path: Path) -> None:
+    """As in Kubernetes, where the name stays, and each pod gets another address."""
+
+    def cluster(name: str) -> RedisServer:
+        (tmp_path / name).mkdir()
+        one = RedisServer(tmp_path / name, "--cluster-enabled", "yes", port=free_port(10_000))
+        one.client().execute_command("CLUSTER ADDSLOTS", *range(16384))
+        return one
+
+    first = cluster("first")
+    relay = Relay(f"127.0.0.1:{free_port()}", first.address)
+    await relay.start()
+    with contextlib.closing(RedisEngine(f"redis://{relay.address}", ttl=60, timeout=2)) as engine:
+
+        async def stores() -> bool:
+            with contextlib.suppress(OSError):
+                await asyncio.to_thread(engine.put, [("a", b"1")])
+                return True
+            return False
+
+        await until(stores)
+        first.kill9()
+        second = cluster("second")
+        try:
+            relay.aim(second.address)
+            await until(stores, 20)
+        finally:
+            second.kill9()
+            await relay.close()
 
 
 @pytest.fixture
