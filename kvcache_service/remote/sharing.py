@@ -31,6 +31,9 @@ class Sharing:
 
     def __init__(self, store: Store, tier: RemoteTier) -> None:
         self._store = store
+        # Of an entry that can be copied here. A larger one would be found by each Lookup, and refused by each Fetch.
+        home = store.residents.contents[store.residents.home.name]
+        self._max_bytes = min(store.config.max_entry_bytes, home.tenants.limit)
         self._access = RemoteAccess(tier, store.counters, store.config.remote_lookup_ms / 1000)
         self.write_backs = WriteBackQueue(store, self._access)
         self.pulls = Pulls(store, self._access, self.write_backs.confirm)
@@ -84,11 +87,13 @@ class Sharing:
     async def _ask(
         self, elements: Sequence[int], lookup: Callable[..., Sequence[Sequence[EntryRecord]]], *args: Any
     ) -> list[tuple[int, Sequence[EntryRecord]]]:
-        """What a lookup of the tier finds, by element; empty if it can't be asked."""
+        """What a lookup of the tier finds that has room here, by element; empty if it can't be asked."""
         if not elements or not self.reachable or not self._store.ready.is_set():
             return []
         try:
-            return list(zip(elements, await self._access.run_lookup(lookup, *args), strict=True))
+            found = await self._access.run_lookup(lookup, *args)
+            fitting = ([record for record in records if record.size <= self._max_bytes] for records in found)
+            return list(zip(elements, fitting, strict=True))
         except OSError as error:
             self._access.mark_unreachable(error)
             return []

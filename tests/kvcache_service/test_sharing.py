@@ -266,6 +266,15 @@ async def test_without_room_here_it_is_refused_and_nothing_is_held(serve: Any) -
     assert await b.get("S") == data
 
 
+@pytest.mark.parametrize("less", [{"max_entry_bytes": MIB}, {"disk": MIB}, {"tenant_share": 0.05}], ids=str)
+async def test_what_never_has_room_here_is_a_miss(serve: Any, less: dict[str, Any]) -> None:
+    a, b = await serve(), await serve(**less)
+    await share(a, "S", payload("x", MIB + 1))
+    await share(a, "T", payload("x", MIB // 2))
+    assert await kind(b, "S") is HitKind.MISS
+    assert await kind(b, "T") is HitKind.EXACT
+
+
 async def test_while_it_is_away_nobody_asks_and_nothing_is_lost(serve: Any, engine: Dictionary) -> None:
     a, b = await serve(), await serve()
     await share(a, "S", b"before")
