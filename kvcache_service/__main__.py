@@ -106,6 +106,8 @@ def make_sharing(config: Config, store: Store) -> Sharing:
         engine = _make_engine(config, extra)
     except ImportError as error:
         raise OSError(f"remote_url needs a package: pip install 'fusionkv[{extra}]' ({error})") from error
+    except UnicodeDecodeError as error:
+        raise OSError(f"remote_password can't be used: {config.remote_password} is not text") from error
     except ValueError as error:
         raise OSError(f"remote_url can't be used: {error}") from error
     sharing = Sharing(store, RemoteTier(engine, DiskKeys(config.disk_keys) if config.disk_keys else None))

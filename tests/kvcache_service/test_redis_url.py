@@ -1,10 +1,13 @@
 """No part of a password is said where a Redis' URL is malformed, nor when a service starts with it."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis import Redis
 
+from fusionkv.kvcache_service.__main__ import make_sharing
+from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.remote.redis_engine import RedisEngine, connect
 from tests.commands import run_python
 
@@ -55,3 +58,11 @@ def test_the_command_prints_none_of_it(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "not a Redis URL" in said
     assert "sesame" not in said
+
+
+def test_a_file_that_holds_no_password_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_bytes(b"\xffsesame")
+    store: Any = None  # which it does not come to
+    with pytest.raises(OSError, match=f"remote_password can't be used: {file} is not text"):
+        make_sharing(Config(remote_url="redis://redis:6379", remote_password=file), store)
