@@ -70,11 +70,14 @@ class DiskTier(Tier):
             log.warning(
                 "%s was in use when the machine stopped, without sync: the disk tier starts empty", self._directory
             )
-        # For the smallest entries with long paths, the index is about as large as their bytes. The map only reserves
-        # address space: the file grows with use.
-        map_bytes = (64 << 20) + self.capacity_bytes
+        # For the smallest entries with long paths, the index is about as large as their bytes. If the capacity was
+        # larger, what is beyond is deleted, which writes pages anew. The map only reserves address space: the file
+        # grows with use.
+        directory = self._directory / "index"
+        present = sum(file.stat().st_size for file in directory.glob("*.mdb"))
+        map_bytes = (64 << 20) + self.capacity_bytes + 2 * present
         return DiskIndex(
-            self._directory / "index",
+            directory,
             map_bytes,
             self._sync,
             discard=not trusted,
