@@ -55,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         process.share_heaps()
         check_files(config)
         process.check_ports(config.listen, "--listen")
+        arenas = filter(None, map(arena_path, config.listen))
+        process.check_sockets([f"unix:{segments_path(arena)}" for arena in arenas])  # the longest of those beside
         telemetry.attach(NAME, config.metrics_listen)
         if config.tls_cert:
             handshakes.attach()

@@ -233,6 +233,11 @@ def test_clear_errors_at_start(start: Any, tmp_path: Path) -> None:
             1,
             "127.0.0.1:\u0667\u0660\u0667\u0660: an address is host:port",
         ),
+        (
+            [*flags(tmp_path / "new"), "--listen", f"unix:/tmp/{'s' * 100}"],
+            1,
+            "s.segments: the path of a unix socket has at most 107 bytes, not 114",
+        ),
         ([*flags(tmp_path / "new"), "--disk-bytes", "many"], 2, "not a size: 'many'"),
         ([*flags(tmp_path / "new"), "--max-path", "0"], 2, "outside 1..65535"),
         (flags(Path("/proc/nowhere")), 1, "/proc/nowhere"),
