@@ -51,6 +51,9 @@ class Store:
         self.entries = self.residents.entries
         # In-progress commits by group (index.py).
         self.committing: dict[bytes, asyncio.Event] = {}
+        # Deleted entries that the home tier still records, each with a pin.
+        self._forgotten: dict[StoredEntry, None] = {}
+        self._recording = asyncio.Lock()
         # Evictions that are being recorded, by key. An entry that is put again may get the place that it had.
         self.forgetting: dict[bytes, asyncio.Future[None]] = {}
         self.reader = Reader(self.residents, self.counters, self.work.in_thread, self.delete_damaged)
@@ -141,32 +144,35 @@ class Store:
         Otherwise they could be leased, or deleted by another call, in between. Places are freed after the index
         records are deleted.
 
-        Raises OSError if the deletion cannot be recorded; the entries reappear at the next start then.
+        Raises OSError if that, or an earlier deletion, cannot be recorded. Every later call tries again; until one
+        succeeds, the entries would reappear at a start.
         """
         for entry in entries:
             entry.pins += 1
             self.residents.withdraw(entry)
-        return self._forget(entries)
+            self._forgotten[entry] = None
+        return self._forget()
 
-    async def _forget(self, entries: Sequence[StoredEntry]) -> None:
+    async def _forget(self) -> None:
         home = self.residents.home
-        try:
+        async with self._recording:
+            entries = [*self._forgotten]
             if entries:
                 await self.work.in_thread(home.forget, [(e.record.key, e.places[home.name]) for e in entries])
-        finally:
             for entry in entries:
+                del self._forgotten[entry]
                 entry.pins -= 1
                 self.residents.reclaim(entry)
 
     async def delete(self, keys: Sequence[bytes]) -> int:
         """Deletes entries persistently, and returns their number.
 
-        Raises ResourceExhausted if the deletion cannot be recorded; the entries reappear at the next start then.
+        Raises ResourceExhausted if the deletion, or an earlier one, cannot be recorded, as `withdraw` does.
         Raises Unavailable while the index is being loaded.
         """
         await self.wait_until_open()
         deleted, names = 0, list(dict.fromkeys(keys))
-        for at in range(0, len(names), DELETE_BATCH):
+        for at in range(0, max(1, len(names)), DELETE_BATCH):
             batch = names[at : at + DELETE_BATCH]
             entries = [entry for key in batch if (entry := self.entries.get(key)) is not None]
             try:

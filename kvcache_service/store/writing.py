@@ -271,7 +271,7 @@ class Writer:
                 replaced = [*_superseded(store, record), *_excess_versions(store, record)]
                 residents.publish(self._entry, pulled=self._from_remote)
                 residents.replaced.update((other.record.key, other) for other in replaced)
-                # On failure, they reappear at the next start, and are replaced by the next Put.
+                # On failure, the sweep tries again.
                 with contextlib.suppress(OSError):
                     await store.withdraw(replaced)
                 if not self._from_remote:

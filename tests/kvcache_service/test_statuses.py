@@ -4,25 +4,30 @@ import asyncio
 import contextlib
 import os
 import random
+import shutil
 import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import pytest
 
 from fusionkv.kvcache_service import servicer
 from fusionkv.kvcache_service.client import Entry, HitKind
+from fusionkv.kvcache_service.store import upkeep
 from fusionkv.kvcache_service.store.upkeep import evict_to_watermark
 from fusionkv.kvcache_service.tiers.disk import DiskTier
+from fusionkv.kvcache_service.tiers.disk_index import DiskIndex
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.kvcache.v1.kvcache_pb2_grpc import KVCacheServiceStub
 from fusionkv.protos.runtime import admission, errors, frames
 from fusionkv.protos.runtime.checksum import checksum as checksum_of
 from tests.kvcache_service.tools import MIB, Service, digest, payload, reserved
+from tests.system.cache_process import check_stopped
 from tests.waiting import until
 
 NAMESPACE, S, A, V = (digest(name) for name in ("namespace", *"SAv"))
@@ -415,6 +420,33 @@ async def test_a_disk_that_can_t_be_written_refuses_and_goes_on(start: Any) -> N
         assert await service.fetch(entry) == payload("bad", 600_000)
     assert (await service.put(["S", "new"], payload("new", 9 * MIB)))[1]
     assert (await service.client.stats()).puts_refused == 2
+
+
+@pytest.mark.parametrize("again", ["by a caller", "by the sweep"])
+async def test_a_deletion_that_can_t_be_recorded_fails_until_it_is(
+    start: Any, tmp_path: Path, monkeypatch: Any, again: str
+) -> None:
+    """Otherwise what was deleted, as the second call said, would come back with the next start."""
+    service = await start()
+    key, _ = await service.put("S", b"deleted")
+    with monkeypatch.context() as full:
+        full.setattr(DiskIndex, "delete", Mock(side_effect=OSError("no space left")))
+        for deletion in ({"keys": [key]}, {"keys": [key]}, {"namespace": NAMESPACE}):
+            with pytest.raises(errors.ResourceExhausted, match="can't record the deletion: no space left"):
+                await service.client.delete(**deletion)
+        assert await service.entry("S") is None
+    assert (await service.put("S", b"stored anew"))[1]
+    if again == "by a caller":
+        assert await service.client.delete([digest("any")]) == 0
+    else:
+        monkeypatch.setattr(upkeep, "_SWEEP_SECONDS", 0.01)
+        sweep = asyncio.create_task(upkeep.sweep(service.store))
+        await until(lambda: not service.store.entries.withdrawn)
+        sweep.cancel()
+    assert not service.store.entries.withdrawn
+    assert await service.get("S") == b"stored anew"
+    shutil.copytree(tmp_path / "data", tmp_path / "killed")
+    assert await check_stopped(tmp_path / "killed") == 1
 
 
 async def test_a_deadline_between_the_last_byte_and_the_half_close(service: Any, monkeypatch: Any) -> None:
