@@ -33,7 +33,7 @@ _HEAD = struct.Struct(f"<{_NAME_BYTES}sQ")  # name, size
 _SEGMENT = struct.Struct("<I")
 _TIMEOUT_SECONDS = 2.0
 _ACCEPT_AGAIN_SECONDS = 0.1
-# Interval in which a client requests a memory tier again that it could not map.
+# Interval in which a client requests a memory tier or a segment file again that it did not get.
 _OPEN_AGAIN_SECONDS = 60.0
 # Above this size, a copy (5 to 20 GB/s) would block the event loop; below it, a hop to a thread takes longer.
 _COPY_INLINE_BYTES = 8 << 20
@@ -139,7 +139,7 @@ class LocalTiers:
         self._open_again = 0.0
         self._leases: dict[int, float] = {}
         self._files: OrderedDict[int, int] = OrderedDict()
-        self._segments_unreadable = False
+        self._read_again = 0.0
 
     def add_lease(self, lease: int, until: float) -> None:
         """Records a lease (0: none) until a time of time.monotonic, which is the same in all processes."""
@@ -158,7 +158,7 @@ class LocalTiers:
             return None
         new, now = self._arena_name != name, time.monotonic()
         if new or (self._arena is None and now >= self._open_again):
-            self._arena_name, self._arena, self._segments_unreadable = name, None, False
+            self._arena_name, self._arena, self._read_again = name, None, 0.0
             self._open_again = now + _OPEN_AGAIN_SECONDS
             try:
                 received, view = await asyncio.to_thread(map_arena, self._path)
@@ -210,14 +210,14 @@ class LocalTiers:
         Returns:
             Checksum of the bytes read, which the caller compares; empty if they cannot be read.
         """
-        if self._segments_unreadable:
+        if time.monotonic() < self._read_again:
             return b""
         segment, offset = extent
         try:
             file = await self._file(segment)
         except OSError as error:
-            log.warning("segment files of the cache service are not read locally: %s", error)
-            self._segments_unreadable = True
+            self._read_again = time.monotonic() + _OPEN_AGAIN_SECONDS
+            log.warning("for %g s, no segment files of the cache service are read: %s", _OPEN_AGAIN_SECONDS, error)
             return b""
         return b"" if file is None else await asyncio.to_thread(_read_and_close, file, reader, offset)
 

@@ -176,6 +176,28 @@ async def test_what_was_not_handed_over_is_asked_for_again(service: Any, tmp_pat
         assert await window.open(name) is not None
 
 
+async def test_a_segment_file_that_was_not_handed_over_is_asked_for_again(
+    service: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """As when all descriptors were taken: for the rest of its life, the client had all bytes streamed."""
+    monkeypatch.setattr(local, "_OPEN_AGAIN_SECONDS", 0.2)
+    await service.put("S", b"data")
+    address, files = f"unix:{tmp_path / 's'}", service.store.residents.home.segments
+    window = LocalTiers(address)
+    window._arena_name = bytes(16)
+
+    async def read() -> bytes:
+        return await window.read((0, 0), lambda file, at: os.pread(file, 4, at))
+
+    assert await read() == b""
+    door = share_segments(segments_path(arena_path(address)), bytes(16), files.open)
+    assert await read() == b"", "not at once"
+    await asyncio.sleep(0.2)
+    assert await read() == b"data"
+    door.close()
+    window.close()
+
+
 async def test_a_service_started_anew_hands_over_anew(service: Any, tmp_path: Path) -> None:
     await service.put("S", b"first")
     async with nearby(service, tmp_path / "s") as near:
