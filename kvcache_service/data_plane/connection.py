@@ -264,13 +264,16 @@ class Connections:
                 return connection
             connection.close()
         opening = background(self._opening, self._open())
+        opened = False
         try:
             await asyncio.wait([opening], timeout=min(_WAIT_SECONDS, deadline.remaining()))
+            opened = opening.done()
         finally:
             if not opening.done():
-                opening.add_done_callback(self._keep)
                 self._not_before = time.monotonic() + _TRY_AGAIN_SECONDS
-        if not opening.done():
+            if not opened:  # a caller that was cancelled just when it was done did not get it
+                opening.add_done_callback(self._keep)
+        if not opened:
             raise Broken("the data plane does not answer at once")
         if opening.cancelled():
             raise Broken("the client is closed")

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import random
 import socket
 import ssl
@@ -11,6 +12,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -22,6 +24,7 @@ from fusionkv.kvcache_service.data_plane.connection import Broken, Connection, c
 from fusionkv.kvcache_service.data_plane.messages import MAX_MESSAGE_BYTES, SIZE, encode
 from fusionkv.kvcache_service.data_plane.tickets import Tickets
 from fusionkv.kvcache_service.transport import GRPCCalls
+from fusionkv.protos.deadline import Deadline
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.runtime import errors
 from tests.kvcache_service.tools import (
@@ -365,6 +368,31 @@ async def test_nobody_waits_for_a_port_that_does_not_answer(counted: Any, monkey
     await until(lambda: bool(service.client._transport._data._idle))
     assert await service.get("S", "A") == b"abc"
     assert len(calls) == 4
+
+
+@pytest.mark.parametrize("opens", [True, False])
+async def test_what_opens_just_when_its_caller_leaves_is_kept(monkeypatch: Any, opens: bool) -> None:
+    """Or its error is: asyncio would log it as never retrieved, with its traceback."""
+    unhandled = Mock()
+    asyncio.get_running_loop().set_exception_handler(unhandled)
+
+    async def open_(self: Any) -> Any:
+        await asyncio.sleep(0)
+        calling.cancel()
+        if not opens:
+            raise Broken("the service is not there")
+        return "connection"
+
+    monkeypatch.setattr(connections.Connections, "_open", open_)
+    client = connections.Connections("unix:/nowhere", AsyncMock())
+    calling = asyncio.create_task(client.run(AsyncMock(), Deadline.after(20)))
+    await asyncio.wait([calling])
+    assert calling.cancelled()
+    await until(lambda: not client._opening)
+    calling = None  # whose traceback holds the task
+    gc.collect()
+    assert client._idle == ["connection"] * opens
+    unhandled.assert_not_called()
 
 
 async def test_a_restarted_service_is_served_anew(service: Service) -> None:
