@@ -42,7 +42,7 @@ class Reader:
         self._counters = counters
         self._in_thread = in_thread
         self._delete_damaged = delete_damaged
-        self.reads: dict[StoredEntry, asyncio.Task[bool]] = {}
+        self.reads: dict[StoredEntry, asyncio.Task[bool | Unreachable]] = {}
         """Verifications in progress, each by one entry."""
         self.prefetching: set[asyncio.Task[None]] = set()
         self._prefetches = 0  # Lookups whose entries are being promoted
@@ -70,10 +70,9 @@ class Reader:
         # Once for concurrent readers; not cancelled with the caller.
         if entry not in self.reads:
             self._start_read(entry, self._reserve_above(entry))
-        try:
-            intact = await asyncio.shield(self.reads[entry])
-        except Unreachable as error:
-            raise Unavailable(str(error)) from error
+        intact = await asyncio.shield(self.reads[entry])
+        if isinstance(intact, Unreachable):
+            raise Unavailable(str(intact)) from intact
         if not intact:
             raise DataLoss(f"entry {entry.record.key.hex()} was damaged on {tier.name}; it is deleted")
 
@@ -105,7 +104,7 @@ class Reader:
 
     async def promote(self, entry: StoredEntry) -> None:
         """Verifies a visible entry and promotes it to a fast tier, if there is room."""
-        with self.pinned(entry.record.key), contextlib.suppress(Unreachable):
+        with self.pinned(entry.record.key):
             slow = self._residents.fastest(entry).blocking and entry not in self.reads
             if slow and (copies := self._reserve_above(entry)):
                 self._start_read(entry, copies)
@@ -150,10 +149,11 @@ class Reader:
         task = self.reads[entry] = asyncio.create_task(self._verify(entry, copies))
         task.add_done_callback(lambda _: self.reads.pop(entry))
 
-    async def _verify(self, entry: StoredEntry, copies: dict[Tier, Place]) -> bool:
+    async def _verify(self, entry: StoredEntry, copies: dict[Tier, Place]) -> bool | Unreachable:
         """Verifies an entry's bytes in its fastest tier, and copies them to the reserved places.
 
-        Deletes the entry if they are damaged, and returns False. Raises Unreachable if the tier is.
+        Deletes the entry if they are damaged, and returns False. Returns Unreachable if the tier is: raised, it would
+        be logged as unhandled if all readers have left.
         """
         residents, record = self._residents, entry.record
         tier = residents.fastest(entry)
@@ -174,12 +174,12 @@ class Reader:
                         self._counters.add("promotions", tier=above.name)
                     else:
                         residents.contents[above.name].unreserve(place)
-            if not intact and not isinstance(fault, Unreachable):
+            if isinstance(fault, Unreachable):
+                return fault
+            if not intact:
                 self._counters.add("checksum.failures", tier=tier.name)
                 _faults.warning(f"entry {record.key.hex()} was damaged in the {tier.name} tier and is deleted", fault)
                 await self._delete_damaged(entry)
-        if isinstance(fault, Unreachable):
-            raise fault
         return intact
 
     @contextlib.contextmanager

@@ -5,7 +5,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from fusionkv.protos.runtime.cancellation import background
+from fusionkv.protos.runtime.cancellation import detached
+from fusionkv.protos.runtime.errors import ServiceError
 
 T = TypeVar("T")
 
@@ -24,4 +25,4 @@ class Work:
 
     async def to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
         """Completes `work` in the background even if the caller is cancelled, who no longer waits."""
-        return await asyncio.shield(background(self.tasks, work))
+        return await detached(self.tasks, work, OSError, ServiceError)

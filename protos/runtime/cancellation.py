@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Coroutine, Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -33,6 +33,24 @@ async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     finally:
         for task in tasks:
             task.cancel()
+
+
+async def detached(tasks: set[asyncio.Task[Any]], work: Coroutine[Any, Any, T], *expected: type[Exception]) -> T:
+    """Completes `work`, as a task in `tasks`, even if the caller is cancelled, who does not wait for it then.
+
+    Raises its errors; if the caller has left, `expected` ones are not logged as unhandled.
+    """
+
+    async def result() -> T | Exception:
+        try:
+            return await work
+        except expected as error:
+            return error
+
+    done = await asyncio.shield(background(tasks, result()))
+    if isinstance(done, expected):
+        raise done
+    return cast(T, done)
 
 
 async def to_the_end(work: Awaitable[T]) -> T:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import random
 import shutil
@@ -18,15 +19,16 @@ import pytest
 
 from fusionkv.kvcache_service import servicer
 from fusionkv.kvcache_service.client import Entry, HitKind
-from fusionkv.kvcache_service.store import upkeep
+from fusionkv.kvcache_service.store import upkeep, writing
 from fusionkv.kvcache_service.store.upkeep import evict_to_watermark
+from fusionkv.kvcache_service.tiers.base import Unreachable
 from fusionkv.kvcache_service.tiers.disk import DiskTier
 from fusionkv.kvcache_service.tiers.disk_index import DiskIndex
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.kvcache.v1.kvcache_pb2_grpc import KVCacheServiceStub
 from fusionkv.protos.runtime import admission, errors, frames
 from fusionkv.protos.runtime.checksum import checksum as checksum_of
-from tests.kvcache_service.tools import MIB, Service, digest, payload, reserved
+from tests.kvcache_service.tools import MIB, Service, digest, payload, record, reserved
 from tests.system.cache_process import check_stopped
 from tests.waiting import until
 
@@ -407,6 +409,41 @@ async def test_what_is_damaged_is_deleted_although_its_reader_left(start: Any, m
     go.set()
     assert not await loading
     assert store.entries.get(key) is None
+
+
+@pytest.mark.parametrize("call", ["put", "delete", "fetch"])
+async def test_what_fails_after_its_caller_has_left_is_not_unhandled(start: Any, monkeypatch: Any, call: str) -> None:
+    """The log had tracebacks of a full disk, or said that a connection had failed."""
+    service = await start(memory=1 * MIB, disk=16 * MIB)
+    store, key = service.store, (await on_disk_only(service)).key
+    asked, go, unhandled = threading.Event(), threading.Event(), Mock()
+    asyncio.get_running_loop().set_exception_handler(unhandled)
+
+    async def put() -> None:
+        writer = writing.reserve(store, record("SN", b"new"))
+        await writer.write(memoryview(b"new"))
+        await writer.commit()
+
+    async def fetch() -> None:
+        with store.reader.pinned(key) as entry:
+            await anext(store.reader.frames(entry))
+
+    def fail(*_: Any) -> None:
+        asked.set()
+        go.wait(20)
+        raise Unreachable("too many open files")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(DiskTier, {"put": "commit", "delete": "forget", "fetch": "copy"}[call], fail)
+        calling = asyncio.create_task({"put": put, "delete": lambda: store.delete([key]), "fetch": fetch}[call]())
+        await until(asked.is_set)
+        calling.cancel()
+        await asyncio.wait([calling])
+        go.set()
+        await until(lambda: not (store.work.tasks or store.reader.pending))
+    gc.collect()
+    unhandled.assert_not_called()
+    await store.withdraw([])
 
 
 async def test_a_disk_that_can_t_be_written_refuses_and_goes_on(start: Any) -> None:
