@@ -30,6 +30,8 @@ _MAX_CONNECTIONS = 1024
 # Requests above this size are received few at a time: together, connections could otherwise hold 8 GiB.
 _SMALL_BYTES, _MAX_LARGE = 64 << 10, 16
 _BACKLOG = 128
+# Hosts that are every address: of IPv4 and IPv6, and of IPv4.
+_EVERY = ("::", "0.0.0.0")
 _parse = rpc.bounded(pb.DataRequest)
 
 
@@ -74,13 +76,14 @@ class DataPlane:
     async def start(self) -> list[str]:
         """Listens; returns the addresses. Raises OSError if one can't be bound."""
         try:
-            for address in self._addresses:
-                self._sockets.append(self._bind(address))
+            for address in sorted(self._addresses, key=_narrowness):
+                self._bind(address)
         except OSError:
             self._close_listeners()
             raise
-        for listener, address in zip(self._sockets, self._addresses, strict=True):
-            self._accepting.append(asyncio.create_task(self._accept(listener, near=address.startswith("unix:"))))
+        for listener in self._sockets:
+            near = listener.family is socket.AF_UNIX
+            self._accepting.append(asyncio.create_task(self._accept(listener, near=near)))
         return [_name(listener) for listener in self._sockets]
 
     async def stop(self, seconds: float) -> None:
@@ -94,14 +97,20 @@ class DataPlane:
             connection.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
 
-    def _bind(self, address: str) -> socket.socket:
+    def _bind(self, address: str) -> None:
+        """Listens beside an address. Further ones get the same port, which is all that a caller is told."""
         if (path := socket_path(address)) is not None:
-            return _bind_unix(path)
-        listener = process.bind_port(address.rpartition(":")[0].strip("[]"), self.port, _BACKLOG)
+            self._sockets.append(_bind_unix(path))
+            return
+        host = _host(address)
+        family, *_, (ip, *_) = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        bound = {listener.getsockname()[0] for listener in self._sockets if listener.family is not socket.AF_UNIX}
+        if bound & {ip, _EVERY[0], *(_EVERY[1:] if family is socket.AF_INET else ())}:
+            return  # another port of a host that has a listener
+        listener = process.bind_port(host, self.port, _BACKLOG)
+        self._sockets.append(listener)
         listener.setblocking(False)
-        # Further addresses get the same port, which is all that a caller is told.
         self.port = listener.getsockname()[1]
-        return listener
 
     def _close_listeners(self) -> None:
         for accepting in self._accepting:
@@ -173,6 +182,16 @@ class DataPlane:
             return False
         await wire.send(memoryview(ticket))
         return True
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0].strip("[]")
+
+
+def _narrowness(address: str) -> int:
+    """Sorts hosts behind those that include them."""
+    host = _host(address)
+    return _EVERY.index(host) if host in _EVERY else len(_EVERY)
 
 
 def _bind_unix(path: Path) -> socket.socket:

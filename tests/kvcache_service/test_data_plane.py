@@ -452,6 +452,14 @@ async def test_an_unexpected_error_is_internal(counted: Any, monkeypatch: Any) -
         await service.find("S")
 
 
+@pytest.mark.parametrize("addresses", [["127.0.0.1:1", "127.0.0.1:2"], ["127.0.0.1:1", "0.0.0.0:2"]])
+async def test_all_ports_of_a_host_share_a_listener(addresses: list[str]) -> None:
+    """Both are told the same port of it, which can be bound once only."""
+    plane = listener.DataPlane("data", Mock(), addresses)
+    assert await plane.start() == [f"{addresses[1].rpartition(':')[0]}:{plane.port}"]
+    await plane.stop(0)
+
+
 async def test_at_a_unix_socket(service: Service, tmp_path: Any) -> None:
     data = payload("x", 2 * MIB)
     async with nearby(service, tmp_path / "s", send_file=False) as near:
