@@ -65,13 +65,8 @@ class FileServer:
         """
         self._path = path
         self._send_file = send_file
-        path.unlink(missing_ok=True)
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.setblocking(False)
-        with process.private_sockets():
-            self._socket.bind(str(path))
+        self._socket = process.bind_unix(path)
         self._inode = path.stat().st_ino
-        self._socket.listen()
         self._answering: set[asyncio.Task[None]] = set()
         self._accepting = asyncio.create_task(self._accept())
 

@@ -100,7 +100,8 @@ class DataPlane:
     def _bind(self, address: str) -> None:
         """Listens beside an address. Further ones get the same port, which is all that a caller is told."""
         if (path := socket_path(address)) is not None:
-            self._sockets.append(_bind_unix(path))
+            # A stale one is replaced: its service's lock on the directory, or on the address, was taken.
+            self._sockets.append(process.bind_unix(path))
             return
         host = _host(address)
         family, *_, (ip, *_) = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -109,7 +110,6 @@ class DataPlane:
             return  # another port of a host that has a listener
         listener = process.bind_port(host, self.port, _BACKLOG)
         self._sockets.append(listener)
-        listener.setblocking(False)
         self.port = listener.getsockname()[1]
 
     def _close_listeners(self) -> None:
@@ -192,20 +192,6 @@ def _narrowness(address: str) -> int:
     """Sorts hosts behind those that include them."""
     host = _host(address)
     return _EVERY.index(host) if host in _EVERY else len(_EVERY)
-
-
-def _bind_unix(path: Path) -> socket.socket:
-    path.unlink(missing_ok=True)  # stale: its service's lock on the directory, or on the address, was taken
-    listener = socket.socket(socket.AF_UNIX)
-    try:
-        listener.setblocking(False)
-        with process.private_sockets():
-            listener.bind(str(path))
-        listener.listen(_BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 def _name(listener: socket.socket) -> str:

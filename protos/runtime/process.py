@@ -284,8 +284,28 @@ def say(line: str, stream: TextIO) -> None:
 
 
 def bind_port(host: str, port: int, backlog: int) -> socket.socket:
-    """As gRPC binds: "::" is every address, also of IPv4, and on a machine without IPv6. Raises OSError."""
+    """As gRPC binds: "::" is every address, also of IPv4, and on a machine without IPv6. Raises OSError.
+
+    The socket does not block.
+    """
     if host == "::" and not socket.has_dualstack_ipv6():
         host = "0.0.0.0"
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-    return socket.create_server((host, port), family=family, backlog=backlog, dualstack_ipv6=host == "::")
+    listener = socket.create_server((host, port), family=family, backlog=backlog, dualstack_ipv6=host == "::")
+    listener.setblocking(False)
+    return listener
+
+
+def bind_unix(path: Path) -> socket.socket:
+    """A private socket, which does not block, in place of whatever has this path. Raises OSError."""
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.setblocking(False)
+        with private_sockets():
+            listener.bind(str(path))
+        listener.listen()
+    except OSError:
+        listener.close()
+        raise
+    return listener
