@@ -44,7 +44,7 @@ def handler(servicer: "KVCacheServicer") -> grpc.GenericRpcHandler:
     return rpc.handlers(
         SERVICE,
         servicer,
-        deserialisers={"Put": frame_or(pb.PutRequest.FromString)},
+        deserialisers={"Put": frame_or(rpc.bounded(pb.PutRequest))},
         serialisers={"Fetch": encode_frame},
     )
 

@@ -111,6 +111,7 @@ async def test_every_bad_put_has_its_status(start: Any) -> None:
         ("INVALID_ARGUMENT", "path has 31 bytes", [head(path=[S, short])]),
         ("INVALID_ARGUMENT", "path of 0 elements", [head(path=[])]),
         ("INVALID_ARGUMENT", "path of 5 elements; 1 to 4", [head(path=[S] * 5)]),
+        ("INVALID_ARGUMENT", "more than 65536 fields", [head(path=[b""] * 70_000)]),
         ("INVALID_ARGUMENT", "variant has 31 bytes", [head(path=[S, A], variant=short)]),
         ("INVALID_ARGUMENT", "no variants", [head(path=[S], variant=V)]),
         ("INVALID_ARGUMENT", "checksum has 3 bytes", [head(checksum=b"abc")]),
