@@ -8,6 +8,8 @@ from fusionkv.protos.serving import ServingConfig
 
 GIB = 1 << 30
 OBJECT_SCHEMES = ("s3", "gs", "az", "file")
+# What the field of a response holds.
+_MAX_LEASE_MS = (1 << 32) - 1
 _SCHEMES = ("redis", "rediss", "unix", "mooncake", *OBJECT_SCHEMES)
 
 
@@ -80,8 +82,10 @@ class Config(ServingConfig):
     max_puts: int = setting(64, "maximum number of Puts at the same time", low=1)
     max_fetches: int = setting(256, "maximum number of Fetches at the same time", low=1)
     max_leases: int = setting(65536, "maximum number of active leases", low=1)
-    lease_ms: int = setting(30_000, "milliseconds of a lease when the Lookup names no duration", low=1)
-    max_lease_ms: int = setting(600_000, "maximum milliseconds of a lease", low=1)
+    lease_ms: int = setting(
+        30_000, "milliseconds of a lease when the Lookup names no duration", low=1, high=_MAX_LEASE_MS
+    )
+    max_lease_ms: int = setting(600_000, "maximum milliseconds of a lease", low=1, high=_MAX_LEASE_MS)
     half_life_seconds: float = setting(
         600.0, "seconds in which the weight of an access halves, for eviction", low=1e-3
     )

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 from typing import Any
 
@@ -14,6 +15,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from fusionkv.kvcache_service import metrics
 from fusionkv.kvcache_service.client import Entry, HitKind
+from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.store import contents, reading, upkeep
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.observe import logs
@@ -91,6 +93,14 @@ async def test_leases_expire_and_long_ones_are_cut(start: Any) -> None:
         for wait, left in ((seconds, 1), (0.2, 0)):
             service.clock.now += wait
             assert (await service.client.stats()).active_leases == left
+
+
+async def test_the_longest_lease_fits_a_response(start: Any) -> None:
+    """With a longer one, every Lookup was an internal error, and left a lease that nobody knew."""
+    (most,) = (field.metadata["high"] for field in dataclasses.fields(Config) if field.name == "max_lease_ms")
+    service = await start(lease_ms=most, max_lease_ms=most)
+    await service.put("S", b"data")
+    assert (await service.find("S")).lease
 
 
 async def test_the_coldest_goes_first(start: Any) -> None:
