@@ -10,7 +10,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class BootMark:
-    """A file with a boot id while the tier is in use, "sync" if it flushes every write, or nothing when closed.
+    """A file with a boot id from the first change of the tier on, "sync" if it flushes every write, or nothing when
+    closed.
 
     The mark has a fixed size and is written in place, which works on a full device. A torn mark equals no boot id, so
     the index is then not trusted.
@@ -21,7 +22,7 @@ class BootMark:
         self._sync = sync
 
     def trusted(self) -> bool:
-        """Whether the index is complete: closed cleanly, flushed on every write, or written since the last boot.
+        """Whether the index is complete: not changed, flushed on every write, or written since the last boot.
 
         The kernel writes everything that a killed process wrote. After a crash of the machine, any part of it may be
         missing.

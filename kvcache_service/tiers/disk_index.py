@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import lmdb
 
@@ -49,7 +50,7 @@ class DiskIndex:
         Args:
             sync: Flush every transaction to the device.
             discard: Discard the content.
-            before_change: Called after the check and before the first change, but after a discard.
+            before_change: Called before the first change, and after a discard. May be called by two threads at once.
 
         Raises:
             OSError: It cannot be opened, or was written by a later version. Nothing was changed.
@@ -64,7 +65,8 @@ class DiskIndex:
             # Before the mark changes, by which the next start would trust this index if this one were killed.
             for folder in (directory, new):
                 shutil.rmtree(folder, ignore_errors=True)
-        before_change()
+            before_change()
+        self._before_change = None if discard else before_change
         if damage and not discard:
             log.error("the index in %s is unreadable (%s): the disk tier starts empty", directory, damage)
             shutil.rmtree(directory)
@@ -81,14 +83,14 @@ class DiskIndex:
             sync_directory(folder)
 
     def put(self, entries: Iterable[tuple[EntryRecord, int, float]]) -> None:
-        with self._errors(), self._env.begin(write=True) as txn:
+        with self._changing() as txn:
             for record, offset, heat in entries:
                 txn.put(record.key, encode(record, offset), db=self._records)
                 txn.put(record.key, _HEAT.pack(heat), db=self._heats)
 
     def delete(self, entries: Sequence[tuple[bytes, int]]) -> None:
         """Deletes (key, offset) pairs whose record still has that offset, or is unreadable."""
-        with self._errors(), self._env.begin(write=True) as txn:
+        with self._changing() as txn:
             for key, offset in entries:
                 value = txn.get(key, db=self._records)
                 if value is not None and ((stored := decode_place(key, value)) is None or stored[0] == offset):
@@ -97,7 +99,7 @@ class DiskIndex:
 
     def save_heat(self, heats: Sequence[tuple[bytes, float]]) -> None:
         """Updates the heat of keys that have a record."""
-        with self._errors(), self._env.begin(write=True) as txn:
+        with self._changing() as txn:
             for key, heat in heats:
                 if txn.get(key, db=self._records) is not None:
                     txn.put(key, _HEAT.pack(heat), db=self._heats)
@@ -123,6 +125,15 @@ class DiskIndex:
         with self._errors():
             self._env.sync(True)
             self._env.close()
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[Any]:
+        """A transaction that writes."""
+        if (before_change := self._before_change) is not None:
+            before_change()
+            self._before_change = None
+        with self._errors(), self._env.begin(write=True) as txn:
+            yield txn
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:

@@ -297,9 +297,14 @@ def test_stray_files_do_not_stop_a_start_and_data_is_private(filled: Filled) -> 
         DiskTier(filled.directory, LARGE)
 
 
-@pytest.mark.parametrize("sync", [False, True])
-def test_a_crash_of_the_machine_empties_a_tier_without_sync(filled: Filled, monkeypatch: Any, sync: bool) -> None:
+@pytest.mark.parametrize(("sync", "changed"), [(False, True), (True, True), (False, False)])
+def test_a_crash_of_the_machine_empties_a_tier_that_was_changed_without_sync(
+    filled: Filled, monkeypatch: Any, sync: bool, changed: bool
+) -> None:
+    """And not one of a service that was still loading its index, or was stopped then."""
     tier = filled.reopened(filled.keys, sync=sync)
+    if changed:
+        tier.save_heat([(filled.keys[0], 0.0)])
     # As a process that wrote through it leaves it when the machine stops.
     copy = filled.directory.with_name("copy")
     shutil.copytree(filled.directory, copy)
@@ -307,7 +312,7 @@ def test_a_crash_of_the_machine_empties_a_tier_without_sync(filled: Filled, monk
     shutil.rmtree(filled.directory)
     copy.rename(filled.directory)
     monkeypatch.setattr(boot_mark, "_boot_id", lambda: "another boot")
-    filled.reopened(filled.keys if sync else []).close()
+    filled.reopened([] if changed and not sync else filled.keys).close()
 
 
 @pytest.mark.parametrize("sync", [False, True])
