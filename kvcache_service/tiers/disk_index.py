@@ -155,6 +155,7 @@ def _rewrite(directory: Path, new: Path, map_bytes: int) -> str:
     argv = [sys.executable, "-P", *_REWRITE, str(directory), str(new), str(map_bytes), str(limit)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     reason = done.stdout.strip()
+    ended = signal.Signals(-done.returncode).name if done.returncode < 0 else f"status {done.returncode}"
     if done.returncode:
         shutil.rmtree(new, ignore_errors=True)
     if done.returncode == LATER:
@@ -163,9 +164,10 @@ def _rewrite(directory: Path, new: Path, map_bytes: int) -> str:
             "again, or give this one a data_dir of its own"
         )
     if done.returncode in _BROKEN:
-        return reason or f"reading it ends a process with {signal.Signals(-done.returncode).name}"
+        return reason or f"reading it ends a process with {ended}"
     if done.returncode:
-        log.warning("the index in %s was not checked: %s", directory, reason or done.stderr.strip()[-500:])
+        why = reason or done.stderr.strip()[-500:] or f"the process that reads it was ended with {ended}"
+        log.warning("the index in %s was not checked: %s", directory, why)
     return ""
 
 

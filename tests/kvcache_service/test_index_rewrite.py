@@ -199,6 +199,15 @@ def test_a_file_that_ends_too_early_or_is_none_starts_empty(whole: Whole, tmp_pa
         assert "starts empty" in caplog.text or not content
 
 
+def test_whoever_ends_the_check_is_said(copied: Whole, monkeypatch: Any, caplog: Any) -> None:
+    """As systemd does to all of a service that it stops, or the kernel without memory: that is no damage."""
+    killed = subprocess.CompletedProcess([], -signal.SIGKILL, "", "")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: killed)
+    with opened(copied[0]) as index:
+        assert {key for key, *_ in index.load()} == copied[1]
+    assert "was not checked: the process that reads it was ended with SIGKILL" in caplog.text
+
+
 def test_without_room_for_another_one_it_is_used_as_it_is(copied: Whole, tmp_path: Path, caplog: Any) -> None:
     (tmp_path / "index.new").write_bytes(b"in the way")
     with opened(copied[0]) as index:
