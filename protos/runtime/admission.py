@@ -87,17 +87,18 @@ class Arrivals:
         try:
             await waiting
         except asyncio.CancelledError:
-            if waiting in self._waiting:
-                self._waiting.remove(waiting)
-            else:
+            if not waiting.cancelled():
                 self._leave()
+            elif waiting in self._waiting:
+                self._waiting.remove(waiting)
             raise
 
     def _leave(self) -> None:
-        if self._waiting:
-            self._waiting.pop().set_result(None)
-        else:
-            self.free += 1
+        while self._waiting:
+            if not (waiting := self._waiting.pop()).cancelled():  # its call runs only in the loop's next turn
+                waiting.set_result(None)
+                return
+        self.free += 1
 
 
 def readable(message: Any) -> Any:

@@ -23,6 +23,7 @@ from fusionkv.protos.deadline import NO_DEADLINE
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.kvcache.v1 import kvcache_pb2_grpc
 from fusionkv.protos.runtime import errors, process, rpc
+from fusionkv.protos.runtime.admission import Arrivals
 from tests.waiting import until
 
 pytestmark = pytest.mark.system
@@ -195,6 +196,26 @@ async def test_a_call_waits_for_a_busy_server_as_long_as_its_caller_does(serve: 
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert not busy.done(), "all of them wait"
     await asyncio.gather(*waiting, busy)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+async def test_a_place_goes_to_a_call_that_still_waits(others: int) -> None:
+    """Also if one that does not is cancelled in the turn of the loop in which the place is left."""
+    arrivals, entered, leave = Arrivals(places=1), list[str](), asyncio.Event()
+
+    async def call(name: str) -> None:
+        async with arrivals.place():
+            entered.append(name)
+            if name == "holder":
+                await leave.wait()
+
+    calls = [asyncio.create_task(call(name)) for name in ("holder", *["waiting"] * others, "cancelled")]
+    await asyncio.sleep(0)
+    leave.set()
+    calls[-1].cancel()
+    *ended, cancelled = await asyncio.gather(*calls, return_exceptions=True)
+    assert (ended, type(cancelled)) == ([None] * (1 + others), asyncio.CancelledError)
+    assert (entered, arrivals.free) == (["holder", *["waiting"] * others], 1)
 
 
 async def test_a_unix_socket_and_a_port_at_once(launch: Any, tmp_path: Path) -> None:
