@@ -38,7 +38,8 @@ def _below(path: str) -> Path | None:
         folder = Path.home() / path
     except RuntimeError:  # HOME is not set, and the uid has no entry in passwd
         return None
-    existing = next(each for each in (folder, *folder.parents) if each.exists())
+    # Not `Path.exists`, which fails in another user's folder, as HOME may still be after a change of users.
+    existing = next(each for each in (folder, *folder.parents) if os.path.exists(each))
     return folder if existing == folder or os.access(existing, os.W_OK) else None
 
 

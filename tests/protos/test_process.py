@@ -21,7 +21,13 @@ def test_hosts_that_no_proxy_stands_before(host: str, near: bool) -> None:
     assert process.is_near(host) == near
 
 
-@pytest.mark.parametrize(("home", "known"), [("none", False), ("read-only", True), ("there", False), ("there", True)])
+# What is unseen can't be looked at, as in another user's folder.
+HOMES = {"read-only": "/proc/self", "unseen": f"/proc/self{'/x' * 2100}"}
+
+
+@pytest.mark.parametrize(
+    ("home", "known"), [("none", False), ("read-only", True), ("unseen", True), ("there", False), ("there", True)]
+)
 def test_libraries_keep_their_files_where_they_can(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, home: str, known: bool
 ) -> None:
@@ -30,7 +36,7 @@ def test_libraries_keep_their_files_where_they_can(
         monkeypatch.delenv(variable)
     monkeypatch.chdir(tmp_path)
     if home != "none":
-        monkeypatch.setenv("HOME", str(tmp_path) if home == "there" else "/proc/self")
+        monkeypatch.setenv("HOME", HOMES.get(home, str(tmp_path)))
     if not known:
         monkeypatch.setattr("os.getuid", lambda: 2**31 - 7)
     folders.settle()
