@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import signal
 import sys
 import tempfile
 import threading
@@ -98,8 +97,7 @@ class Processes:
 
     async def watch(self, child: asyncio.subprocess.Process, rank: int, count: int) -> None:
         status = await child.wait()
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
-        self.report(RankLost(f"rank {rank} of {count} {how}; see its last log lines above"))
+        self.report(RankLost(f"rank {rank} of {count} {process.how_ended(status)}; see its last log lines above"))
 
     async def lead(self, config: WorkerConfig) -> tuple[Model, TPGroup]:
         """Loads rank 0's model and connects the ranks. Raises as `models.load`, and RankLost if one can't start."""

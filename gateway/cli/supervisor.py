@@ -177,10 +177,9 @@ class ChildEnded(Exception):
     """A service ended unexpectedly, for the last of so many `tries` to start it."""
 
     def __init__(self, child: Child, status: int, tries: int = 0) -> None:
-        cause = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
         output = f"; its last line: {child.last}" if child.last else " without output"
         often = f"; none of {tries} tries to start it led to a service" if tries > 1 else ""
-        super().__init__(f"{child.name} {cause}{output}{often}")
+        super().__init__(f"{child.name} {process.how_ended(status)}{output}{often}")
 
 
 async def serve(args: argparse.Namespace) -> int:

@@ -125,6 +125,14 @@ async def return_memory() -> None:
         await asyncio.to_thread(trim, 0)
 
 
+def how_ended(status: int) -> str:
+    """How a process ended, by its status as Python has it: "was killed by SIGKILL"."""
+    if status >= 0:
+        return f"ended with exit code {status}"
+    # Real-time signals have no names.
+    return f"was killed by {next((known.name for known in signal.Signals if known == -status), f'signal {-status}')}"
+
+
 def check_files() -> None:
     """Raises OSError if the limit on open files is too low for a service to start. Call it first."""
     try:

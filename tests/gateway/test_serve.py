@@ -346,6 +346,7 @@ os._exit(3) if step.isalpha() else os.kill(os.getpid(), int(step))
         ("fails serves", "any ended with exit code 3; its last line: step fails", 1),
         ("9 9 fails", "exit code 3; its last line: step fails; none of 3 tries to start it led to a service", 3),
         ("9", "none of 5 tries to start it led to a service", 5),
+        ("36", "any was killed by signal 36; its last line: step 36; none of 5 tries", 5),
         ("9 serves fails serves leaves 9 9 9 9", "none of 5 tries to start it led to a service", 9),
     ],
 )
