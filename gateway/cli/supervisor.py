@@ -156,7 +156,7 @@ class Child:
                 continue
             if not _TRACEBACK.match(line):
                 self.last = line
-            print(self._shown(line), file=sys.stderr, flush=True)
+            process.say(self._shown(line), sys.stderr)
 
     def _serves(self) -> None:
         self._served_since = time.monotonic()
@@ -317,4 +317,4 @@ def _holds_sockets(folder: Path | str) -> bool:
 
 
 def _report(as_json: bool, event: str, line: str, **values: object) -> None:
-    print(json.dumps({"event": event, **values}) if as_json else line, flush=True)
+    process.say(json.dumps({"event": event, **values}) if as_json else line, sys.stdout)

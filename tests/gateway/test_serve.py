@@ -268,17 +268,31 @@ def test_errors_are_one_line_and_exit_1(run: Run, pages: Path, args: tuple[str, 
 
 
 async def test_whatever_a_service_prints_is_json_beside_logs_in_json(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FUSIONKV_LOG_FORMAT", "json")
     child = Child("gateway", "fusionkv.gateway", ["--listen", "nowhere"])
     await child.start()
     assert child.ended is not None
     assert await child.ended == 1
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = capfd.readouterr().err.splitlines()
     record = json.loads(line)
     assert record["service"] == "fusionkv-gateway"
     assert "an address is host:port" in record["message"]
+
+
+async def test_a_service_goes_on_where_its_output_finds_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a full disk: what is not read of it would fill the pipe, and the service would wait forever."""
+    monkeypatch.setattr(supervisor, "_MAX_LINE", 8 << 10)
+    child = Child("any", "calendar", ["--width", "200", "2026"])  # more than the pipe and the reader take
+    with open("/dev/full", "w") as full:  # noqa: ASYNC230 - no disk
+        monkeypatch.setattr(sys, "stderr", full)
+        await child.start()
+        assert child.ended is not None
+        try:
+            assert await asyncio.wait_for(asyncio.shield(child.ended), 3 * SLOWER) == 0
+        finally:
+            await child.stop()
 
 
 @pytest.mark.long
