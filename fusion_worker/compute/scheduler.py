@@ -138,7 +138,7 @@ class Scheduler:
             if self._closed:
                 # Callers that are cancelled wait for a job that runs, and no step would end it any more.
                 for queued in (*self._decodes, *self._prefills, *self._background):
-                    if not queued.future.done():
+                    if queued.starts():  # unless its caller is cancelled just now
                         queued.future.set_exception(RuntimeError("the engine has stopped"))
                 return None
             slices = [ScheduledSlice(queued, 0, 1) for queued in self._decodes if queued.starts()]

@@ -2,6 +2,8 @@
 
 import random
 import threading
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 import torch
@@ -137,6 +139,31 @@ def test_no_job_waits_for_an_engine_that_has_stopped(alone: bool) -> None:
     for one in (begun, waiting, decode):
         with pytest.raises(RuntimeError, match="the engine has stopped"):
             one.future.result(0)
+
+
+class Cancelled(Future[Any]):
+    """Cancelled by its caller as soon as its state has been looked at."""
+
+    def running(self) -> bool:
+        state = super().running()
+        self.cancel()
+        return state
+
+    def done(self) -> bool:
+        state = super().done()
+        self.cancel()
+        return state
+
+
+def test_a_job_that_is_cancelled_as_the_engine_stops_keeps_no_other() -> None:
+    scheduler, first, other = Scheduler(30, 30), queued(2), queued(2)
+    first.future = Cancelled()
+    for one in (first, other):
+        scheduler.add(one)
+    scheduler.close()
+    assert scheduler.take() is None
+    assert first.future.cancelled()
+    assert isinstance(other.future.exception(0), RuntimeError)
 
 
 @pytest.mark.parametrize("seed", range(5))
