@@ -11,6 +11,7 @@ from fusionkv.kvcache_service.metrics import Counters
 from fusionkv.kvcache_service.store.contents import TierContents
 from fusionkv.kvcache_service.store.entries import Entries, StoredEntry
 from fusionkv.kvcache_service.tiers.base import Place, Tier
+from fusionkv.protos.runtime.errors import NotFound
 
 
 class Residents:
@@ -31,7 +32,14 @@ class Residents:
         """Invisible entries that were replaced by another; clients with a lease may still fetch them."""
 
     def fastest(self, entry: StoredEntry) -> Tier:
-        return next(tier for tier in self.tiers if tier.name in entry.places)
+        """The fastest tier with an entry's bytes.
+
+        Raises NotFound if there is none: while it was read, recovery found that its place is another entry's.
+        """
+        for tier in self.tiers:
+            if tier.name in entry.places:
+                return tier
+        raise NotFound(f"no entry {entry.record.key.hex()}: its place on the disk was another entry's")
 
     def hottest(self, count: int) -> list[bytes]:
         """Keys of the `count` hottest entries."""

@@ -184,7 +184,10 @@ async def test_of_two_entries_that_claim_the_same_bytes_one_is_left(tmp_path: Pa
         txn.put(liar.record.key, encode(liar.record, owner.place.offset), db=env.open_db(RECORDS, txn))
     async with opening(tmp_path, None, monkeypatch) as (service, release):
         assert await kinds(service, "SA", "SB") == [HitKind.EXACT, HitKind.EXACT]
-        await release()
+        with service.store.reader.pinned(liar.record.key) as read:
+            await release()
+            with pytest.raises(NotFound, match="its place on the disk was another entry's"):
+                await service.store.reader.verify(read)
         await until(lambda: len(service.store.entries) == len(DATA))
         assert await kinds(service, "SA", "SB") == [HitKind.EXACT, HitKind.MISS]
         assert await service.get(*"SA") == DATA["A"]
