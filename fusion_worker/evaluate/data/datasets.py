@@ -240,6 +240,10 @@ def _records(path: Path) -> list[tuple[str, dict[str, Any]]]:
     for place, record in records:
         if not isinstance(record, dict):
             raise DatasetError(f"{place}: a record must be a JSON object, not {type(record).__name__}")
+        try:
+            json.dumps(record, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:  # from an escape in JSON; tokenizers take no such text
+            raise DatasetError(f"{place}: a string contains half of a surrogate pair") from error
     return records
 
 
@@ -257,6 +261,8 @@ def _parse(path: Path, text: str, place: str, kind: type = dict) -> Any:
     except json.JSONDecodeError as error:
         line = f"{path}:{error.lineno}" if place == str(path) else place
         raise DatasetError(f"{line}: no JSON at column {error.colno}: {error.msg}") from error
+    except (ValueError, RecursionError) as error:  # a number of too many digits, or nested too deeply
+        raise DatasetError(f"{place}: can't be read: {error}") from error
     if not isinstance(value, kind):
         raise DatasetError(f"{place}: expected a JSON {'array' if kind is list else 'object'}")
     return value
@@ -264,7 +270,7 @@ def _parse(path: Path, text: str, place: str, kind: type = dict) -> Any:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DatasetError(f"{path}: can't be read: {error}") from error
 

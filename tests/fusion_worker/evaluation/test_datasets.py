@@ -172,11 +172,21 @@ def without(record: dict[str, Any], name: str) -> dict[str, Any]:
         ([json.dumps([{**PAGES, "ctxs": [{"title": "x"}]}])], r"f\.jsonl: record 1: 'ctxs' must be"),
         ([json.dumps([PAGES, 3])], r"f\.jsonl: record 2: a record must be a JSON object, not int"),
         (['[{"a": 1},\n {"b"}]'], r"f\.jsonl:2: no JSON at column"),
+        ([STORY, {**STORY, "input": "\ud83d"}], r"f\.jsonl:2: a string contains half of a surrogate pair"),
+        ([json.dumps([PAGES, {**PAGES, "ctxs": [{"text": "\ud83d"}]}])], r"record 2: a string contains half of a"),
+        ([STORY, f'{{"input": {"1" * 5000}}}'], r"f\.jsonl:2: can't be read: Exceeds the limit"),
+        ([STORY, '{"input": ' + "[" * 100_000], r"f\.jsonl:2: can't be read: maximum recursion depth"),
     ],
 )
 def test_a_fault_is_named_with_its_place(records: list[Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=message):
         load(lines(tmp_path / "f.jsonl", *records))
+
+
+def test_a_file_may_start_with_a_byte_order_mark(tmp_path: Path) -> None:
+    for content in (json.dumps(STORY), json.dumps([PAGES])):
+        (tmp_path / "f.json").write_text(content, encoding="utf-8-sig")
+        assert len(load(tmp_path / "f.json")[0].samples) == 1
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
