@@ -38,7 +38,7 @@ class Prompter:
         chunks = self.chunks(sample)
         room = self._room - len(system) - len(question) - answer_tokens
         count = len(chunks)
-        while sum(map(len, chunks)) > room:
+        while chunks and sum(map(len, chunks)) > room:
             # LongBench and CacheBlend drop the middle as well: the start and the end of the context matter most.
             del chunks[len(chunks) // 2]
         if not chunks:
