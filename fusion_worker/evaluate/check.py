@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import json
 import math
+import signal
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -44,6 +45,9 @@ _CHUNK_TOKENS = 512
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # asyncio.run's own waits until something is awaited: for minutes, while a model is fetched and loaded.
+        signal.signal(signal.SIGINT, lambda number, frame: signal.default_int_handler(number, frame))
     return command.run("fusionkv check", lambda: asyncio.run(_check(args, Console(stderr=True, highlight=False))))
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,19 @@ def off(model: Path) -> models.Model:
 
 async def test_an_engine_that_is_off_is_found_out(model: Path, off: models.Model) -> None:
     assert not (await compared(model, off)).held
+
+
+def test_ctrl_c_ends_a_check_that_loads_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(name: Path) -> None:
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("the check goes on")
+
+    monkeypatch.setattr(check, "resolve", resolve)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert check.main(["model"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_questions_that_come_with_the_check() -> None:
