@@ -33,10 +33,13 @@ def attach(service: str) -> None:
     form = _form()
     if form not in ("text", "json"):
         raise ValueError(f"FUSIONKV_LOG_FORMAT must be text or json, not {form!r}")
+    level = (os.environ.get("FUSIONKV_LOG") or "INFO").upper()
+    if level not in logging.getLevelNamesMapping():
+        raise ValueError(f"FUSIONKV_LOG must be debug, info, warning or error, not {level.lower()!r}")
     handler = logging.StreamHandler()
     text = _Lines(f"%(asctime)s %(levelname)s {service} %(name)s: %(message)s")
     handler.setFormatter(JSONLines(service) if as_json() else text)
-    logging.basicConfig(level=os.environ.get("FUSIONKV_LOG", "INFO").upper(), handlers=[handler])
+    logging.basicConfig(level=level, handlers=[handler])
     # If a client disconnects, the garbage collector may close a stream's generator in another context. The span ends
     # properly, but OpenTelemetry logs a traceback because it can't restore the context.
     logging.getLogger("opentelemetry.context").setLevel(logging.CRITICAL)
@@ -50,7 +53,7 @@ def as_json() -> bool:
 
 
 def _form() -> str:
-    return os.environ.get("FUSIONKV_LOG_FORMAT", "text").lower()
+    return (os.environ.get("FUSIONKV_LOG_FORMAT") or "text").lower()
 
 
 class RateLimitedLog:

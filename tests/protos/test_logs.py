@@ -92,11 +92,26 @@ def test_what_was_not_said_is_counted(written: Written, monkeypatch: pytest.Monk
     assert written.messages == ["it fails: at 5", counted, "it fails: at 130"]
 
 
-@pytest.mark.parametrize("form", ["xml", "JSONL"])
-def test_a_form_that_is_not_known_is_refused(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FUSIONKV_LOG_FORMAT", form)
-    with pytest.raises(ValueError, match="text or json"):
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        *(("FUSIONKV_LOG_FORMAT", form, "FUSIONKV_LOG_FORMAT must be text or json") for form in ("xml", "JSONL")),
+        *(("FUSIONKV_LOG", level, f"must be debug, .* or error, not '{level}'") for level in ("verbose", "15")),
+    ],
+)
+def test_a_form_or_a_level_that_is_not_known_is_refused(
+    name: str, value: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=says):
         logs.attach("fusionkv-test")
+
+
+def test_variables_without_a_value_are_as_if_they_were_not_set() -> None:
+    """As Compose and systemd pass those whose value is not given."""
+    program = "import logging; from fusionkv.protos.observe import logs; logs.attach('x'); logging.info('it logs')"
+    ended = run_python("-c", program, env={"FUSIONKV_LOG": "", "FUSIONKV_LOG_FORMAT": ""})
+    assert ended.stderr.endswith(" INFO x root: it logs\n")
 
 
 def test_a_stream_that_the_garbage_collector_ends_is_no_line() -> None:
