@@ -19,7 +19,7 @@ from opentelemetry.trace import Status, StatusCode
 
 from fusionkv.protos.observe import logs, rejected
 from fusionkv.protos.runtime import process
-from fusionkv.protos.runtime.errors import details
+from fusionkv.protos.runtime.errors import details, first_line
 from fusionkv.protos.runtime.settings import extra
 
 if TYPE_CHECKING:
@@ -52,8 +52,16 @@ def attach(service: str, scraped_at: str = "") -> None:
     logs.attach(service)
     rejected.attach()
     traces, measurements = _exported("TRACES"), _exported("METRICS")
-    if not traces and not measurements and not scraped_at:
-        return
+    readers: list[MetricReader] = [_scraped(service, scraped_at)] if scraped_at else []
+    if traces or measurements or readers:
+        try:
+            _attach_sdk(service, traces, measurements, readers)
+        except Exception as error:  # the SDK raises any, and seldom names the variable
+            raise ValueError(f"a variable of OpenTelemetry (OTEL_...) can't be used: {first_line(error)}") from error
+
+
+def _attach_sdk(service: str, traces: bool, measurements: bool, readers: "list[MetricReader]") -> None:
+    """Exports traces, and metrics also to `readers`."""
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
     # The environment takes precedence; `create` would do the opposite.
@@ -67,19 +75,15 @@ def attach(service: str, scraped_at: str = "") -> None:
         tracing = TracerProvider(resource=resource, shutdown_on_exit=False)
         tracing.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(channel_options=_channel("TRACES"))))
         trace.set_tracer_provider(tracing)
-    if not measurements and not scraped_at:
-        return
-    from opentelemetry.sdk.metrics import MeterProvider
-
-    readers: list[MetricReader] = []
     if measurements:
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
         from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 
         readers.append(PeriodicExportingMetricReader(OTLPMetricExporter(channel_options=_channel("METRICS"))))
-    if scraped_at:
-        readers.append(_scraped(service, scraped_at))
-    metrics.set_meter_provider(MeterProvider(readers, resource, shutdown_on_exit=False))
+    if readers:
+        from opentelemetry.sdk.metrics import MeterProvider
+
+        metrics.set_meter_provider(MeterProvider(readers, resource, shutdown_on_exit=False))
 
 
 def _variable(name: str) -> str:

@@ -88,6 +88,11 @@ def test_a_service_can_be_named(told: Callable[..., Receiver], name: str) -> Non
         ({"EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, "only grpc is supported"),
         ({"EXPORTER_OTLP_METRICS_PROTOCOL": "http/json"}, "'http/json' for metrics"),
         ({"TRACES_EXPORTER": "console"}, "OTEL_TRACES_EXPORTER must be otlp or none, not 'console'"),
+        (
+            {"EXPORTER_OTLP_COMPRESSION": "zip"},
+            r"kvcache: a variable of OpenTelemetry \(OTEL_...\) can't be used: .*zip",
+        ),
+        ({"EXPORTER_OTLP_TIMEOUT": "soon"}, "can't be used: could not convert string to float: 'soon'"),
     ],
 )
 def test_what_would_be_sent_nowhere_is_refused(launch: Any, tmp_path: Path, env: dict[str, str], says: str) -> None:
