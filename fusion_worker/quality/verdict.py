@@ -72,8 +72,9 @@ class Judged:
 
     def __post_init__(self) -> None:
         """Raises ValueError for values that `fusionkv check` does not write."""
-        if self.verdict not in (SAFE, UNSAFE, UNDECIDED) or not isinstance(self.ratio, float):
-            raise ValueError(f"{self.verdict!r} at ratio {self.ratio!r} is not a verdict")
+        right = isinstance(self.ratio, float) and isinstance(self.why, str)
+        if self.verdict not in (SAFE, UNSAFE, UNDECIDED) or not right:
+            raise ValueError(f"{self.verdict!r} at ratio {self.ratio!r} is not a verdict, or says not why")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,8 @@ class Verdict:
             default = Default(Choice(**chosen["choice"]), chosen["why"])
             find_recipe(default.choice.recipe).ratio_for(default.choice.ratio)
             verdict = cls(data["fingerprint"], judged, data["auxiliary"], default, data["definitions"])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, InvalidArgument) as error:
+            "".join(verdict.lines()).encode()  # JSON may hold half of a surrogate pair, which no answer can
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, InvalidArgument) as error:
             raise FailedPrecondition(f"can't read {path} ({error}): {again}") from error
         if verdict.fingerprint != fingerprint.hex():
             raise FailedPrecondition(f"{path} is for another model, or this model has changed since: {again}")
