@@ -11,7 +11,7 @@ from fusionkv.fusion_worker.config import WorkerConfig, cache_address, configure
 from fusionkv.fusion_worker.library import lean
 from fusionkv.protos.observe import handshakes, telemetry
 from fusionkv.protos.runtime import folders, process, rpc, settings
-from fusionkv.protos.runtime.errors import ServiceError
+from fusionkv.protos.runtime.errors import ServiceError, printable
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ async def _serve(config: WorkerConfig) -> None:
             auxiliary = models.load(Path(config.auxiliary), device="cpu") if config.auxiliary else None
         judged = Verdict.read(config.model, model.fingerprint, auxiliary.fingerprint if auxiliary else b"")
         for line in judged.lines():
-            log.info("fusionkv check: %s", line)
+            log.info("fusionkv check: %s", printable(line))
         servicer = FusionServicer(config, model, auxiliary, judged, tp)
         admission = servicer.answerer.admission
         meters.observe(lambda: (admission.waiting, admission.running), servicer.pool)

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from fusionkv.protos.runtime.errors import ServiceError
+from fusionkv.protos.runtime.errors import ServiceError, printable
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,8 @@ def run(name: str, main: Callable[[], int | None], *errors: type[Exception], res
     try:
         return main() or 0
     except expected as error:
-        print(f"{name}: {str(error) or type(error).__name__}", file=sys.stderr)
+        # It may quote what a model's or a data set's files say.
+        print(f"{name}: {printable(str(error)) or type(error).__name__}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         if resumed:

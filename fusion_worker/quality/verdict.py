@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fusionkv.protos.contract.recipes import RECIPES, Recipe, find_recipe
 from fusionkv.protos.contract.selectors import SecondModel
-from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
+from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument, printable
 
 FILE = "fusionkv-check.json"
 SAFE, UNSAFE, UNDECIDED = "safe", "unsafe", "not enough evidence"
@@ -117,7 +117,7 @@ class Verdict:
             verdict = cls(data["fingerprint"], judged, data["auxiliary"], default, data["definitions"])
             "".join(verdict.lines()).encode()  # JSON may hold half of a surrogate pair, which no answer can
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, InvalidArgument) as error:
-            raise FailedPrecondition(f"can't read {path} ({error}): {again}") from error
+            raise FailedPrecondition(printable(f"can't read {path} ({error}): {again}")) from error
         if verdict.fingerprint != fingerprint.hex():
             raise FailedPrecondition(f"{path} is for another model, or this model has changed since: {again}")
         if verdict.definitions != _RECIPES:

@@ -78,6 +78,16 @@ def test_what_has_no_sizes_is_refused(tmp_path: Path) -> None:
         sizing.measure("nothing")
 
 
+def test_what_a_model_says_moves_and_colours_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads((saved(tmp_path) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "\x1b[31mred\nline": 1}))
+    capsys.readouterr()
+    assert sizing.main([str(tmp_path)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("fusionkv size: ")
+    assert "\\x1b[31mred\\nline = 1: this key is not supported" in line
+
+
 @pytest.mark.long
 @pytest.mark.slow
 def test_the_command_prints_both_ways(tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ def test_a_file_of_verdicts(tmp_path: Path) -> None:
         written(recipe="epoc"),
         written(recipes={"a": [{"verdict": "safe", "ratio": 0.5, "why": None}]}),
         written(recipes={"a": [{"verdict": "safe", "ratio": 0.5, "why": "\ud83d"}]}),
+        written(recipes={"a": [{"verdict": "safe", "ratio": 0.5, "why": "", "\x1b[31m\n": 1}]}),
         "[" * 100_000,
         written(ratio=None),
         written(ratio=1.5),
@@ -122,8 +123,9 @@ def test_a_file_of_verdicts(tmp_path: Path) -> None:
 )
 def test_a_verdict_that_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).write_text(text)
-    with pytest.raises(FailedPrecondition, match="run `fusionkv check"):
+    with pytest.raises(FailedPrecondition, match="run `fusionkv check") as refused:
         Verdict.read(tmp_path, b"f")
+    assert str(refused.value).isprintable()
     (tmp_path / FILE).unlink()
     assert Verdict.read(tmp_path, b"f").unsafe(find("epic"), 0.0) == "", "no verdict replaces nothing"
 

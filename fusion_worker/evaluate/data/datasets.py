@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fusionkv.fusion_worker.evaluate.data.samples import Library, Sample, Task
+from fusionkv.protos.runtime.errors import printable
 
 log = logging.getLogger(__name__)
 _SUBSETS = ("validation", "test", "dev")
@@ -91,7 +92,7 @@ def load(path: Path, prompts: Mapping[str, str] | None = None, long: bool = Fals
             try:
                 tasks += load(file, prompts, long)
             except UnknownDataset as error:
-                log.warning("left out: %s", error)
+                log.warning("left out: %s", printable(str(error)))
         if not tasks:
             raise DatasetError(f"{path}: none of the {len(files)} files in this folder could be read")
         return tasks

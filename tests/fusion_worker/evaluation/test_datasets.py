@@ -130,10 +130,11 @@ def test_a_folder_is_read_without_what_is_none_of_the_formats(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     lines(tmp_path / "a.jsonl", STORY)
-    lines(tmp_path / "dataset2prompt.json", {"qmsum": "{context}"})
+    lines(tmp_path / "dataset2prompt.json", {"qmsum\x1b[31m\n": "{context}"})
     lines(tmp_path / "new.jsonl", {**STORY, "dataset": "new"})
     assert [task.name for task in load(tmp_path)] == ["longbench/musique"]
     first, second = caplog.messages
+    assert first.isprintable()
     assert first.startswith(f"left out: {tmp_path}/dataset2prompt.json:1: a record of none of the known formats")
     assert second.startswith(f"left out: {tmp_path}/new.jsonl:1: dataset 'new'")
     lines(tmp_path / "torn.jsonl", "{\n")
