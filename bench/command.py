@@ -30,7 +30,7 @@ def add_model(parser: argparse.ArgumentParser, more: str = "") -> None:
 def add_data(parser: argparse.ArgumentParser) -> None:
     """Adds --data, the files that `Passages.of` reads."""
     about = "questions with passages (default: the demo's)"
-    parser.add_argument("--data", type=Path, nargs="+", default=[], metavar="FILE", help=about)
+    parser.add_argument("--data", type=Path, nargs="+", action="extend", default=[], metavar="FILE", help=about)
 
 
 def table(title: str | None, columns: Sequence[str], lines: Iterable[Sequence[Any]], texts: int = 0) -> Table:

@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("model", type=Path, metavar="MODEL", help="model directory, *.gguf file, hub id or known name")
     about = "files of questions with passages, in a format of `fusionkv eval` (default: built-in questions)"
-    add("--data", type=Path, nargs="+", metavar="FILE", help=about)
+    add("--data", type=Path, nargs="+", action="extend", metavar="FILE", help=about)
     add("--n", type=positive, default=36, help="maximum questions of a file (default: %(default)s)")
     add("--minutes", type=positive, help="ask no more questions after this time, except for the first 12")
     command.add_engine(parser)

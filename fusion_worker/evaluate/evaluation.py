@@ -69,17 +69,18 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("models", type=Path, nargs="*", metavar="MODEL", help="as `fusionkv check` (default: the reference models)")
     about = "RULER, LongBench or CacheBlend files or folders"
-    add("--data", type=Path, nargs="+", default=[], metavar="PATH", help=about)
+    add("--data", type=Path, nargs="+", action="extend", default=[], metavar="PATH", help=about)
     add("--prompts", type=Path, metavar="FILE", help="LongBench's dataset2prompt.json, to use its prompts")
     add("--long", action="store_true", help="ask the questions of --data for two or three sentences")
-    add("--tasks", nargs="+", choices=TASKS, help="reference tasks (default: all, or none with --data)")
+    about = "reference tasks (default: all, or none with --data)"
+    add("--tasks", nargs="+", action="extend", choices=TASKS, help=about)
     about = (
         "recipes, with or without modifiers; `default` is the model's (default: that one, and every recipe without "
         "modifiers that needs no specially trained model)"
     )
-    add("--recipes", nargs="+", metavar="RECIPE", help=about)
+    add("--recipes", nargs="+", action="extend", metavar="RECIPE", help=about)
     about = f"shares to recompute (default: {RATIOS}; of --data {_DATA_RATIOS})"
-    add("--ratios", nargs="+", type=_ratio, metavar="R", help=about)
+    add("--ratios", nargs="+", action="extend", type=_ratio, metavar="R", help=about)
     add("--n", type=positive, default=500, help="maximum samples per task (default: %(default)s)")
     about = "size of chunks of an unsplit context (default: %(default)s)"
     add("--chunk-tokens", type=positive, default=512, help=about)
@@ -87,7 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_engine(parser)
     about = "size of the KV pool of each process (default: 256MiB; with --data 2GiB)"
     add("--pool-bytes", type=parse_bytes, metavar="SIZE", help=about)
-    add("--store", nargs="+", choices=STORES, default=["plain"], help="storage formats of KV (default: plain)")
+    about = "storage formats of KV (default: plain)"
+    add("--store", nargs="+", action="extend", choices=STORES, default=[], help=about)
     add("--processes", type=positive, help="number of processes (default: one on a GPU, one per core on a CPU)")
     add("--json", action="store_true", help="print the worst scores and the paths of the reports as JSON")
     return parser
@@ -101,7 +103,7 @@ def _evaluate(args: argparse.Namespace, console: Console) -> int:
     configs = {
         _subject(directory, store, args): _config(directory, store, args)
         for directory in args.models or tasks.shipped()
-        for store in args.store
+        for store in args.store or ["plain"]
     }
     _each_once("model", [subject.model for subject in configs])
     todo = [job for subject, config in configs.items() for job in jobs.missing(subject, config, plan, known)]

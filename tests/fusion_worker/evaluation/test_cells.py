@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from fusionkv.fusion_worker.config import STORES, WorkerConfig
-from fusionkv.fusion_worker.evaluate import jobs
+from fusionkv.fusion_worker.evaluate import check, jobs
 from fusionkv.fusion_worker.evaluate.data.samples import Library, Sample, Task
 from fusionkv.fusion_worker.evaluate.data.tasks import reference, shipped
 from fusionkv.fusion_worker.evaluate.evaluation import RATIOS, _parser, _plan, _subject, main
@@ -170,6 +170,21 @@ def test_files_have_ratios_of_their_own(tmp_path: Path) -> None:
     reference_cells = _plan(_parser().parse_args(["--tasks", "chain2", "--n", "1"]))[0][1]
     for name in ("epic", "deeplayer+primed"):
         assert {cell.ratio for cell in reference_cells if cell.recipe.name == name} == set(RATIOS)
+
+
+@pytest.mark.parametrize(
+    ("flag", "first", "second"),
+    [
+        *(("--data", "a.json", "b.json"), ("--tasks", "single", "chain1"), ("--recipes", "epic", "a3")),
+        *(("--ratios", "0.1", "0.2"), ("--store", "plain", "int8")),
+    ],
+)
+def test_a_flag_that_is_given_twice_has_both_values(flag: str, first: str, second: str) -> None:
+    """As shells and scripts put them together: the second one alone would be measured."""
+    args = _parser().parse_args([flag, first, flag, second])
+    assert [str(value) for value in getattr(args, flag[2:])] == [first, second]
+    if flag == "--data":
+        assert check._parser().parse_args(["m", flag, first, flag, second]).data == args.data
 
 
 @pytest.mark.parametrize("more", [[], ["--data", "DIR", "--prompts", "prompts.json"]])
