@@ -277,12 +277,21 @@ def test_a_route_leads_to_the_gateway(render: Render) -> None:
             render(values)
 
 
-JWKS = {"https://login.example/keys": {443}, "https://login.example:8443/realms/x/keys": {8443}}
+JWKS = {"auth_issuer": "https://login.example", "auth_audience": "rag"}
 
 
-@pytest.mark.parametrize(("keys", "port"), [*JWKS.items(), ("/etc/fusionkv/keys.json", set())])
-def test_a_gateway_reaches_the_issuer_of_its_tokens(render: Render, keys: str, port: set[int]) -> None:
-    issuer = {"auth_jwks": keys, "auth_issuer": "https://login.example", "auth_audience": "rag"}
-    found = render({"gateway": {"config": issuer}})
+@pytest.mark.parametrize(
+    ("setting", "url", "port"),
+    [
+        ("auth_jwks", "https://login.example/keys", {443}),
+        ("auth_jwks", "https://login.example:8443/realms/x/keys", {8443}),
+        ("auth_jwks", "/etc/fusionkv/keys.json", set()),
+        ("embedder", "http://tei/v1/embeddings", {80}),
+        ("embedder", "minilm", set()),
+        ("reranker", "http://tei:8081/v1/rerank", {8081}),
+    ],
+)
+def test_a_gateway_reaches_the_urls_of_its_settings(render: Render, setting: str, url: str, port: set[int]) -> None:
+    found = render({"gateway": {"config": {setting: url, **(JWKS if setting == "auth_jwks" else {})}}})
     assert set(found.traffic("gateway")[1]) == {53, 7071, *port}
     assert set(found.traffic("worker")[1]) == {53, *called("kvcache", [])}
