@@ -8,7 +8,7 @@ import tempfile
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -121,7 +121,8 @@ class Processes:
 @asynccontextmanager
 async def started(count: int, argv: Sequence[str]) -> AsyncIterator[Processes]:
     """Runs ranks 1 to count - 1 as `python -m fusionkv.fusion_worker` with these flags; kills them on exit."""
-    with tempfile.TemporaryDirectory(prefix="fusionkv-ranks-") as folder:
+    # One rank meets nobody. A folder would stay behind where a signal ends the worker while it loads its model.
+    with tempfile.TemporaryDirectory(prefix="fusionkv-ranks-") if count > 1 else nullcontext("") as folder:
         processes = Processes(Path(folder) / "meeting")
         watchers: list[asyncio.Task[None]] = []
         try:

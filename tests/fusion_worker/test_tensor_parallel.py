@@ -3,9 +3,11 @@
 import asyncio
 import dataclasses
 import json
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import AsyncExitStack, aclosing, suppress
@@ -209,6 +211,14 @@ def start_two(launch: Any, model: Path) -> tuple[Any, psutil.Process]:
     service = launch("fusionkv.fusion_worker", *flags)
     (child,) = psutil.Process(service.process.pid).children()
     return service, child
+
+
+async def test_one_rank_has_no_folder_that_a_signal_would_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    async with started(1, []):
+        assert not os.listdir(tmp_path)
 
 
 @pytest.mark.long
