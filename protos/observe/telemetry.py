@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 NATS = (0.0001, 0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-# Timeout for reading a scraper's request.
-_SCRAPE_SECONDS = 10.0
+# Timeout for reading a scraper's request, and the connections of all scrapers together.
+_SCRAPE_SECONDS, _MAX_SCRAPES = 10.0, 16
 _DETACH_SECONDS = 1.0
 # A header with a name that gRPC accepts and a value that the SDK accepts.
 _HEADER = re.compile(r"[0-9A-Za-z_.-]+[ \t]*=[ \t]*([\x20\x21\x23-\x2b\x2d-\x3a\x3c-\x5b\x5d-\x7e]*)")
@@ -142,8 +142,15 @@ def _scraped(service: str, address: str) -> "MetricReader":
     # By default, Python prints a traceback for each broken connection, and waits forever for a silent one.
     server.handle_error = lambda request, client_address: None  # type: ignore[method-assign]
     setattr(server.RequestHandlerClass, "timeout", _SCRAPE_SECONDS)  # noqa: B010 - mypy sees a callable
+    # Each has a thread, also if it says nothing. Further ones are closed.
+    server.verify_request = lambda request, client_address: _scrapes() < _MAX_SCRAPES  # type: ignore[method-assign]
     log.info("%s: metrics at http://%s:%d/metrics", service, host, server.server_port)
     return registry.reader
+
+
+def _scrapes() -> int:
+    """Number of scrapers' connections."""
+    return sum("process_request_thread" in thread.name for thread in threading.enumerate())
 
 
 def detach() -> None:

@@ -209,6 +209,29 @@ def test_a_scrape_address_that_is_no_free_port_is_refused_by_name() -> None:
                 telemetry._scraped("fusionkv-test", address)
 
 
+def test_scrapers_that_say_nothing_take_few_threads() -> None:
+    """In a process of its own, since the server's thread stays."""
+    program = """
+import socket, threading, time, urllib.request
+from fusionkv.protos.observe import telemetry
+
+said = []
+telemetry.log.info = lambda text, *values: said.append(values[-1])
+telemetry._MAX_SCRAPES = 2
+telemetry._scraped("fusionkv-test", "127.0.0.1:0")
+at = "127.0.0.1", said[0]
+silent = [socket.create_connection(at) for _ in range(4)]
+assert [each.recv(1) for each in silent[2:]] == [b"", b""]
+assert threading.active_count() == 2 + 2, threading.enumerate()
+for each in silent:
+    each.close()
+while threading.active_count() > 2:
+    time.sleep(0.01)
+print(urllib.request.urlopen("http://%s:%d/metrics" % at).status)
+"""
+    assert run_python("-c", program).stdout == "200\n"
+
+
 def test_each_bucket_leads_to_the_trace_that_it_last_had() -> None:
     registry = Exemplified()
     provider = MeterProvider([registry.reader])
