@@ -156,7 +156,7 @@ def _file_table(file: Path | None, section: str) -> dict[str, Any]:
     if file is None:
         return {}
     try:
-        table = toml(file.read_text())
+        table = toml(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise SettingsError(f"can't read the configuration {file}: {error}") from error
     unknown = set(table) - {"kvcache", "worker", "gateway"}

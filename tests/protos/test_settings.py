@@ -78,6 +78,12 @@ def test_a_missing_or_binary_file_is_refused(tmp_path: Path) -> None:
             load(tmp_path / name)
 
 
+def test_a_file_is_utf_8_with_or_without_a_byte_order_mark(tmp_path: Path) -> None:
+    for encoding in ("utf-8", "utf-8-sig"):
+        (tmp_path / "f.toml").write_text("[kvcache]\nratio = 0.2  # \u00e9\n", encoding=encoding)
+        assert load(tmp_path / "f.toml").ratio == 0.2
+
+
 def test_the_environment() -> None:
     unknown = r"unknown environment variable FUSIONKV_KVCACHE_MEMROY; known: .*_MEMORY"
     with pytest.raises(SettingsError, match=unknown):
