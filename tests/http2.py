@@ -31,7 +31,8 @@ def message_head(size: int, compressed: bool = False) -> bytes:
 class Connection:
     """One connection, on which the server's flow control is kept to."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, window: int = _WINDOW) -> None:
+        """window: bytes that the server may send on a stream; more are never granted."""
         host, _, port = address.rpartition(":")
         self.socket = socket.create_connection((host, int(port)), timeout=60)
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -45,7 +46,7 @@ class Connection:
         self._used: Counter[int] = Counter()
         self._given: Counter[int] = Counter()
         self._last = -1
-        self.socket.sendall(_PREFACE + self._frame(SETTINGS, 0, 0, b""))
+        self.socket.sendall(_PREFACE + self._frame(SETTINGS, 0, 0, struct.pack(">HI", _WINDOW_SETTING, window)))
 
     def __enter__(self) -> "Connection":
         return self

@@ -29,6 +29,7 @@ from fusionkv.protos.serving import ServingConfig
 log = logging.getLogger(__name__)
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 _SERVING, _NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 # Between two readiness checks of a service.
 _READY_SECONDS = 2.0
 # Calls that stay open without any work.
@@ -319,7 +320,7 @@ class _Health(health.aio.HealthServicer):
 
     def __init__(self) -> None:
         super().__init__()
-        self._watching = 0
+        self._watching, self._changed = 0, asyncio.Event()
 
     async def List(self, request: "health_pb2.HealthListRequest", context: object) -> "health_pb2.HealthListResponse":
         """The status of every service that Check knows."""
@@ -336,17 +337,37 @@ class _Health(health.aio.HealthServicer):
                 await self.set(service, _SERVING if status else _NOT_SERVING)
             await asyncio.sleep(_READY_SECONDS)
 
-    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> AsyncIterator[Any]:
-        """As the library's, for a limited number of callers."""
+    async def set(self, service: str, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        await super().set(service, status)
+        self._tell()
+
+    async def enter_graceful_shutdown(self) -> None:
+        await super().enter_graceful_shutdown()
+        self._tell()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: object) -> AsyncIterator[Any]:
+        """The status of a service whenever it changes, for a limited number of callers.
+
+        The library's writes with a lock held: a caller that reads nothing would hold up all others, and the drain.
+        """
         if self._watching >= _MAX_WATCHES:
             raise ResourceExhausted(f"{self._watching} calls are watching: call Check")
         self._watching += 1
         try:
-            await super().Watch(request, context)
+            last = None
+            while True:
+                changed, status = self._changed, self._server_status.get(request.service, _UNKNOWN)
+                if status == last:
+                    await changed.wait()
+                else:
+                    last = status
+                    yield health_pb2.HealthCheckResponse(status=status)
         finally:
             self._watching -= 1
-        if False:
-            yield
 
 
 class _Probes(Arrivals):

@@ -24,6 +24,8 @@ from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.kvcache.v1 import kvcache_pb2_grpc
 from fusionkv.protos.runtime import errors, process, rpc
 from fusionkv.protos.runtime.admission import Arrivals
+from tests.http2 import Connection, message_head
+from tests.stopwatch import SLOWER
 from tests.waiting import until
 
 pytestmark = pytest.mark.system
@@ -151,6 +153,21 @@ async def test_health_is_checked_listed_and_watched(channel: Any, server: Any) -
         watch = health.Watch(health_pb2.HealthCheckRequest(service=service))
         assert (await watch.read()).status == status
         watch.cancel()
+
+
+async def test_a_watcher_that_reads_nothing_holds_up_neither_others_nor_the_drain(serve: Serve) -> None:
+    server, channel = serve("1")
+    with Connection(server.address, window=0) as silent:
+        stream = silent.open("/grpc.health.v1.Health/Watch")
+        silent.send(stream, message_head(0), end=True)
+        while stream not in silent.replies:
+            assert silent.receive(20), "it was not answered"
+        health = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
+        watch = health.Watch(health_pb2.HealthCheckRequest(), timeout=5 * SLOWER)
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        server.process.terminate()
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert await asyncio.to_thread(server.wait) == 0
 
 
 @pytest.mark.parametrize(
