@@ -101,7 +101,7 @@ def answers(rows: _Rows) -> Iterator[_Line]:
         if row["score"] is not None and row["metric"] in _COUNTED:
             cells[row["model"], row["recipe"], row["r"]][row["metric"]].append((row["score"], row["n"]))
     for (model, recipe, ratio), found in cells.items():
-        if recipe == "no_context":
+        if recipe == "no_context" or not found["right"]:  # of sets whose answers are not counted
             continue
         full = recipe == _FULL
         questions = sum(n for _, n in found["right"])

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -240,11 +240,12 @@ def test_the_last_runs_replace_their_rows_and_no_others(root: Path, tmp_path: Pa
         Cell(find_recipe("prophetkv"), 0.2): Measured(values | own | {"answer_agreement": [1.0, 0.5, 1.0, 1.0]}),
     }
     task = Task("hotpotqa", (), ("f1", "contains"), right="contains")
+    answers = [*report.rows("smollm2", task, cells), *report.rows("other", replace(task, right=""), cells)]
     for name, rows in (
         ("bench/ttft.json", timed),
         ("bench/gpu/ttft.json", on_gpu),
         ("bench/vllm.json", beside),
-        ("answers/report.json", [asdict(row) for row in report.rows("smollm2", task, cells)]),
+        ("answers/report.json", [asdict(row) for row in answers]),
     ):
         (tmp_path / "build" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "build" / name).write_text(json.dumps(rows))
