@@ -49,6 +49,8 @@ _PASSED: Mapping[str, tuple[Any, ...]] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
 }
+# Of these, the fields whose values have an effect beside others, such as `tools`.
+_BESIDE = frozenset(["tool_choice", "parallel_tool_calls", "spaces_between_special_tokens"])
 # Accepted only with these values, which have no effect.
 _ONLY: Mapping[str, tuple[Any, ...]] = {
     **_PASSED,
@@ -160,7 +162,7 @@ def completion(
         raise BadRequest(f"unknown field {min(unknown)[:80]!r}; known: {', '.join(sorted(EXTENSION))}", "fusionkv")
     stream = _typed(fields, "stream", bool, False)
     usage = _usage(fields, stream)
-    conversation = {"question": _prompt(fields)} if text else {"messages": _messages(fields)}
+    conversation = {"question": _prompt(fields)} if text else {"messages": _messages(fields, bool(to_vllm))}
     _typed(extension, "order", str, "")
     values = {name: value for name, value in _typed(fields, _TEMPLATE, dict, {}).items() if value is not None}
     options = {**_of_model(model), "passages": _passages(fields, max_passages), **conversation, **extension}
@@ -236,7 +238,7 @@ def _among(value: Any, accepted: tuple[Any, ...]) -> bool:
 
 
 def _passed(fields: dict[str, Any], extension: dict[str, Any]) -> dict[str, Any]:
-    """Moves what only vLLM can follow out of a chat's fields, and leaves the messages that FusionKV reads."""
+    """Moves what only vLLM can follow out of a chat's fields; with all messages, or empty if there is nothing."""
     names = [name for name in _PASSED.keys() & fields.keys() if not _among(fields[name], _PASSED[name])]
     to_vllm = {name: fields.pop(name) for name in names}
     if _VLLM_MODEL in extension:
@@ -249,8 +251,7 @@ def _passed(fields: dict[str, Any], extension: dict[str, Any]) -> dict[str, Any]
         raise BadRequest(
             "system and prompt_template can't be combined with fields that only vLLM follows", "fusionkv"
         )
-    fields["messages"] = [message for message in messages if not _is_about_tools(message)]
-    return {**to_vllm, "messages": messages}
+    return {**{name: fields[name] for name in _BESIDE & fields.keys()}, **to_vllm, "messages": messages}
 
 
 def _is_about_tools(message: Any) -> bool:
@@ -349,8 +350,10 @@ def _prompt(fields: Mapping[str, Any]) -> str:
     return prompt
 
 
-def _messages(fields: Mapping[str, Any]) -> list[dict[str, str]]:
-    messages = [_message(m, f"messages[{i}]") for i, m in enumerate(_list(fields, "messages", MAX_MESSAGES))]
+def _messages(fields: Mapping[str, Any], tools: bool) -> list[dict[str, str]]:
+    """The messages that FusionKV reads; tools: whether there may be others, which are about tools."""
+    given = enumerate(_list(fields, "messages", MAX_MESSAGES))
+    messages = [_message(m, f"messages[{i}]") for i, m in given if not (tools and _is_about_tools(m))]
     if not messages:
         raise BadRequest("messages is empty", "messages")
     return messages

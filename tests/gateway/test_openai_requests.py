@@ -264,7 +264,10 @@ CALLED = [
 @pytest.mark.parametrize(
     "more",
     [
-        {"tools": TOOLS, "tool_choice": "auto"}, {"response_format": {"type": "json_object"}}, {"n": 2},
+        {"tools": TOOLS, "tool_choice": "auto"}, {"tools": TOOLS, "tool_choice": "none"},
+        {"tools": TOOLS, "parallel_tool_calls": False},
+        {"skip_special_tokens": False, "spaces_between_special_tokens": False},
+        {"response_format": {"type": "json_object"}}, {"n": 2},
         {"logprobs": True, "top_logprobs": 3}, {"structured_outputs": {"choice": ["a", "b"]}},
         {"presence_penalty": 0.5, "min_p": 0.1},
     ],
@@ -308,6 +311,7 @@ def test_nothing_is_passed_on_that_the_gateway_can_answer() -> None:
         ({"messages": [{"tool_calls": [1]}, *ASKED]}, r"messages\[0\].* is not supported"),
         ({"n": 2, "messages": [{"role": "user", "content": 5, "tool_calls": [1]}, *ASKED]}, "is not supported"),
         ({"n": 2, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "not text"),
+        ({"messages": [*ASKED, *CALLED, {"role": "user", "content": [{"type": "x"}]}]}, r"messages\[3\] .* not text"),
         ({"fusionkv": {"vllm_model": 5}}, "wrong type"),
     ],
 )
