@@ -27,6 +27,7 @@ class Prefixes:
             root: the same for prompts that are the same up to their first chunk, and may share KV.
             passages: of equal ones, only the first can belong to a beginning.
         """
+        root = hash(root)  # it holds texts of a request, of up to half a megabyte
         hashes = [hash(chunk.ids) for chunk, _ in passages]
         lengths = {number: len(chunk.ids) for number, (chunk, _) in zip(hashes, passages, strict=True)}
         shared = max(

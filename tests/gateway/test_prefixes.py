@@ -1,6 +1,7 @@
 """The order of passages that begins prompts as recent ones began."""
 
 import random
+import weakref
 
 import pytest
 
@@ -52,6 +53,19 @@ def test_other_roots_share_nothing() -> None:
     assert names(prefixes.order(("tenant", "system"), passages(2, 1))) == [1, 2]
 
 
+def test_nothing_of_a_request_is_kept_but_hashes() -> None:
+    """A system prompt may have half a megabyte, and a thousand of them are remembered."""
+
+    class Text(str):
+        __slots__ = ("__weakref__",)
+
+    prefixes, system = Prefixes(), Text("Answer in one word.")
+    kept = weakref.ref(system)
+    prefixes.order(("tenant", system), passages(1, 2))
+    del system
+    assert kept() is None
+
+
 def test_long_chunks_count_for_more() -> None:
     prefixes = Prefixes()
     long, short = passages(1, tokens=500), passages(2, 3, 4)
@@ -75,7 +89,7 @@ def test_long_prompts_that_begin_alike_take_little_time() -> None:
     """The loop of a gateway waits for it."""
     prefixes = Prefixes()
     alike = [hash((number,)) for number in range(127)]
-    prefixes._recent.update({("", (*alike, last)): None for last in range(1024)})
+    prefixes._recent.update({(hash(""), (*alike, last)): None for last in range(1024)})
     watch = Stopwatch()
     assert names(prefixes.order("", passages(*range(128), tokens=1))) == [*range(128)]
     assert watch.seconds() < 0.1
