@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 from opentelemetry import metrics
 
 from fusionkv.gateway.auth import access
@@ -28,7 +29,7 @@ _meter = metrics.get_meter(__name__)
 _requests = _meter.create_counter("fusionkv.gateway.requests", description="calls, by method")
 _failures = _meter.create_counter("fusionkv.gateway.failures", description="failed calls, by method and status")
 _in_flight = _meter.create_up_down_counter("fusionkv.gateway.in_flight", description="calls being answered")
-# Errors that other services may have raised, whose messages name them.
+# Errors that may name other services. Those of other classes quote what the caller sent, if no service raised them.
 _FROM_BEHIND = (Unavailable, ResourceExhausted, DeadlineExceeded, FailedPrecondition)
 
 
@@ -121,7 +122,7 @@ def _recorded(method: str, counts: Counts, log_fields: dict[str, Any]) -> Iterat
         status = "OK"
     except ServiceError as error:
         status = error.status.name
-        if isinstance(error, _FROM_BEHIND):
+        if isinstance(error, _FROM_BEHIND) or isinstance(error.__cause__, grpc.RpcError):
             error.args = (access.withheld(str(error)),)
         raise
     except ConnectionError:  # an HTTP client has left

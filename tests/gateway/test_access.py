@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import grpc
 import pytest
@@ -17,12 +18,23 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from fusionkv.gateway.auth import access
 from fusionkv.gateway.auth.access import Role
+from fusionkv.gateway.auth.admission import CallAdmission
+from fusionkv.gateway.auth.tenants import Quotas, Tenants
 from fusionkv.gateway.auth.verifiers import StaticTokens
 from fusionkv.gateway.cli import main as cli
 from fusionkv.gateway.client.client import AsyncClient, Client
+from fusionkv.gateway.config import GatewayConfig
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime import rpc
-from fusionkv.protos.runtime.errors import NotFound, PermissionDenied, Unauthenticated, Unavailable
+from fusionkv.protos.runtime.errors import (
+    InvalidArgument,
+    NotFound,
+    PermissionDenied,
+    ServiceError,
+    Unauthenticated,
+    Unavailable,
+    from_rpc,
+)
 from fusionkv.protos.runtime.watched import BadFile
 from tests.gateway.conftest import Serve, succeeds
 from tests.gateway.strangers import call
@@ -230,6 +242,27 @@ def test_only_operators_see_addresses_of_other_services(said: str, shown: str | 
         caller = role and access.Caller("one", role, "acme")
         seen[role] = contextvars.copy_context().run(lambda c=caller: (access.CALLER.set(c), access.withheld(said))[1])
     assert seen == {None: said, access.Role.OPERATOR: said, **dict.fromkeys(("app", "worker"), shown or said)}
+
+
+async def test_an_app_is_not_told_by_any_error_of_a_worker() -> None:
+    """As of a chat template that can't be rendered with a request's values, or of a fault of the worker."""
+    admission = CallAdmission(GatewayConfig(), Tenants("", b"", Quotas(None), AsyncMock()))
+
+    async def told(error: ServiceError, cause: Exception | None = None) -> str:
+        with pytest.raises(ServiceError) as raised:
+            async with admission.admitted("Generate"):
+                raise error from cause
+        return str(raised.value)
+
+    access.CALLER.set(access.Caller("one", Role.APP, "acme"))
+    for status in grpc.StatusCode:
+        if status not in (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED):
+            metadata = grpc.aio.Metadata()
+            cause = grpc.aio.AioRpcError(status, metadata, metadata, "x is 1")
+            said = await told(from_rpc(cause, "fusion worker 10.0.0.7:7071"), cause)
+            assert said == "fusion worker [address]: x is 1"
+    # What the caller sent stays as it is.
+    assert await told(InvalidArgument("unknown recipe 'epic:10'")) == "unknown recipe 'epic:10'"
 
 
 def test_an_app_is_not_told_where_workers_are(gateway: Any) -> None:
