@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack
 
@@ -95,6 +94,7 @@ _WANTED = {
     FieldDescriptor.CPPTYPE_DOUBLE: "a number",
 }
 _SAMPLING = ("max_tokens", "temperature", "top_p", "seed", "stop")
+_PASSAGE = tuple(Passage.__dataclass_fields__)
 
 
 def generate(corpus: str = "", question: str = "", **options: Unpack[Options]) -> pb.GenerateRequest:
@@ -107,6 +107,8 @@ def generate(corpus: str = "", question: str = "", **options: Unpack[Options]) -
     sampling = {name: fields.pop(name) for name in _SAMPLING if name in fields}
     if isinstance(stop := sampling.get("stop"), str):
         sampling["stop"] = [stop]
+    # Apart, so that an error does not name the option top_k, which is another one.
+    sampled = of(Sampling, " (sample_top_k)", top_k=fields.pop("sample_top_k", 0))
     given, messages = fields.pop("passages", None), listed("messages", fields.pop("messages", ()))
     passages = () if given is None else listed("passages", given)
     return of(
@@ -117,7 +119,7 @@ def generate(corpus: str = "", question: str = "", **options: Unpack[Options]) -
         no_passages=given is not None and not passages,
         messages=[_message(number, message) for number, message in enumerate(messages)],
         order=order_of(fields.pop("order", None)),
-        sampling=of(Sampling, **sampling, top_k=fields.pop("sample_top_k", 0)),
+        sampling=of(Sampling, **sampling, top_k=sampled.top_k),
         chat_template_kwargs=_as_json("chat_template_kwargs", fields.pop("chat_template_kwargs", {})),
         **fields,
     )
@@ -141,7 +143,8 @@ def _passage(number: int, passage: str | Passage) -> pb.Passage:
     if not isinstance(passage, str | Passage):
         kind = type(passage).__name__
         raise errors.InvalidArgument(f"passage {number} must be a string or a Passage, not {kind}")
-    fields = {"text": passage} if isinstance(passage, str) else asdict(passage)
+    # Not asdict, which copies metadata, and can't copy every mapping.
+    fields = {"text": passage} if isinstance(passage, str) else {name: getattr(passage, name) for name in _PASSAGE}
     return of(pb.Passage, f" of passage {number}", **fields)
 
 

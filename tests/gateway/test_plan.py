@@ -1,7 +1,9 @@
 """Requests read from questions and messages, checked and put together, without any process."""
 
 import time
+from collections import UserDict
 from dataclasses import asdict, replace
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -232,6 +234,7 @@ def test_roles_become_turns() -> None:
     ("options", "error"),
     [
         ({"top_k": "3"}, "top_k must be an integer"),
+        ({"sample_top_k": -1}, r"top_k \(sample_top_k\): Value out of range"),
         ({"temperature": "hot"}, "temperature must be a number"),
         ({"stop": [1]}, "stop must be a list of strings"),
         ({"filter": {"year": 2020}}, "filter must be a mapping of strings to strings"),
@@ -248,6 +251,12 @@ def test_roles_become_turns() -> None:
 def test_a_value_that_cannot_be_sent_is_named(options: dict[str, Any], error: str) -> None:
     with pytest.raises(InvalidArgument, match=error):
         requests.generate("c", **options)
+
+
+def test_metadata_may_be_any_mapping() -> None:
+    for mapping in (dict, MappingProxyType, UserDict):
+        given = Given(text="a", metadata=mapping({"page": "3"}))
+        assert requests.generate(passages=[given]).passages[0].metadata == {"page": "3"}
 
 
 def test_one_stop_string_is_not_its_letters() -> None:
