@@ -178,9 +178,9 @@ async def ask(args: argparse.Namespace) -> int:
         if page is not None:
             explanation = next((event for event in events if isinstance(event, Explanation)), None)
             if explanation is None:
+                why = answer.summary.degraded_reason or "upgrade gateway and workers to the version of this command"
                 raise ServiceError(
-                    f"the answer came without an explanation, so {args.explain} was not written: upgrade gateway and "
-                    "workers to the version of this command"
+                    f"the answer came without an explanation, so {args.explain} was not written: {why}"
                 )
             full = await client.ask(
                 args.corpus, args.question, **{**options, "recipe": explain.REFERENCE, "ratio": None}

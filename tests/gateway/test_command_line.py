@@ -214,9 +214,13 @@ def test_arguments_that_are_no_text_are_one_line(command: str, capsys: Capsys) -
 
 
 class Unexplained(GatewayServiceServicer):
+    """As vLLM, which answers alone while no worker prefills, and says why; or as a gateway of an earlier version."""
+
+    reason = ""
+
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         yield pb.GenerateResponse(token=Token(id=1, text="42"))
-        yield pb.GenerateResponse(summary=Summary(finish_reason="end"))
+        yield pb.GenerateResponse(summary=Summary(finish_reason="end", degraded_reason=self.reason))
 
 
 class Deleting(GatewayServiceServicer):
@@ -224,14 +228,17 @@ class Deleting(GatewayServiceServicer):
         return pb.DeleteResponse(documents=1, chunks=2)
 
 
-async def test_an_answer_without_its_explanation_is_told(capsys: Capsys, tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    async with listening(rpc.handlers(SERVICE, Unexplained()), f"unix:{tmp_path}/g.sock") as address:
+@pytest.mark.parametrize("reason", ["", "no worker prefilled the prompt in time"])
+async def test_an_answer_without_its_explanation_is_told(capsys: Capsys, tmp_path: Path, reason: str) -> None:
+    page, gateway = tmp_path / "page.html", Unexplained()
+    gateway.reason = reason
+    async with listening(rpc.handlers(SERVICE, gateway), f"unix:{tmp_path}/g.sock") as address:
         argv = ["ask", "c", "q", "--explain", str(page), "--gateway", address]
         assert await asyncio.to_thread(cli.main, argv) == 1
     said = capsys.readouterr()
     assert (said.out, page.exists()) == ("42", False)
-    assert "page.html was not written" in said.err.splitlines()[-1]
+    why = reason or "upgrade gateway and workers to the version of this command"
+    assert said.err.endswith(f"page.html was not written: {why}\n")
 
 
 # What would colour, move, hide or reorder text in a terminal, and rich's own markup.
