@@ -25,7 +25,8 @@ _PAGE = 1000
 # Lists and objects, also in texts. Without a limit, 4 MiB of empty ones would take 120 MB while they are parsed.
 _MAX_BRACKETS = 1 << 16
 # X-Accel-Buffering tells nginx to pass events on at once.
-_STREAM = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_STREAM = web.RequestKey("stream", web.StreamResponse)
 CallHandler = Callable[[web.Request, AdmittedCall], Awaitable[web.StreamResponse]]
 
 
@@ -56,6 +57,15 @@ class HTTPServer(Listener):
                     return await _counted(handler, request, call)
             except _Refusal as refusal:
                 raise refusal.response from None
+            except Exception as error:
+                # Only now it is counted as the call's, and says no address that the caller may not see.
+                stream = request.get(_STREAM)
+                if stream is None or not stream.prepared or isinstance(error, ConnectionError):
+                    raise
+                replies.record(error)
+                await stream.write(_event(json.dumps(replies.error_body(error))))
+                await stream.write_eof()
+                return stream
 
         return self.guarded(GATEWAY + (like or method), admitted)
 
@@ -138,20 +148,13 @@ async def _alive(request: web.Request) -> web.Response:
 
 
 async def _stream(request: web.Request, chunks: AsyncIterator[dict[str, Any]]) -> web.StreamResponse:
-    """Streams server-sent events. An error after the first event is sent as the last one."""
-    response = web.StreamResponse(headers=_STREAM)
-    try:
-        async for chunk in chunks:
-            if not response.prepared:
-                await response.prepare(request)
-            await response.write(_event(json.dumps(chunk)))
-    except Exception as error:
-        if not response.prepared or isinstance(error, ConnectionError):
-            raise
-        replies.record(error)
-        await response.write(_event(json.dumps(replies.error_body(error))))
-    else:
-        await response.write(_event("[DONE]"))
+    """Streams server-sent events. An error after the first event is sent as the last one, by `_admitted`."""
+    response = request[_STREAM] = web.StreamResponse(headers=_HEADERS)
+    async for chunk in chunks:
+        if not response.prepared:
+            await response.prepare(request)
+        await response.write(_event(json.dumps(chunk)))
+    await response.write(_event("[DONE]"))
     await response.write_eof()
     return response
 

@@ -16,7 +16,7 @@ from fusionkv.gateway.client.client import Client
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.protos.runtime.tls import ClientTLS
 from tests.gateway import sentence_models
-from tests.gateway.conftest import Serve, succeeds
+from tests.gateway.conftest import Serve, Start, succeeds
 from tests.processes import descendants
 from tests.services import Launch, start_cache, start_gateway, start_worker, token_entry, token_flags
 from tests.waiting import wait_until
@@ -317,6 +317,27 @@ def test_tokens_tenants_and_quotas(worker: Any, serve: Serve, tmp_path: Path) ->
     headers = limited.value.response.headers
     assert 0 < int(headers["Retry-After"]) <= 60
     assert int(headers["Retry-After"]) - 1 <= int(headers["Retry-After-Ms"]) / 1000 <= int(headers["Retry-After"])
+
+
+def test_an_error_behind_the_first_token_counts_as_one_and_says_no_address(
+    start: Start, serve: Serve, tmp_path: Path
+) -> None:
+    """As over gRPC: it is the last event of a stream whose status was 200."""
+    app, operator = (secrets.token_urlsafe(32) for _ in range(2))
+    tokens = token_flags(tmp_path, token_entry(app, "app"), token_entry(operator))
+    worker = start()
+    grpc, gateway = serve(worker, *BOTH, *tokens, token=operator, services=2)
+    stream = client_of(gateway, app).chat.completions.create(
+        model="fusionkv", messages=ASKED, max_tokens=1500, stream=True
+    )
+    next(iter(stream))
+    worker.kill9()
+    with pytest.raises(openai.APIError, match=r"fusion worker \[address\]") as told:
+        list(stream)
+    assert worker.address not in told.value.message
+    assert (told.value.type, told.value.code) == ("server_error", "unavailable")
+    assert grpc.stats().requests_failed == 1
+    assert "Generate UNAVAILABLE after" in gateway.log
 
 
 def test_tls_takes_new_certificates(worker: Any, serve: Serve, authority: Any, tmp_path: Path) -> None:
