@@ -362,6 +362,8 @@ class VLLMEngine:
                     text = (await response.text(errors="replace"))[:300]
                     raise errors.from_http(response.status, f"vLLM at {url}: status {response.status}: {text}")
                 yield response
+        except aiohttp.ConnectionTimeoutError as error:  # a TimeoutError too, but of _CONNECT_SECONDS
+            raise Unavailable(f"vLLM at {url} accepted no connection in {_CONNECT_SECONDS:g} s") from error
         except TimeoutError as error:
             raise DeadlineExceeded(f"vLLM at {url} took longer than the remaining time") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:

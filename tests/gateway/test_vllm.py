@@ -4,11 +4,13 @@ vLLM itself is tested in tests/vllm.
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
 import mmap
 import os
 import signal
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
@@ -27,8 +29,12 @@ from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.gateway.client.results import Explanation, Passage, Token
+from fusionkv.gateway.config import GatewayConfig
+from fusionkv.gateway.workers.vllm import VLLMEngine
+from fusionkv.gateway.workers.workers import WorkerPool
+from fusionkv.protos.deadline import Deadline
 from fusionkv.protos.runtime.checksum import checksum
-from fusionkv.protos.runtime.errors import FailedPrecondition, ResourceExhausted, Unavailable
+from fusionkv.protos.runtime.errors import DeadlineExceeded, FailedPrecondition, ResourceExhausted, Unavailable
 from fusionkv.vllm_connector.fusing import FusedPrefill
 from fusionkv.vllm_connector.spans import SpannedPrompt
 from fusionkv.vllm_connector.steps import VLLMSteps
@@ -425,6 +431,23 @@ async def test_a_worker_without_room(start: Start, decoder: Decoder, open_gatewa
     worker = start("--cache", "none", "--prefill-bytes", "1000")
     answer = await ask(open_gateway(worker, decoder.url), PASSAGES)
     assert "raise prefill_bytes" in answer.summary.degraded_reason
+
+
+async def test_a_vllm_that_accepts_no_connection_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not late: the caller has time left, and may try again."""
+    monkeypatch.setattr("fusionkv.gateway.workers.vllm._CONNECT_SECONDS", 0.2)
+    with contextlib.ExitStack() as sockets:
+        full = sockets.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(2):  # the second waits for a place
+            other = sockets.enter_context(socket.socket())
+            other.setblocking(False)
+            other.connect_ex(full.getsockname())
+        url = f"http://127.0.0.1:{full.getsockname()[1]}"
+        engine = VLLMEngine(WorkerPool(["127.0.0.1:1"]), GatewayConfig(decode="vllm", vllm_url=url))
+        for deadline, error in ((Deadline.after(60), Unavailable), (Deadline.after(0.05), DeadlineExceeded)):
+            with pytest.raises(error):
+                await anext(engine.chat({}, "", deadline))
+        await engine.close()
 
 
 @pytest.mark.slow
