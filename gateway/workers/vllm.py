@@ -32,8 +32,6 @@ _faults = logs.RateLimitedLog(logging.getLogger(__name__))
 _CONNECT_SECONDS = 5.0
 # Wait for the worker's summary after the last token; the summary is sent as soon as vLLM has loaded the KV.
 _SUMMARY_SECONDS = 2.0
-# Maximum length of an answer until a worker has reported its own, if the request sets none.
-_MAX_TOKENS = 256
 # Wait for a worker to describe its model, once that is known: a hung worker must not use up the caller's deadline.
 _MODEL_SECONDS = 2.0
 # Prompts remembered, of 300 bytes and a summary each.
@@ -103,7 +101,6 @@ class _Answer:
     """One answer: its prompt and how vLLM gets the prompt's KV, its text so far, and how it ends.
 
     Attributes:
-        room: tokens that the model's length leaves for the answer.
         limit: the most tokens of the answer.
         remembered: salt and summary of an earlier prefill of this prompt, whose KV vLLM may still have.
         salt: vLLM's `cache_salt` for the prompt.
@@ -112,13 +109,13 @@ class _Answer:
         usage: vLLM's figures, set with the last token.
     """
 
-    def __init__(self, request: pb.GenerateRequest, vocabulary: Vocabulary, max_tokens: int) -> None:
-        """max_tokens: limit of an answer whose request sets none."""
+    def __init__(self, request: pb.GenerateRequest, vocabulary: Vocabulary) -> None:
         self.request = request
         self.prompt = [*request.system.ids, *(i for c in request.chunks for i in c.ids), *request.question.ids]
-        self.room = vocabulary.model.max_tokens - len(self.prompt)
+        model = vocabulary.model
         # As a worker sets it: vLLM refuses what exceeds the model's length.
-        self.limit = request.sampling.max_tokens or max(1, min(self.room, max_tokens))
+        room = min(model.max_tokens - len(self.prompt), model.max_new_tokens)
+        self.limit = request.sampling.max_tokens or max(1, room)
         self.exact_salt, self.fused_salt = _cache_salts(request, self.prompt)
         self.salt = self.exact_salt
         self.remembered: tuple[str, answer_pb2.Summary] | None = None
@@ -175,7 +172,6 @@ class VLLMEngine:
         trusted = ssl.create_default_context(cafile=ca) if ca else True
         self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(ssl=trusted))
         self._vocabulary: Vocabulary | None = None
-        self._max_tokens = _MAX_TOKENS
         self._remembered = _Prompts()
 
     async def model(self, deadline: Deadline, check: Check = lambda _: None) -> Vocabulary:
@@ -215,7 +211,7 @@ class VLLMEngine:
             FailedPrecondition: vLLM, or the worker, can't serve this request.
             DeadlineExceeded: the deadline passed.
         """
-        answer = _Answer(request, self._vocabulary or await self.model(deadline), self._max_tokens)
+        answer = _Answer(request, self._vocabulary or await self.model(deadline))
         if not request.explain and (remembered := self._remembered.get(answer.fused_salt)):
             answer.remembered, answer.salt = remembered, remembered[0]
         async with contextlib.AsyncExitStack() as stack:
@@ -283,8 +279,6 @@ class VLLMEngine:
             return
         first = response.first
         answer.limit = first.max_tokens
-        if not answer.request.sampling.max_tokens and answer.limit < answer.room:
-            self._max_tokens = answer.limit
         yield answer.token(first.token.id, first.finish_reason)
         answer.prompt.append(first.token.id)
         answer.salt = answer.exact_salt if first.lossless else answer.fused_salt

@@ -384,6 +384,17 @@ async def test_a_repeated_answer_without_a_limit_has_the_same(
         assert "kv_transfer_params" not in decoder.bodies[-1]
 
 
+async def test_a_repeated_prompt_without_a_limit_has_the_workers(
+    worker: Any, decoder: Decoder, open_gateway: Open
+) -> None:
+    """Also if all that it prefilled before had limits of their own."""
+    client = open_gateway(worker, decoder.url)
+    await ask(client, PASSAGES)
+    again = await client.ask("", "What is white?", passages=PASSAGES)
+    assert "kv_transfer_params" not in decoder.bodies[-1]
+    assert again.summary.tokens_generated == 12
+
+
 @pytest.mark.slow
 async def test_sampling_and_stop_strings(worker: Any, decoder: Decoder, open_gateway: Open) -> None:
     alone, client = open_gateway(worker), open_gateway(worker, decoder.url)
