@@ -170,7 +170,7 @@ class HTTPConnection(web.RequestHandler):
         """The last response, to a request that could not be parsed or that no handler answered."""
         if isinstance(exc, HttpProcessingError):
             rejected.note("http_head")
-        elif exc is not None:
+        elif exc is not None and not isinstance(exc, ConnectionError):  # which is the end of one whose client left
             log.error("unexpected error in an HTTP request", exc_info=exc)
         if request.writer.output_size > 0:
             raise ConnectionError("part of another response has already been sent")

@@ -39,6 +39,7 @@ class Served(Listener):
         self.get("/", self._greet)
         self.get("/stream", self._stream)
         self.get("/flood", self._flood)
+        self.get("/left", self._left)
         self.post("/", self._read)
 
     def failed(self, error: Exception) -> web.Response:
@@ -68,6 +69,15 @@ class Served(Listener):
                 await response.write(bytes(1 << 20))
         finally:
             self.cancelled += 1
+
+    async def _left(self, request: web.Request) -> web.StreamResponse:
+        """Writes after the client has left, and before the handler is cancelled for that."""
+        response = web.StreamResponse()
+        await response.prepare(request)
+        assert request.transport is not None
+        request.transport.abort()
+        await response.write(b"event\n")
+        return response
 
 
 Serve = Callable[..., Any]
@@ -171,6 +181,17 @@ async def test_a_caller_that_reads_nothing(serve: Serve) -> None:
     _, writer = await sent(address, WHOLE.replace(b"GET /", b"GET /flood"))
     await until(lambda: one.cancelled)
     writer.close()
+
+
+async def test_a_client_that_leaves_during_a_write_is_no_error_in_the_log(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, address = await serve()
+    async with httpx2.AsyncClient(timeout=60) as client:
+        with pytest.raises(httpx2.TransportError):
+            await client.get(f"http://{address}/left")
+        assert (await client.get(f"http://{address}/")).text == "here"
+    assert not caplog.records
 
 
 async def test_a_stream_goes_on_for_longer_than_every_limit(serve: Serve) -> None:
