@@ -4,8 +4,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from fusionkv.protos.contract.names import DEFAULT
+from fusionkv.protos.contract.names import DEFAULT, full_name
+from fusionkv.protos.contract.recipes import find_recipe
+from fusionkv.protos.contract.requests import RequestedRecipe
 from fusionkv.protos.runtime import process
+from fusionkv.protos.runtime.errors import ServiceError
 from fusionkv.protos.runtime.settings import setting
 from fusionkv.protos.serving import CallingConfig
 
@@ -202,6 +205,12 @@ class GatewayConfig(CallingConfig):
             raise ValueError(f"decode must be worker or vllm, not {self.decode!r}")
         if self.decode == "vllm" and not self.vllm_url.startswith(("http://", "https://")):
             raise ValueError("decode = vllm needs vllm_url, beginning with http:// or https://")
+        try:  # a worker decides what `default` means: any recipe that takes modifiers stands for it
+            requested = RequestedRecipe(self.recipe, find_recipe(full_name(self.recipe, "deeplayer")))
+            if self.decode == "vllm":
+                requested.check_portable()
+        except ServiceError as error:
+            raise ValueError(f"recipe: {error}") from error
 
     @property
     def several_tenants(self) -> bool:

@@ -414,6 +414,8 @@ def test_commands_that_need_no_gateway_explain_themselves_too(command: str) -> N
         ({"milvus_token": "file"}, "milvus_token needs milvus_url"),
         ({"decode": "sglang"}, "decode must be worker or vllm"),
         ({"decode": "vllm"}, "decode = vllm needs vllm_url"),
+        ({"recipe": "deeplayer+prime"}, "recipe: unknown recipe modifier 'prime'"),
+        ({"recipe": "ape", "decode": "vllm", "vllm_url": "http://a"}, "recipe: only the fusion worker can decode"),
     ],
 )
 def test_settings_that_can_not_work_are_refused(flags: dict[str, str], error: str) -> None:
