@@ -34,9 +34,8 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The owner of a token. `name` is for logs; the caller can reach only the data of `tenant`."""
+    """The owner of a token, who can reach only the data of `tenant`."""
 
-    name: str
     role: Role
     tenant: str
 

@@ -94,7 +94,7 @@ class StaticTokens:
             digest = b""
         if len(digest) != hashlib.sha256().digest_size:
             raise BadFile(f"{where} must have a sha256 of 64 hexadecimal digits: `printf %s TOKEN | sha256sum`")
-        return digest, Caller(entry["name"], Role(entry["role"]), entry["tenant"])
+        return digest, Caller(Role(entry["role"]), entry["tenant"])
 
 
 class KeyFile:
@@ -198,7 +198,7 @@ class JWTTokens:
         tenant = claims.get(self._tenant_claim)
         if not isinstance(tenant, str) or not is_tenant(tenant):
             raise PermissionDenied(f"the token's claim {self._tenant_claim!r} must name a tenant: {TENANT_FORM}")
-        return Caller(str(claims.get("sub", ""))[:64], roles[0], tenant)
+        return Caller(roles[0], tenant)
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

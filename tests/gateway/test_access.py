@@ -215,7 +215,7 @@ def test_a_bad_file_of_tokens_is_refused_and_not_quoted(tmp_path: Path, text: st
 
 async def test_the_caller_of_one_call_is_not_that_of_another() -> None:
     async def one(name: str) -> bool:
-        made = access.Caller(name, Role.APP, name)
+        made = access.Caller(Role.APP, name)
         access.CALLER.set(made)
         await asyncio.sleep(0)
         return access.CALLER.get() == made
@@ -239,7 +239,7 @@ async def test_the_caller_of_one_call_is_not_that_of_another() -> None:
 def test_only_operators_see_addresses_of_other_services(said: str, shown: str | None) -> None:
     seen = {}
     for role in (None, *access.Role):
-        caller = role and access.Caller("one", role, "acme")
+        caller = role and access.Caller(role, "acme")
         seen[role] = contextvars.copy_context().run(lambda c=caller: (access.CALLER.set(c), access.withheld(said))[1])
     assert seen == {None: said, access.Role.OPERATOR: said, **dict.fromkeys(("app", "worker"), shown or said)}
 
@@ -254,7 +254,7 @@ async def test_an_app_is_not_told_by_any_error_of_a_worker() -> None:
                 raise error from cause
         return str(raised.value)
 
-    access.CALLER.set(access.Caller("one", Role.APP, "acme"))
+    access.CALLER.set(access.Caller(Role.APP, "acme"))
     for status in grpc.StatusCode:
         if status not in (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED):
             metadata = grpc.aio.Metadata()
