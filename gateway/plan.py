@@ -218,7 +218,11 @@ def order(passages: Sequence[Passage], order: pb.Order) -> list[Passage]:
 
     By document and position, a set of chunks makes the same path for every question, and so a prefix hit in the cache
     service. `ORDER_ENDS` keeps the worst passages away from the question (docs/quality.md).
+
+    Raises InvalidArgument for a number that is no order, which protobuf lets through.
     """
+    if order not in pb.Order.values():
+        raise InvalidArgument(f"there is no order {order}")
     if order == pb.ORDER_DOCUMENT:
         return sorted(passages, key=lambda passage: passage[0].key)
     if order == pb.ORDER_RANK_REVERSED:

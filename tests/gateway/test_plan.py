@@ -72,6 +72,11 @@ def test_order(order: pb.Order, keys: list[tuple[str, int]]) -> None:
     assert [c.key for c, _ in plan.order(PASSAGES, order)] == keys
 
 
+def test_an_order_of_a_later_version_is_no_rank() -> None:
+    with pytest.raises(InvalidArgument, match="there is no order 99"):
+        plan.order(PASSAGES, pb.RetrieveRequest(order=99).order)  # type: ignore[arg-type]
+
+
 def test_what_looks_the_same_is_the_same() -> None:
     """In NFC, as documents are stored."""
     apart, one = "Cafe\u0301", "Café"
