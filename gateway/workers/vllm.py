@@ -170,7 +170,8 @@ class VLLMEngine:
         headers = {"Authorization": f"Bearer {secret(config.vllm_token)}"} if config.vllm_token else {}
         ca = config.tls_ca if config.vllm_url.startswith("https://") else None
         trusted = ssl.create_default_context(cafile=ca) if ca else True
-        self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(ssl=trusted))
+        # A connection for each answer, which max_requests limits, and for health checks: the default is 100 in all.
+        self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(ssl=trusted, limit=0))
         self._vocabulary: Vocabulary | None = None
         self._remembered = _Prompts()
 

@@ -17,6 +17,7 @@ from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.servicer import SERVICE
 from fusionkv.gateway.workers.vllm import VLLMEngine
 from fusionkv.gateway.workers.workers import WorkerPool
+from fusionkv.protos.deadline import Deadline
 from tests.gateway.conftest import Serve, Start
 from tests.http_server import serving
 from tests.services import Launch, listening, start_cache, start_gateway, token_entry, token_flags
@@ -127,6 +128,31 @@ async def test_with_vllm_a_gateway_is_ready_while_vllm_is() -> None:
         answer = 200
         assert not await alone.ready(20), "no worker has described the model"
         await alone.close()
+
+
+async def test_with_vllm_a_gateway_that_is_busy_is_ready_yet() -> None:
+    """Each answer has a connection, of which aiohttp opens 100 by default; max_requests limits them."""
+    held, end = 0, asyncio.Event()
+
+    async def health(request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def chat(request: web.Request) -> web.Response:
+        nonlocal held
+        held += 1
+        await end.wait()
+        return web.json_response({})
+
+    worker, busy = Worker(), GatewayConfig().max_requests
+    routes = web.get("/health", health), web.post("/v1/chat/completions", chat)
+    async with serving(*routes) as url, listening(worker.handler) as address:
+        engine = VLLMEngine(WorkerPool([address]), GatewayConfig(decode="vllm", vllm_url=url))
+        chats = [asyncio.ensure_future(anext(engine.chat({}, "", Deadline.after(60)))) for _ in range(busy)]
+        await until(lambda: held == busy, 20)
+        assert await engine.ready(20)
+        end.set()
+        assert await asyncio.gather(*chats) == [{}] * busy
+        await engine.close()
 
 
 async def test_a_hung_worker_hides_no_other() -> None:
