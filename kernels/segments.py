@@ -95,6 +95,7 @@ class KVSegment:
     positions: int64 [length], ascending, for slots whose positions in the prompt are not consecutive.
     hidden: bool [length]; True for a stale slot whose token is recomputed in another slot: no row attends to it. A
         segment has `positions` (fresh keys) or `hidden` (stale keys), not both.
+    continues: whether it is the rest of the segment before it, which a fragmented pool has in several runs of slots.
     listed: int32 [length], each slot's position, NEVER for a hidden one; None if slot i is visible at `first + i`.
     """
 
@@ -104,6 +105,7 @@ class KVSegment:
     shift: int = 0
     positions: torch.Tensor | None = None
     hidden: torch.Tensor | None = None
+    continues: bool = False
     listed: torch.Tensor | None = field(init=False)
 
     def __post_init__(self) -> None:

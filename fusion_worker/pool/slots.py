@@ -90,7 +90,8 @@ def lay_out(positions: torch.Tensor, runs: Sequence[SlotRange]) -> tuple[KVSegme
             break
         first = int(part[0])
         dense = int(part[-1]) - first + 1 == len(part)
-        segments.append(KVSegment(run.start, len(part), first, positions=None if dense else part))
+        uneven = None if dense else part
+        segments.append(KVSegment(run.start, len(part), first, positions=uneven, continues=at > 0))
         at += len(part)
     return tuple(segments)
 
@@ -108,6 +109,6 @@ def stretches(
         if length <= 0:
             break
         unseen = None if hidden is None else hidden[at : at + length]
-        segments.append(KVSegment(run.start, length, first + at, shift, hidden=unseen))
+        segments.append(KVSegment(run.start, length, first + at, shift, hidden=unseen, continues=at > 0))
         at += length
     return tuple(segments)

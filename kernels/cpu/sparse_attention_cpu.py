@@ -266,24 +266,34 @@ class _Source(NamedTuple):
 
     first: int
     rows: int
-    slots: range
+    slots: Sequence[range]
     unseen: torch.Tensor | None
+
+    def padded(self, count: int) -> torch.Tensor:
+        """int64 [count]: the slots, and the last one again and again."""
+        *others, last = self.slots
+        rest = torch.arange(last.start, last.start + count - sum(map(len, others))).clamp_(max=last.stop - 1)
+        return torch.cat([*(torch.arange(each.start, each.stop) for each in others), rest]) if others else rest
+
+
+# A segment and those that continue it, cut into tiles as one: answers do not hang on where a pool has the tokens.
+_Run = Sequence[KVSegment]
 
 
 def _plan(few: Spans, rotation: Rotation, groups: int, window: int | None, dtype: torch.dtype) -> _Plan:
-    by_slots: dict[tuple[int, int], list[tuple[QuerySpan, KVSegment]]] = defaultdict(list)
+    by_slots: dict[tuple[range, ...], list[tuple[QuerySpan, _Run]]] = defaultdict(list)
     for span in few:
-        for segment in _seen(span, window):
-            by_slots[segment.start, segment.stop].append((span, segment))
+        for run in _seen(span, window):
+            by_slots[tuple(range(segment.start, segment.stop) for segment in run)].append((span, run))
     row: list[int] = []
     shifts: list[int] = []
     by_rows: dict[int, list[_Source]] = defaultdict(list)
-    for (start, stop), pairs in by_slots.items():
+    for slots, pairs in by_slots.items():
         first = len(row)
-        for span, segment in pairs:
+        for span, run in pairs:
             row += range(span.start, span.stop)
-            shifts += [-segment.shift] * span.rows
-        source = _Source(first, len(row) - first, range(start, stop), _all_unseen(pairs, window))
+            shifts += [-run[0].shift] * span.rows
+        source = _Source(first, len(row) - first, slots, _all_unseen(pairs, window))
         by_rows[source.rows].append(source)
     made = [_call(sources, groups, dtype) for sources in by_rows.values()]
     blind = torch.cat([torch.ones(1, dtype=torch.bool), *(blind for _, blind in made)])
@@ -303,60 +313,64 @@ def _call(sources: Sequence[_Source], groups: int, dtype: torch.dtype) -> tuple[
 
     Returns the call, and bool [tiles * rows]: rows that see no key of their tile.
     """
-    rows = sources[0].rows
-    length = min(_LENGTHS, key=lambda n: sum(-(-len(s.slots) // n) for s in sources) * (n + _TILE_COST))
-    counts = [-(-len(source.slots) // length) for source in sources]
+    rows, sizes = sources[0].rows, [sum(map(len, source.slots)) for source in sources]
+    length = min(_LENGTHS, key=lambda n: sum(-(-size // n) for size in sizes) * (n + _TILE_COST))
+    counts = [-(-size // length) for size in sizes]
     cut = list(zip(sources, counts, strict=True))
     turned = torch.cat([torch.arange(s.first, s.first + rows).repeat(count) for s, count in cut])
-    # Padding repeats the last slot.
-    padded = [torch.arange(s.slots.start, s.slots.start + n * length).clamp_(max=s.slots.stop - 1) for s, n in cut]
-    slots = torch.cat(padded)
-    if all(s.unseen is None and not len(s.slots) % length for s in sources):
+    slots = torch.cat([s.padded(count * length) for s, count in cut])
+    if all(s.unseen is None and not size % length for s, size in zip(sources, sizes, strict=True)):
         return _Call(rows, turned, slots, None), torch.zeros(len(turned), dtype=torch.bool)
-    unseen = torch.cat([_tiled(s, count, length) for s, count in cut])
+    unseen = torch.cat([_tiled(s, size, count, length) for (s, count), size in zip(cut, sizes, strict=True)])
     bias = torch.zeros(unseen.shape, dtype=dtype).masked_fill_(unseen, float("-inf"))
     return _Call(rows, turned, slots, bias.repeat_interleave(groups, 1)[:, None]), unseen.all(-1).flatten()
 
 
-def _tiled(source: _Source, count: int, length: int) -> torch.Tensor:
-    """bool [count, rows, length]: slots of each tile that a row does not see, padding included."""
+def _tiled(source: _Source, size: int, count: int, length: int) -> torch.Tensor:
+    """bool [count, rows, length]: slots of each tile that a row does not see, or that are behind `size` slots."""
     unseen = torch.ones(source.rows, count * length, dtype=torch.bool)
-    unseen[:, : len(source.slots)] = False if source.unseen is None else source.unseen
+    unseen[:, :size] = False if source.unseen is None else source.unseen
     return unseen.unflatten(1, (count, length)).transpose(0, 1)
 
 
-def _seen(span: QuerySpan, window: int | None) -> Iterator[KVSegment]:
-    """The segments with a key that any row may see."""
+def _seen(span: QuerySpan, window: int | None) -> Iterator[_Run]:
+    """The runs with a key that any row may see."""
     first, last = int(span.positions[0]), int(span.positions[-1])
+    runs = list[list[KVSegment]]()
     for segment in span.segments:
-        if segment.first <= last and (window is None or segment.last > first - window):
-            yield segment
+        if segment.continues:
+            runs[-1].append(segment)
+        else:
+            runs.append([segment])
+    for run in runs:
+        if run[0].first <= last and (window is None or run[-1].last > first - window):
+            yield run
 
 
-def _unseen(span: QuerySpan, segment: KVSegment, window: int | None) -> torch.Tensor | None:
+def _unseen(span: QuerySpan, run: _Run, window: int | None) -> torch.Tensor | None:
     """bool [rows, keys], True for keys that a row does not see; None if every row sees all keys."""
     first, last = int(span.positions[0]), int(span.positions[-1])
-    inside = segment.last <= first and (window is None or segment.first > last - window)
-    if inside and segment.hidden is None:
+    inside = run[-1].last <= first and (window is None or run[0].first > last - window)
+    if inside and run[0].hidden is None:
         return None
-    unseen = torch.zeros(span.rows, segment.length, dtype=torch.bool)
-    if segment.hidden is not None:
-        unseen |= segment.hidden
+    unseen = torch.zeros(span.rows, sum(segment.length for segment in run), dtype=torch.bool)
+    if run[0].hidden is not None:
+        unseen |= torch.cat([segment.hidden for segment in run if segment.hidden is not None])
     if not inside:
-        keys = segment.key_positions()
+        keys = torch.cat([segment.key_positions() for segment in run])
         unseen |= keys > span.positions[:, None]
         if window is not None:
             unseen |= keys <= span.positions[:, None] - window
     return unseen
 
 
-def _all_unseen(pairs: Sequence[tuple[QuerySpan, KVSegment]], window: int | None) -> torch.Tensor | None:
+def _all_unseen(pairs: Sequence[tuple[QuerySpan, _Run]], window: int | None) -> torch.Tensor | None:
     """bool [rows, slots] of slots that all pairs share, their rows concatenated; None if every row sees all slots."""
-    hidden = [_unseen(span, segment, window) for span, segment in pairs]
+    hidden = [_unseen(span, run, window) for span, run in pairs]
     if all(unseen is None or not unseen.any() for unseen in hidden):
         return None
     parts = [
-        torch.zeros(span.rows, segment.length, dtype=torch.bool) if unseen is None else unseen
-        for (span, segment), unseen in zip(pairs, hidden, strict=True)
+        torch.zeros(span.rows, sum(segment.length for segment in run), dtype=torch.bool) if unseen is None else unseen
+        for (span, run), unseen in zip(pairs, hidden, strict=True)
     ]
     return torch.cat(parts)

@@ -139,7 +139,8 @@ class Request:
                 continue
             slot += 1  # a gap: runs of the pool don't touch
             gapless = run[-1] - run[0] + 1 == len(run)
-            found.append(KVSegment(slot, len(run), run[0], positions=None if gapless else torch.tensor(run)))
+            uneven = None if gapless else torch.tensor(run)
+            found.append(KVSegment(slot, len(run), run[0], positions=uneven, continues=low > 0))
             slot += len(run)
         return tuple(found)
 
