@@ -43,10 +43,13 @@ class PromptLoad:
                 for key in dict.fromkeys(source.key for source in sources):
                     if (pooled := pool.chunks.find(key)) is not None:
                         self._pinned[key] = pooled
-                missing = {source.key: source for source in sources if source.key not in self._pinned}
+                lacking = [source for source in sources if source.key not in self._pinned]
+                # A primer is read only by parts that are encoded now.
+                used = [s for s in sources if not s.is_primer or any(part.follows(s) for part in lacking)]
+                missing = {source.key: source for source in used if source.key not in self._pinned}
                 new = [len(source.chunk) for source in missing.values()]
                 await pool.room([*new, fresh], [pooled.tokens for pooled in self._pinned.values()])
-                for source in sources:
+                for source in used:
                     self._place(source, namespace)
                 self._fresh = pool.reserve(fresh)
             try:

@@ -129,6 +129,20 @@ async def test_without_a_cache_service_the_primer_is_kept_in_memory(start: Any, 
     await rig.ask(system, [a, b], question, **PRIMED, corpus="one", expected=expected)
 
 
+async def test_a_primer_that_was_evicted_is_not_computed_again_for_chunks_in_the_pool(start: Any, text: Text) -> None:
+    """It goes first: a prompt's parts are used in their order."""
+    rig, (system, question, a, b, c) = await start("llama"), (text[n] for n in "SQABC")
+    expected = primed(system, [a, b], question, [list(rig.servicer.loader.fallback.ids)])
+    await rig.ask(system, [a, b], question, **PRIMED, expected=expected)
+    for pooled in [pooled for pooled in rig.pool.chunks if pooled.tokens == TOKENS]:
+        rig.pool._give(rig.pool.chunks.remove(pooled))
+    room = rig.pool.free.count
+    await rig.ask(system, [a, b], question, **PRIMED, expected=expected)
+    assert rig.pool.free.count == room
+    await rig.ask(system, [a, c], question, **PRIMED)
+    assert rig.pool.free.count < room - TOKENS, "another chunk is encoded after it"
+
+
 async def test_the_primer_of_a_corpus_is_forgotten(start: Any, text: Text) -> None:
     rig, (system, question, a, b) = await start("llama"), (text[n] for n in "SQAB")
     for chunks in (LONG, [random_ids(200, 1), random_ids(190, 2)]):
