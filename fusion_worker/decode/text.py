@@ -5,25 +5,52 @@ from collections.abc import Sequence
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+_MOST_BYTES = 4  # of a character
+
 
 class Characters:
-    """Decodes token ids to whole characters, one after another. Bytes that are no UTF-8 are left out."""
+    """Decodes token ids to whole characters, one after another. Bytes that are no UTF-8 give U+FFFD, or nothing."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        # Of the last text, behind which a new stream begins: its first token would lose its leading space.
+        self._last: list[int] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self._stream = DecodeStream(skip_special_tokens=self._skip)
+        self._waiting: list[int] = []
+        for token in self._last:
+            self._stream.step(self._tokenizer, token)
 
     def step(self, token: int) -> str | None:
         """The text that this token completes; None if it completes no character."""
+        self._waiting.append(token)
         try:
-            return self._stream.step(self._tokenizer, token)
+            piece = self._stream.step(self._tokenizer, token)
         except Exception:  # tokenizers raises no other class
             # With a token for each byte (Mistral, Gemma), a byte that is no UTF-8 also spoils the characters right
             # before it, which were decoded already; DecodeStream then refuses the next token of text.
-            self._stream = DecodeStream(skip_special_tokens=self._skip)
-            self._stream.step(self._tokenizer, token)  # the first token of a stream would lose its leading space
-            return self._stream.step(self._tokenizer, token)
+            self._last = [token]
+            self._begin()
+            self._waiting, piece = [token], self._stream.step(self._tokenizer, token)
+        if piece is not None:
+            self._last, self._waiting = self._waiting, []
+        elif len(self._waiting) >= _MOST_BYTES:
+            piece = self._give_up_first()
+        return piece
+
+    def _give_up_first(self) -> str | None:
+        """The text of the first of the waiting tokens, which is no part of a character that others complete.
+
+        DecodeStream decodes all that wait at each step: 8,000 of them, such as special tokens, took 7 to 20 s.
+        """
+        first, *rest = self._waiting
+        ids = self._last, [*self._last, first]
+        before, text = (self._tokenizer.decode(each, skip_special_tokens=self._skip) for each in ids)
+        self._begin()
+        return text[len(before) :] + "".join(self.step(each) or "" for each in rest) or None
 
 
 class TextStream:

@@ -125,6 +125,16 @@ def test_bytes_that_are_no_text_end_no_answer() -> None:
     assert pushed == ["a", "", "\u00e9", "", " b", "a"]
 
 
+def test_bytes_that_are_no_text_and_special_tokens_wait_for_nothing() -> None:
+    """All that wait are decoded again at each step."""
+    stream, stray, special = TextStream(BYTES, ()), BYTES.token_to_id("\u00ff"), BYTES.token_to_id("<s>")
+    assert "".join(stream.push(stray) for _ in range(12)) == "\ufffd" * 9
+    assert [stream.push(token) for token in BYTES.encode("a").ids] == ["\ufffd" * 3 + "a"]
+    assert not any(stream.push(special) for _ in range(12))
+    assert len(stream._characters._waiting) == 3
+    assert [stream.push(token) for token in BYTES.encode("\u00e9b").ids] == ["", "\u00e9", "b"]
+
+
 alphabet = st.sampled_from(["a", "b", "é", "😀"])
 
 
