@@ -291,7 +291,8 @@ class Answerer:
 
     def _shadowed(self, request: Request, planned: _Planned) -> bool:
         """Whether to repeat the answer with full attention: only a greedy answer that may differ from it."""
-        may_differ = not request.recipe.lossless and request.ratio < 1.0 and not planned.degraded
+        approximate = not request.recipe.lossless and (request.ratio < 1.0 or planned.kept > 0)
+        may_differ = approximate and not planned.degraded
         return may_differ and request.params.temperature == 0.0 and self.shadow.wants()
 
     async def _prepare(self, stack: AsyncExitStack, request: Request, stopwatch: Stopwatch, raised: bool) -> _Planned:

@@ -247,6 +247,14 @@ async def test_what_cannot_differ_is_not_made_again(start: Any, parts: Any, more
     await rig.ask(*parts, **more)
 
 
+async def test_an_answer_that_keeps_little_of_its_context_may_differ_at_any_ratio(start: Any, parts: Any) -> None:
+    rig, made = await start("llama", shadow_share=1.0), list[Sample]()
+    rig.servicer.answerer.shadow.offer = made.append
+    for keep in (8, 2048):
+        await rig.ask(*parts, recipe=f"prophetkv+snapkv({keep})", ratio=1.0)
+        assert len(made) == 1, "only the first context is longer than what is kept"
+
+
 async def test_answers_that_stray_raise_the_ratio_then_recompute_all(start: Any, parts: Any) -> None:
     rig = await start("llama", shadow_share=1.0, shadow_floor=0.9)
     full = await rig.ask(*parts, recipe="full_attention", max_tokens=6)
