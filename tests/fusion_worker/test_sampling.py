@@ -56,6 +56,17 @@ def test_top_k_and_top_p_which_keeps_the_fewest_that_reach_it() -> None:
         assert set(draws(300, logits, top_p=top_p)) == kept
 
 
+def test_a_large_vocabulary_is_not_ordered_for_a_few_likely_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is where many are needed."""
+    ordered, topk = list[int](), torch.Tensor.topk
+    monkeypatch.setattr(torch.Tensor, "topk", lambda x, count: (ordered.append(count), topk(x, count))[1])
+    likely = torch.zeros(50_000).index_fill(0, torch.tensor([7, 40_000]), 20.0)
+    assert set(draws(40, likely, top_p=0.9)) == {7, 40_000}
+    assert len(set(draws(200, torch.zeros(5000), top_p=0.5))) > 150
+    assert max(draws(200, torch.arange(5000.0).neg() / 1e9, top_p=0.5)) < 2501
+    assert sorted(set(ordered)) == [1024, 5000]
+
+
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-45, 5e-324])
 def test_the_smallest_temperatures_are_greedy(temperature: float) -> None:
     assert set(draws(20, LOGITS * 1e3, temperature=temperature)) == {1}
