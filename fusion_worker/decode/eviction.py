@@ -30,9 +30,13 @@ async def evict(
     """
     fresh, low = plan.layout.fresh, len(plan.stale) - plan.context_tokens
     kept = behind(fresh, sum(run.length for run in fresh) - keep.tokens)
-    tokens = most_voted(votes[..., low : len(plan.stale) + plan.links], keep.tokens) + low
     span, to = QuerySpan(0, 1, plan.positions[-1:], plan.visible()), slots_of(kept)
-    await to_the_end(asyncio.to_thread(tp.copy, partial(copy_kept, span, tokens, to, pool.kv, model)))
+
+    def copy() -> None:
+        tokens = most_voted(votes[..., low : len(plan.stale) + plan.links], keep.tokens) + low
+        tp.copy(partial(copy_kept, span, tokens, to, pool.kv, model))
+
+    await to_the_end(asyncio.to_thread(copy))
     context = stretches(kept, keep.tokens, low, shift=0)
     plan.layout.let_go()
     return plan.evict((*(segment for segment in plan.keys if segment.first < low), *context))

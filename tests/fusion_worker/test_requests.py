@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from fusionkv.fusion_worker import request
 from fusionkv.fusion_worker.compute.jobs import ForwardJob, Nothing
+from fusionkv.fusion_worker.decode import eviction
 from fusionkv.fusion_worker.pool.slots import SlotRange
 from fusionkv.protos.contract.length import shorten
 from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted
@@ -225,6 +227,30 @@ async def test_cancelled_while_it_waits_for_room(start: Any, parts: Any) -> None
     await cancelled(first)
     rig.pool.release(held)
     assert (await second).ids
+
+
+async def test_what_takes_long_for_a_long_prompt_holds_up_no_other_answer(
+    start: Any, parts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The choice of what is kept of a context, and the text of every token, are made beside the event loop."""
+    used = []
+
+    def recorded(function: Any) -> Any:
+        def record(*given: Any) -> Any:
+            used.append(threading.current_thread())
+            return function(*given)
+
+        return record
+
+    for module, name in ((eviction, "most_voted"), (request, "explain")):
+        monkeypatch.setattr(module, name, recorded(getattr(module, name)))
+    rig = await start("llama")
+    asked = rig.request(*parts, recipe="full_reuse+snapkv(8)", max_tokens=2)
+    asked.explain = True
+    events = [event.WhichOneof("event") async for event in rig.servicer.Generate(asked, None)]
+    assert (events[0], events[-1]) == ("explanation", "summary")
+    assert len(used) == 2
+    assert threading.current_thread() not in used
 
 
 async def test_a_failing_job_fails_alone(start: Any, parts: Any) -> None:
