@@ -350,18 +350,14 @@ def _seen(span: QuerySpan, window: int | None) -> Iterator[_Run]:
 def _unseen(span: QuerySpan, run: _Run, window: int | None) -> torch.Tensor | None:
     """bool [rows, keys], True for keys that a row does not see; None if every row sees all keys."""
     first, last = int(span.positions[0]), int(span.positions[-1])
-    inside = run[-1].last <= first and (window is None or run[0].first > last - window)
-    if inside and run[0].hidden is None:
-        return None
-    unseen = torch.zeros(span.rows, sum(segment.length for segment in run), dtype=torch.bool)
-    if run[0].hidden is not None:
-        unseen |= torch.cat([segment.hidden for segment in run if segment.hidden is not None])
-    if not inside:
-        keys = torch.cat([segment.key_positions() for segment in run])
-        unseen |= keys > span.positions[:, None]
-        if window is not None:
-            unseen |= keys <= span.positions[:, None] - window
-    return unseen
+    hidden = [segment.hidden for segment in run if segment.hidden is not None]
+    if run[-1].last <= first and (window is None or run[0].first > last - window):
+        return torch.cat(hidden).expand(span.rows, -1) if hidden else None
+    keys = torch.cat([segment.key_positions() for segment in run])
+    unseen = keys > span.positions[:, None]
+    if window is not None:
+        unseen |= keys <= span.positions[:, None] - window
+    return unseen | torch.cat(hidden) if hidden else unseen
 
 
 def _all_unseen(pairs: Sequence[tuple[QuerySpan, _Run]], window: int | None) -> torch.Tensor | None:
