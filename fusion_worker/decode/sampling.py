@@ -86,14 +86,16 @@ class Sampler:
         # float64, relative to the maximum: below a temperature of 1e-36 float32 would give inf - inf.
         logits = logits.cpu().double()
         _check_finite(*torch.stack(logits.aminmax()).tolist())
-        logits, ids = (logits - logits.max()) / params.temperature, torch.arange(len(logits))
+        logits, ids = logits.sub_(logits.max()).div_(params.temperature), torch.arange(len(logits))
         if 0 < params.top_k < len(logits):
             logits, ids = logits.topk(params.top_k)
-        weights = logits.exp()
+        weights = logits.exp_()
         if 0.0 < params.top_p < 1.0:
             weights, places = _fewest(weights, params.top_p)
             ids = ids[places]
-        return int(ids[torch.multinomial(weights, 1, generator=self._random)])
+        # By one random number: torch.multinomial takes one for each token of the vocabulary, and 5 ms for 151,936.
+        sums, drawn = weights.cumsum(0), torch.rand(1, generator=self._random, dtype=torch.float64)
+        return int(ids[torch.searchsorted(sums, drawn * sums[-1], right=True).clamp_(max=len(ids) - 1)])
 
 
 def _fewest(weights: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -56,6 +56,10 @@ def test_top_k_and_top_p_which_keeps_the_fewest_that_reach_it() -> None:
         assert set(draws(300, logits, top_p=top_p)) == kept
 
 
+def test_a_token_takes_one_random_number_whatever_the_vocabulary() -> None:
+    assert [token // 1000 for token in draws(20, torch.zeros(8000))] == draws(20, torch.zeros(8))
+
+
 def test_a_large_vocabulary_is_not_ordered_for_a_few_likely_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it is where many are needed."""
     ordered, topk = list[int](), torch.Tensor.topk
