@@ -93,13 +93,18 @@ def utf8(content: bytes, encoding: str = "utf-8") -> str:
 
 
 def _html(content: bytes, limit: int) -> str:
+    import webencodings
     from bs4.dammit import EncodingDetector
 
     from fusionkv.gateway.ingest.parse_html import markdown
 
-    content, marked = EncodingDetector.strip_byte_order_mark(content)
-    declared = marked or EncodingDetector.find_declared_encoding(content, is_html=True)
-    # Without a byte order mark, a text whose declaration can be read is not in UTF-16, whatever that says.
-    if not declared or (not marked and _WIDE.match(declared)):
-        declared = "utf-8"
-    return markdown(utf8(content, declared), limit)
+    content, encoding = EncodingDetector.strip_byte_order_mark(content)
+    if not encoding:
+        encoding = EncodingDetector.find_declared_encoding(content, is_html=True) or "utf-8"
+        # As browsers read it: ISO-8859-1 has the quotation marks of Windows, and GB2312 all characters of GBK.
+        if (known := webencodings.lookup(encoding)) and known.name != "replacement":
+            encoding = known.codec_info.name
+        # Without a byte order mark, a text whose declaration can be read is not in UTF-16, whatever that says.
+        if _WIDE.match(encoding):
+            encoding = "utf-8"
+    return markdown(utf8(content, encoding), limit)

@@ -75,6 +75,10 @@ def test_an_unknown_media_type_is_refused_with_the_known_ones(name: str, given: 
         (pdf("first page", "second page"), PDF, Document("first page\n\nsecond page")),
         (encrypted_pdf(""), PDF, Document("secret")),  # an empty user password opens it
         ('<meta charset="latin-1"><p>Größe</p>'.encode("latin-1"), HTML, Document("Größe", markdown=True)),
+        (b"<meta charset=ISO-8859-1><p>\x935 \x80\x94", HTML, Document("“5 €”", markdown=True)),
+        ("<meta charset=gb2312><p>朱镕基".encode("gbk"), HTML, Document("朱镕基", markdown=True)),
+        ("<meta charset=x-sjis><p>① 日本".encode("cp932"), HTML, Document("① 日本", markdown=True)),
+        ("<meta charset=iso-2022-kr><p>한글".encode("iso2022_kr"), HTML, Document("한글", markdown=True)),
         ('<meta charset="utf-16"><p>Größe</p>'.encode(), HTML, Document("Größe", markdown=True)),
         ("<?xml version='1.0' encoding='UTF-16'?><html>ö</html>".encode(), HTML, Document("ö", markdown=True)),
         ('<meta charset="latin-1"><p>Größe</p>'.encode("utf-8-sig"), HTML, Document("Größe", markdown=True)),
