@@ -73,7 +73,8 @@ def markdown(text: str, limit: int) -> str:
     text = text[:end] + _OPENED.sub("&lt;", text[end:])
     try:
         soup = BeautifulSoup(text, builder=_Builder())
-        title = soup.title.get_text(strip=True) if soup.title else ""
+        titles = (title.get_text(strip=True) for title in soup("title") if not title.find_parent("svg"))
+        title = next(titles, "")
         unseen = hidden(soup)
         if title and all(_is_in(h1, unseen) for h1 in soup("h1")):
             heading = soup.new_tag("h1")
