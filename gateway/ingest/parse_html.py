@@ -146,7 +146,8 @@ class _Converter(MarkdownConverter):
     """Converts within the limit: each step checks the length, and adds little to its input."""
 
     def __init__(self, limit: int, unseen: Mapping[int, PageElement]) -> None:
-        super().__init__(heading_style="ATX")
+        # The text is read by models and searched, and not rendered: a backslash would only change its words.
+        super().__init__(heading_style="ATX", escape_asterisks=False, escape_underscores=False)
         self._limit = limit
         self._unseen = unseen
         self._items: dict[int, int] = {}

@@ -210,6 +210,7 @@ WRAPPED = "data:image/png;base64," + "\n".join([PNG[at : at + 76] for at in rang
         ("<title>T</title><h1 hidden>no</h1><nav><h1>no</h1></nav><p>a", "# T\n\na"),
         ("<svg><title>no</title></svg><p>a", "a"),
         ("<svg><title>no</title></svg><title>T</title><p>a", "# T\n\na"),
+        ("<p>max_tokens = 2 * <b>x_y</b> **", "max_tokens = 2 * **x_y** **"),
         ("<p>&lt;nav&gt;a&lt;/nav&gt; &lt;!-- b --&gt;", "<nav>a</nav> <!-- b -->"),
     ],
 )
