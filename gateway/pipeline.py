@@ -18,7 +18,7 @@ from fusionkv.gateway import plan
 from fusionkv.gateway.auth.tenants import Tenant
 from fusionkv.gateway.client import results
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.gateway.ingest.text import nfc
+from fusionkv.gateway.ingest.text import normal
 from fusionkv.gateway.plan import Conversation, Passage, check_question
 from fusionkv.gateway.prefixes import Prefixes
 from fusionkv.gateway.retrieval.base import PROVIDER, HybridSearch, Query, check_corpus, step, within
@@ -116,7 +116,7 @@ class Pipeline:
         check_question(query.question)
         plan.check_filter(query.where)
         check_corpus(query.corpus)
-        query = replace(query, question=nfc(query.question))
+        query = replace(query, question=normal(query.question))
         count = top_k or self._config.top_k
         if count > self._config.max_top_k:
             raise InvalidArgument(f"top_k is {count}: the maximum is {self._config.max_top_k}")

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fusionkv.gateway.ingest.text import nfc
+from fusionkv.gateway.ingest.text import is_blank, normal
 from fusionkv.gateway.retrieval.base import TextChunk
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.contract.length import TooLong
@@ -56,7 +56,7 @@ class Conversation:
         if not request.messages:
             check_question(request.question)
             _check_length(request.system, "system prompt")
-            return cls((nfc(request.question),), nfc(request.system))
+            return cls((normal(request.question),), normal(request.system))
         if request.question:
             raise InvalidArgument("a request takes either a question or messages, not both")
         if len(request.messages) > MAX_MESSAGES:
@@ -65,14 +65,14 @@ class Conversation:
         systems = [m.text for m in request.messages if m.role == pb.ROLE_SYSTEM]
         if systems and request.system:
             raise InvalidArgument("the system prompt is given both as a field and as a message")
-        return cls(tuple(map(nfc, _turns(request))), nfc("\n\n".join(systems) or request.system))
+        return cls(tuple(map(normal, _turns(request))), normal("\n\n".join(systems) or request.system))
 
 
 def check_question(question: str, what: str = "question") -> None:
     """Raises InvalidArgument if a question has no text, or far more text than any model accepts."""
-    if not question.strip():
-        raise InvalidArgument(f"the {what} is empty")
     _check_length(question, what)
+    if is_blank(question):
+        raise InvalidArgument(f"the {what} is empty")
 
 
 def _check_length(text: str, what: str) -> None:
@@ -149,7 +149,7 @@ def _check_context(request: pb.GenerateRequest) -> None:
 
 def _check_passages(passages: Sequence[pb.Passage]) -> None:
     for number, passage in enumerate(passages):
-        if not passage.text.strip():
+        if is_blank(passage.text):
             raise InvalidArgument(f"passage {number} is empty")
         if (length := len(passage.text) + len(passage.title)) > _MAX_PASSAGE:
             raise InvalidArgument(
@@ -182,7 +182,7 @@ def given(passages: Sequence[pb.Passage], vocabulary: Vocabulary) -> list[Passag
     """
     chunks, tokens, limit = [], 0, vocabulary.model.max_tokens
     for number, passage in enumerate(passages):
-        text = nfc("\n".join(filter(None, (passage.title.strip(), passage.text.strip()))))
+        text = "\n".join(filter(None, (normal(part).strip() for part in (passage.title, passage.text))))
         chunk = TextChunk("", number, text, tuple(vocabulary.chunk(text)))
         tokens += len(chunk.ids)
         if tokens > limit:
@@ -244,7 +244,7 @@ def build(
         TooLong: the prompt and its answer exceed the model's length.
         InvalidArgument, FailedPrecondition: as `check_request`.
     """
-    layout = nfc(request.prompt_template) or (vocabulary.plain_layout if request.no_passages else "")
+    layout = normal(request.prompt_template) or (vocabulary.plain_layout if request.no_passages else "")
     worker_request = fusion_pb2.GenerateRequest(
         recipe=requested.name,
         system=fusion_pb2.Tokens(ids=vocabulary.system(conversation.system, layout)),

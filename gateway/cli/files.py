@@ -18,6 +18,7 @@ from fusionkv.gateway.client.results import Item
 from fusionkv.gateway.ingest import parse
 from fusionkv.gateway.ingest.document import json_lines
 from fusionkv.gateway.ingest.media_types import ENDINGS, JSONL
+from fusionkv.gateway.ingest.text import is_blank
 from fusionkv.protos.runtime.errors import InvalidArgument
 
 STDIN = "-"
@@ -190,7 +191,7 @@ def _checked(name: str, lines: Sequence[bytes], start: int, ids: dict[str, int])
             raise InvalidArgument(
                 f"lines {ids[document.name]} and {document.line} have the same id {document.name!r}"
             )
-    named = [(document.name or f"{name}#{document.line}", bool(document.text.strip())) for document in documents]
+    named = [(document.name or f"{name}#{document.line}", not is_blank(document.text)) for document in documents]
     full, empty = (tuple(name for name, has_text in named if has_text is expected) for expected in (True, False))
     return Part(start, content if full else b"", full, empty)
 

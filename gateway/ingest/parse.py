@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 
 from fusionkv.gateway.ingest.document import Document, check_text, json_lines
 from fusionkv.gateway.ingest.media_types import ENDINGS, HTML, JSONL, MARKDOWN, MEDIA_TYPES, PDF
-from fusionkv.gateway.ingest.text import nfc, without_images
+from fusionkv.gateway.ingest.text import normal, without_images
 from fusionkv.protos.runtime.errors import InvalidArgument
 
 # Maximum ratio of a document's text to its size, and the text that is allowed in any case. Compressed PDFs come near
@@ -79,7 +79,7 @@ def _cleaned(document: Document, kind: str) -> Document:
         from fusionkv.gateway.ingest.parse_markdown import visible
 
         text = visible(text)
-    return replace(document, text=nfc(without_images(text)), title=nfc(document.title))
+    return replace(document, text=normal(without_images(text)), title=normal(document.title).strip())
 
 
 def utf8(content: bytes, encoding: str = "utf-8") -> str:

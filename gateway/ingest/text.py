@@ -1,8 +1,11 @@
-"""Text as it is stored, searched and named: in NFC, without inline images, and with names that act on no terminal."""
+"""Text as it is stored, searched and named: as it looks, without inline images; names that act on no terminal."""
 
 import re
 import unicodedata
 
+# Characters that are not shown, with a line end behind a soft hyphen; and letters that are drawn together.
+_UNSEEN, _LIGATURES = re.compile("\u00ad(?:\r?\n)?|[\u200b\u2060\ufeff]"), re.compile("[\ufb00-\ufb06]")
+_SHOWN = re.compile(r"[^\s\u00ad\u200b\u2060\ufeff]")
 # Characters beyond ASCII with the one before them. unicodedata takes quadratic time for a row of combining marks,
 # 33 s for 65,536 of them, so longer rows are cut, if possible before no mark, kana mark or Hangul vowel.
 _COMPOSED = re.compile(r"[\x00-\x7f]?[^\x00-\x7f]{1,32}[\u0300-\u036f\u3099\u309a\u1161-\u11ff]{0,8}")
@@ -44,10 +47,16 @@ def acts(char: str) -> bool:
     return unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") or char in _FORMATS
 
 
-def nfc(text: str) -> str:
-    """The text in NFC: what looks the same is then the same, to the search and to the model."""
+def is_blank(text: str) -> bool:
+    """Whether nothing of a text is shown."""
+    return _SHOWN.search(text) is None
+
+
+def normal(text: str) -> str:
+    """The text in NFC, without what is not shown: what looks the same is the same, to the search and to the model."""
     if text.isascii():
         return text
+    text = _LIGATURES.sub(lambda match: unicodedata.normalize("NFKC", match[0]), _UNSEEN.sub("", text))
     return _COMPOSED.sub(lambda match: unicodedata.normalize("NFC", match[0]), text)
 
 

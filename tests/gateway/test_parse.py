@@ -12,7 +12,7 @@ from fusionkv.gateway.ingest import parse
 from fusionkv.gateway.ingest.document import Document
 from fusionkv.gateway.ingest.media_types import HTML, JSONL, MARKDOWN, PDF, PLAIN
 from fusionkv.gateway.ingest.parse_pdf import in_logical_order
-from fusionkv.gateway.ingest.text import nfc
+from fusionkv.gateway.ingest.text import normal
 from fusionkv.protos.runtime.errors import InvalidArgument
 from tests.fuzz.pdf_shapes import CATALOGUE, FONT, file, page, stream
 
@@ -267,12 +267,23 @@ def test_inline_images_are_no_text_of_other_documents() -> None:
 
 def test_texts_are_composed() -> None:
     apart, one = "Cafe\u0301 \u1112\u1161\u11ab \u304b\u3099", "Café 한 が"
-    assert nfc(apart) == nfc(one) == one
-    assert nfc("か" * 500 + "\u304b\u3099" * 500) == "か" * 500 + "が" * 500
+    assert normal(apart) == normal(one) == one
+    assert normal("か" * 500 + "\u304b\u3099" * 500) == "か" * 500 + "が" * 500
     for kind in (PLAIN, MARKDOWN, HTML):
         assert parse.parse(apart.encode(), kind)[0].text == one
     line = json.dumps({"title": apart, "text": apart}).encode()
     assert parse.parse(line, JSONL) == [Document(one, title=one, line=1)]
+
+
+def test_words_are_found_as_they_look() -> None:
+    seen = "Donau\u00addampf\u00ad\r\nschiff, Internet\u200bExplorer: \ufeffe\ufb03cient\u2060 \ufb02ights"
+    looks = "Donaudampfschiff, InternetExplorer: efficient flights"
+    for kind in (PLAIN, MARKDOWN, HTML):
+        assert parse.parse(seen.encode(), kind)[0].text == looks
+    line = json.dumps({"title": "\u200b T\u00adT", "text": seen}).encode()
+    assert parse.parse(line, JSONL) == [Document(looks, title="TT", line=1)]
+    with pytest.raises(InvalidArgument, match="no text"):
+        parse.parse("\u200b \u00ad".encode(), PLAIN)
 
 
 RIGHT_TO_LEFT = [

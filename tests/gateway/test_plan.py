@@ -188,7 +188,7 @@ def test_without_passages_a_prompt_is_that_of_the_chat_template(chat: str, talk:
         ({"corpus": "", "passages": [ONE], "query": "q"}, "query, top_k and filter apply to a corpus only"),
         ({"corpus": "", "passages": [ONE], "top_k": 1}, "query, top_k and filter apply to a corpus only"),
         ({"corpus": "", "passages": [ONE] * 3}, "3 passages are given; the maximum is 2"),
-        ({"corpus": "", "passages": [ONE, pb.Passage(text=" \n", title="t")]}, "passage 1 is empty"),
+        ({"corpus": "", "passages": [ONE, pb.Passage(text=" \n\u00ad", title="t")]}, "passage 1 is empty"),
         ({"corpus": "", "passages": [pb.Passage(text="x" * 32768, title="t")]}, "passage 0 has 32769 characters"),
         ({"corpus": "", "passages": [pb.Passage(text="x", metadata={"k": "v" * 4096})]}, "metadata of passage 0"),
     ],
@@ -279,7 +279,7 @@ SYSTEM, USER, ASSISTANT = pb.ROLE_SYSTEM, pb.ROLE_USER, pb.ROLE_ASSISTANT
     ("request_", "error"),
     [
         (said(), "the question is empty"),
-        (said(question=" \n"), "the question is empty"),
+        (said(question=" \n\u200b"), "the question is empty"),
         (said(0, question="q"), "either a question or messages, not both"),
         (said(0), "message 0 has none of the roles"),
         (said(9), "message 0 has none of the roles"),
