@@ -22,8 +22,9 @@ from fusionkv.gateway.ingest.text import is_blank
 from fusionkv.protos.runtime.errors import InvalidArgument
 
 STDIN = "-"
-# Bytes of JSON lines per call: enough to fill an embedder's batches, few enough for a smooth progress bar.
-_PART = 1 << 20
+# Bytes and number of JSON lines per call: enough to fill an embedder's batches, few enough for a smooth progress bar,
+# and for the gateway's limit of 10,000 chunks.
+_PART, _LINES = 1 << 20, 4096
 # In a source, before the prefix of its documents' names.
 _MARK = " --prefix "
 
@@ -137,7 +138,7 @@ def mark(prefix: str) -> str:
 
 
 def parts(name: str, path: Path, media_type: str) -> Iterator[Part]:
-    """Reads a file: at once, or JSON lines in parts of about 1 MiB.
+    """Reads a file: at once, or JSON lines in parts of at most about 1 MiB.
 
     Raises:
         InvalidArgument: a document is larger than any gateway accepts, a JSON line is malformed, two lines have the
@@ -154,7 +155,7 @@ def parts(name: str, path: Path, media_type: str) -> Iterator[Part]:
     with _opened(path) as file:
         read = functools.partial(file.readline, MAX_CONTENT + 1)
         for number, line in enumerate(map(_of_length, iter(read, b"")), 1):
-            if lines and size + len(line) > _PART:
+            if lines and (size + len(line) > _PART or len(lines) == _LINES):
                 part = _checked(name, lines, start, ids)
                 yield part
                 sent = sent or bool(part.content)

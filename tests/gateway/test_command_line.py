@@ -99,6 +99,10 @@ def test_json_lines_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.Monkey
     found = [*parts("all.jsonl", tmp_path / "all.jsonl", "")]
     assert [part.first_line for part in found] == [1, 4, 7]
     assert b"".join(part.content for part in found) == content
+    (tmp_path / "short.jsonl").write_bytes(lines(*(f"{i}" for i in range(12_000))))
+    found = [*parts("short.jsonl", tmp_path / "short.jsonl", "")]
+    assert sum(len(part.documents) for part in found) == 12_000
+    assert max(len(part.documents) for part in found) < GatewayConfig.max_document_chunks / 2
     (tmp_path / "all.jsonl").write_bytes(content + lines("no id", {"id": "2", "text": "again"}))
     with pytest.raises(InvalidArgument, match="lines 3 and 10 have the same id '2'"):
         _ = [*parts("all.jsonl", tmp_path / "all.jsonl", "")]
