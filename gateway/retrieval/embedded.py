@@ -69,22 +69,25 @@ class EmbeddedRetrieval(Retrieval):
         Raises:
             OSError: the folder can't be written, another gateway has it open, or a corpus in it is damaged.
         """
-        owned = CorpusFolder(folder)
-        await asyncio.to_thread(owned.clean)
-        retrieval = cls(owned, await connect_async(str(owned.corpora)), language)
-        for corpus, table in owned.tables():
-            try:
-                retrieval._tables[corpus] = await retrieval._open(corpus)
-            except ServiceError as error:
-                log.warning("the empty corpus %r will be created when a document is stored: %s", corpus, error)
-            except (RuntimeError, ValueError, KeyError) as error:
-                await retrieval.close()
-                if (cause := disk_error(error)) is not None:
-                    raise OSError(f"corpus {corpus!r} can't be read: {cause}") from error
-                raise OSError(
-                    f"corpus {corpus!r} can't be read: remove {table} and ingest it again, or use the version of "
-                    f"FusionKV that wrote it: {error}"
-                ) from error
+        async with contextlib.AsyncExitStack() as opened:  # closed on any error: the folder would stay locked
+            owned = CorpusFolder(folder)
+            opened.callback(owned.close)
+            await asyncio.to_thread(owned.clean)
+            retrieval = cls(owned, await connect_async(str(owned.corpora)), language)
+            opened.push_async_callback(retrieval.close)
+            for corpus, table in owned.tables():
+                try:
+                    retrieval._tables[corpus] = await retrieval._open(corpus)
+                except ServiceError as error:
+                    log.warning("the empty corpus %r will be created when a document is stored: %s", corpus, error)
+                except (RuntimeError, ValueError, KeyError) as error:
+                    if (cause := disk_error(error)) is not None:
+                        raise OSError(f"corpus {corpus!r} can't be read: {cause}") from error
+                    raise OSError(
+                        f"corpus {corpus!r} can't be read: remove {table} and ingest it again, or use the version of "
+                        f"FusionKV that wrote it: {error}"
+                    ) from error
+            opened.pop_all()
         return retrieval
 
     async def replace(

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import gc
 import hashlib
 import os
@@ -719,6 +720,30 @@ async def test_a_tenant_whose_first_caller_leaves_is_opened(tmp_path: Path) -> N
     assert isinstance(left[0], asyncio.CancelledError)
     await put((await tenants.get("acme")).retrieval, "c", "d", "text")
     await tenants.close()
+
+
+async def test_a_folder_that_could_not_be_opened_may_be_opened_later(
+    tmp_path: Path, reopen: Reopen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There were no file descriptors left for the second of its corpora."""
+    engine = await reopen(tmp_path)
+    for corpus in ("a", "b"):
+        await put(engine, corpus, "d", "text")
+    await engine.close()
+    connect, calls = embedded.connect_async, 0
+
+    async def connected(*given: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 2:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return await connect(*given, **named)
+
+    monkeypatch.setattr(embedded, "connect_async", connected)
+    with pytest.raises(OSError, match="Too many open files"):
+        await EmbeddedRetrieval.open(tmp_path)
+    monkeypatch.undo()
+    assert [item.name for item in await (await reopen(tmp_path)).corpora()] == ["a", "b"]
 
 
 async def test_a_damaged_corpus_is_named(tmp_path: Path, reopen: Reopen) -> None:
