@@ -1,8 +1,9 @@
 """A parsed document, limits on its text and metadata, and documents in JSON lines."""
 
+import contextlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from fusionkv.protos.runtime.errors import InvalidArgument
@@ -45,6 +46,15 @@ def metadata_pairs(metadata: Mapping[str, str]) -> Pairs:
     return tuple(sorted(metadata.items()))
 
 
+@contextlib.contextmanager
+def of_line(line: int) -> Iterator[None]:
+    """Errors raised inside name the line of the document; 0: it is no line."""
+    try:
+        yield
+    except InvalidArgument as error:
+        raise InvalidArgument(f"line {line}: {error}" if line else str(error)) from None
+
+
 def json_lines(text: str, first_line: int = 1) -> list[Document]:
     """The documents of JSON lines that are not blank; `first_line` is the number of the first line.
 
@@ -84,10 +94,8 @@ def _of_line(value: object, number: int) -> Document:
     if not isinstance(metadata, dict):
         raise InvalidArgument(f'line {number} has "metadata" that is not an object')
     strings = {key: v if isinstance(v, str) else json.dumps(v) for key, v in metadata.items() if v is not None}
-    try:
+    with of_line(number):
         pairs = metadata_pairs(strings)
-    except InvalidArgument as error:
-        raise InvalidArgument(f"line {number}: {error}") from None
     title = " ".join(title.split())
     _check_encodable("".join([text, str(id), title, *map("".join, pairs)]), number)
     return Document(text, False, str(id), title, pairs, number)

@@ -12,7 +12,7 @@ from opentelemetry import metrics, trace
 from fusionkv.gateway.auth.tenants import Shares, Tenant
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest import parse
-from fusionkv.gateway.ingest.document import metadata_pairs
+from fusionkv.gateway.ingest.document import metadata_pairs, of_line
 from fusionkv.gateway.ingest.parsers import ParsedDocument, Parsers
 from fusionkv.gateway.retrieval.base import HybridSearch, Retrieval, TextChunk, check_corpus, check_document
 from fusionkv.gateway.tokens import ModelIdentity
@@ -268,12 +268,10 @@ def _documents_of(
     for document in parsed:
         unnamed = f"{request.name}#{document.line}" if document.line else request.name
         name = request.prefix + (document.name or unnamed)
-        try:
+        with of_line(document.line):
             check_document(name)
             own = dict(document.metadata)
             metadata = metadata_pairs(dict(request.metadata) | own) if own else shared
-        except InvalidArgument as error:
-            raise InvalidArgument(f"line {document.line}: {error}" if document.line else str(error)) from None
         if name in documents:
             raise InvalidArgument(f"lines {lines[name]} and {document.line} have the same id {name!r}")
         notes += (len(request.source) + sum(len(key) + len(text) for key, text in metadata)) * len(document.pieces)

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 
 from fusionkv.gateway.children import frame, messages, take_pipes
 from fusionkv.gateway.ingest import parse
+from fusionkv.gateway.ingest.document import of_line
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.runtime import process
@@ -100,7 +101,8 @@ def _document(
         count = 0
         for document in parse.parse(content, options["kind"], options["max_text"], options["first_line"]):
             sizes = options["chunk_tokens"], options["overlap_tokens"]
-            pieces = vocabulary.chunks(document, *sizes) if document.text.strip() else []
+            with of_line(document.line):
+                pieces = vocabulary.chunks(document, *sizes) if document.text.strip() else []
             count += len(pieces)
             if count > options["max_chunks"]:
                 raise InvalidArgument(f"the document has {count} chunks; the maximum is {options['max_chunks']}")

@@ -350,7 +350,7 @@ async def test_json_lines_are_many_documents(rig: Rig, topics: Topics) -> None:
         ('{"id": "x", "text": "a"}\n\n{"id": "x", "text": "b"}', "lines 11 and 13 have the same id 'x'"),
         ('{"id": "x\\n", "text": "a"}', "line 11: invalid document name"),
         ('"a"\n{"text"', "line 12 is not JSON"),
-        (f'"a"\n{{"text": "b", "title": "{"long " * 40}"}}', "leaves no room for text beside the template, a title"),
+        (f'"a"\n{{"text": "b", "title": "{"long " * 40}"}}', "line 12: chunk_tokens = 64 leaves no room"),
     ],
 )
 async def test_lines_that_are_refused_leave_nothing(rig: Rig, content: str, message: str) -> None:
