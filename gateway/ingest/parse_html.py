@@ -76,7 +76,7 @@ def markdown(text: str, limit: int) -> str:
         titles = (title.get_text(strip=True) for title in soup("title") if not title.find_parent("svg"))
         title = next(titles, "")
         unseen = hidden(soup)
-        if title and all(_is_in(h1, unseen) for h1 in soup("h1")):
+        if title and all(_is_in(h1, unseen) or not h1.get_text(strip=True) for h1 in soup("h1")):
             heading = soup.new_tag("h1")
             heading.string = title
             soup.insert(0, heading)

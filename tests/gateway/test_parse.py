@@ -207,6 +207,7 @@ WRAPPED = "data:image/png;base64," + "\n".join([PNG[at : at + 76] for at in rang
         ("<div style=visibility:hidden>no <b>no</b></div><p style='visibility: collapse'>no</p><p>a", "a"),
         ("<nav><a href=/>no</a></nav><div role='Navigation menu'>no</div><template>no</template><p>a", "a"),
         ("<!-- no --><noscript>no</noscript><svg><text>no</text></svg><script>no</script><p>a", "a"),
+        ("<title>T</title><h1><img src=a alt=A></h1><p>a", "# T\n\n# A\n\na"),
         ("<title>T</title><h1 hidden>no</h1><nav><h1>no</h1></nav><p>a", "# T\n\na"),
         ("<svg><title>no</title></svg><p>a", "a"),
         ("<svg><title>no</title></svg><title>T</title><p>a", "# T\n\na"),
