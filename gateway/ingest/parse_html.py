@@ -25,6 +25,8 @@ _MAX_BLANKS = 100
 # Columns that a cell may span, and columns that all cells together may span beyond their first: markdownify writes
 # every one of them.
 _MAX_SPAN, _MAX_SPANS = 50, 2_000
+# Cells of a page that are written empty because one of an earlier row spans them.
+_MAX_SPANNED = 10_000
 # Rows of a table's head: at each of them, markdownify counts all. A longer head becomes part of the body.
 _MAX_HEAD = 20
 # Blocks whose text markdownify would join with the text beside them.
@@ -83,7 +85,7 @@ def markdown(text: str, limit: int) -> str:
         for block in soup(_BLOCKS):
             block.name = "div"
         _clamp_tables(soup)
-        return _Converter(limit, unseen).convert_soup(soup).strip()
+        return _Converter(limit, unseen, _spanned(soup, unseen)).convert_soup(soup).strip()
     except ParserRejectedMarkup as error:
         raise InvalidArgument("the HTML can't be read: its markup is broken") from error
     except RecursionError as error:
@@ -136,6 +138,27 @@ def _clamp_tables(soup: BeautifulSoup) -> None:
         cell["colspan"] = str(span)
 
 
+def _spanned(soup: BeautifulSoup, unseen: Mapping[int, PageElement]) -> Counter[int]:
+    """How many cells of earlier rows reach down before a cell, or to the end of a row, by its id()."""
+    spanned: Counter[int] = Counter()
+    remaining = _MAX_SPANNED
+    for part in soup(["table", "thead", "tbody", "tfoot"]):
+        until: dict[int, int] = {}  # by column, the first row that no cell of an earlier one reaches
+        rows = (row for row in part("tr", recursive=False) if id(row) not in unseen)
+        for number, row in enumerate(rows):
+            cells = (cell for cell in row(["td", "th"], recursive=False) if id(cell) not in unseen)
+            column = 0
+            for element in (*cells, row):
+                while remaining and until.get(column, 0) > number:
+                    spanned[id(element)] += 1
+                    remaining -= 1
+                    column += 1
+                for _ in range(_number(element.get("colspan")) or 1):
+                    until[column] = number + (_number(element.get("rowspan")) or 1)
+                    column += 1
+    return spanned
+
+
 def _number(value: object) -> int | None:
     """The value of an attribute; None unless it is a number in HTML's syntax with fewer than 12 digits."""
     text = str(value).strip()
@@ -145,11 +168,12 @@ def _number(value: object) -> int | None:
 class _Converter(MarkdownConverter):
     """Converts within the limit: each step checks the length, and adds little to its input."""
 
-    def __init__(self, limit: int, unseen: Mapping[int, PageElement]) -> None:
+    def __init__(self, limit: int, unseen: Mapping[int, PageElement], spanned: Counter[int]) -> None:
         # The text is read by models and searched, and not rendered: a backslash would only change its words.
         super().__init__(heading_style="ATX", escape_asterisks=False, escape_underscores=False)
         self._limit = limit
         self._unseen = unseen
+        self._spanned = spanned
         self._items: dict[int, int] = {}
 
     def process_tag(self, node: Tag, parent_tags: set[str] | None = None) -> str:
@@ -180,6 +204,16 @@ class _Converter(MarkdownConverter):
     def convert_pre(self, el: Tag, text: str, parent_tags: set[str]) -> str:
         text = _BLANK.sub(lambda blanks: blanks[0][:_MAX_BLANKS], text)
         return str(super().convert_pre(el, text, parent_tags))  # type: ignore[misc]
+
+    def convert_td(self, el: Tag, text: str, parent_tags: set[str]) -> str:
+        return "  |" * self._spanned[id(el)] + str(super().convert_td(el, text, parent_tags))  # type: ignore[misc]
+
+    def convert_th(self, el: Tag, text: str, parent_tags: set[str]) -> str:
+        return "  |" * self._spanned[id(el)] + str(super().convert_th(el, text, parent_tags))  # type: ignore[misc]
+
+    def convert_tr(self, el: Tag, text: str, parent_tags: set[str]) -> str:
+        text += "  |" * self._spanned[id(el)]
+        return str(super().convert_tr(el, text, parent_tags))  # type: ignore[misc]
 
     def convert_blockquote(self, el: Tag, text: str, parent_tags: set[str]) -> str:
         if _is_deep(el):

@@ -30,6 +30,7 @@ _HTML = datas(
     f"<ol start='{'9' * 4000}'>«<li>x<br>y</li>»</ol>", "«<li>x</li>»", "«<ul></ul> »",
     "<dl>«<dt>x</dt><dd>y</dd>»</dl>", "<table><tr>«<td>x</td>»", "<table><tr>«<td colspan=1000>x</td>»",
     "<table>«<tr><td colspan=1000>x</td></tr>»", "<table><tr>«<td rowspan=1000>x</td>»",
+    "<table>«<tr><td rowspan=1000>x</td></tr>»", "<table><tr>«<td rowspan=1000>x</td>»«<tr><td>x</td>»",
     "<table>«<tr><td>x</td></tr>»</table>", "<table><thead>«<tr><td>x</td></tr>»</thead></table>",
     "«<table><tr><td>x</td></tr></table>»", "<code>«`a»</code>",
     "<blockquote>" * 50 + "a« »b", "«<div>»x«</div>»", "«<blockquote>»x«</blockquote>»", "«<ul><li>»x«</li></ul>»",

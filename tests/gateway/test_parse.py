@@ -124,6 +124,25 @@ def test_end_tags_may_be_missing(page: str, text: str) -> None:
     assert parse.parse(page.encode(), HTML) == [Document(text, markdown=True)]
 
 
+@pytest.mark.parametrize(
+    ("table", "rows"),
+    [
+        (
+            "<thead><tr><th rowspan=2>a<th colspan=2>b<tr><th>c<th>d<tbody><tr><td>e<td>f<td>g",
+            ["| a | b | |", "| --- | --- | --- |", "|  | c | d |", "| e | f | g |"],
+        ),
+        (
+            "<tr><th>a<th>b<th>c<tr><td rowspan=2>d<td>e<td hidden rowspan=2>no<td>f<tr hidden><td>no<tr><td>g"
+            "<td rowspan=99>h<tr><td>i<td>j",
+            ["| a | b | c |", "| --- | --- | --- |", "| d | e | f |", "|  | g | h |", "| i | j |  |"],
+        ),
+        ("<tr><th colspan=2 rowspan=2>a<tr><tr><td>b<td>c", ["| a | |", "| --- | --- |", "|  |  |", "| b | c |"]),
+    ],
+)
+def test_cells_that_span_rows_move_no_others_to_another_column(table: str, rows: list[str]) -> None:
+    assert parse.parse(f"<table>{table}</table>".encode(), HTML)[0].text.split("\n") == rows
+
+
 def test_an_xml_declaration_is_no_text() -> None:
     page = b'<?xml version="1.0"?><?style href="a.css"?><html><body><p>one &lt;?two?&gt;</p></body></html>'
     assert parse.parse(page, HTML) == [Document("one <?two?>", markdown=True)]
