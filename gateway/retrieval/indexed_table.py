@@ -15,7 +15,7 @@ from lancedb.index import FTS, BTree
 from lancedb.table import AsyncTable
 
 from fusionkv.protos.observe import logs
-from fusionkv.protos.runtime.cancellation import background
+from fusionkv.protos.runtime.cancellation import detached
 from fusionkv.protos.runtime.errors import ServiceError, from_os
 
 log = logging.getLogger(__name__)
@@ -113,19 +113,12 @@ class IndexedTable:
     async def _change(self, change: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Runs a change after those before it; it completes even if its caller is cancelled."""
 
-        async def locked() -> T | CorpusGone | ServiceError:
-            """Returns what a caller can expect: raised, it would be logged as unhandled if the caller has left."""
-            try:
-                async with self.frozen():
-                    with disk_errors():
-                        return await change()
-            except (CorpusGone, ServiceError) as error:
-                return error
+        async def locked() -> T:
+            async with self.frozen():
+                with disk_errors():
+                    return await change()
 
-        done = await asyncio.shield(background(self._changes, locked()))
-        if isinstance(done, CorpusGone | ServiceError):
-            raise done
-        return done
+        return await detached(self._changes, locked(), CorpusGone, ServiceError)
 
     def _touch(self) -> None:
         self._commits += 1

@@ -32,8 +32,8 @@ from fusionkv.gateway.retrieval.milvus_collection import TRIES, MilvusCollection
 from fusionkv.gateway.retrieval.milvus_connection import BATCH, Hits, MilvusConnection, listed
 from fusionkv.gateway.retrieval.milvus_rows import Row
 from fusionkv.gateway.tokens import ModelIdentity
-from fusionkv.protos.runtime.cancellation import background
-from fusionkv.protos.runtime.errors import FailedPrecondition, NotFound, Unavailable
+from fusionkv.protos.runtime.cancellation import detached
+from fusionkv.protos.runtime.errors import FailedPrecondition, NotFound, ServiceError, Unavailable
 
 T = TypeVar("T")
 _NO_VECTOR = np.zeros(0, np.float32)
@@ -261,7 +261,7 @@ class MilvusRetrieval(Retrieval):
             async with gate.shared() if document else gate.exclusive(), lock:
                 return await change()
 
-        return await asyncio.shield(background(self._tasks, locked()))
+        return await detached(self._tasks, locked(), ServiceError)
 
     def _collection(self, corpus: str) -> MilvusCollection:
         return MilvusCollection(self._milvus, self._prefix + _digest(corpus))

@@ -1,6 +1,7 @@
 """What Milvus adds to the contract of retrieval engines: gateways that share it, their ends, and its own."""
 
 import asyncio
+import gc
 import signal
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -51,6 +52,28 @@ async def test_a_tenant_that_comes_while_milvus_is_away_may_come_again() -> None
     tenants = Tenants("", b"", Quotas(None), lambda _: MilvusRetrieval.open("http://127.0.0.1:1"))
     with pytest.raises(Unavailable, match="can't be opened at the moment"):
         await tenants.current()
+
+
+async def test_a_change_that_fails_after_its_caller_has_left_is_no_unhandled_error() -> None:
+    unhandled: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
+    begun, go = asyncio.Event(), asyncio.Event()
+
+    async def away(*_: Any) -> Any:
+        begun.set()
+        await go.wait()
+        raise Unavailable("Milvus is away")
+
+    engine = MilvusRetrieval(Mock(query=away), "")
+    leaving = asyncio.create_task(put(engine, "c", "d", "text"))
+    await begun.wait()
+    (change,) = engine._tasks
+    leaving.cancel()
+    go.set()
+    await asyncio.wait([leaving, change])
+    del change, leaving
+    gc.collect()
+    assert unhandled == []
 
 
 async def test_gateways_that_replace_one_document_leave_one_version(two: Two) -> None:
