@@ -212,7 +212,10 @@ def ingest(
         fields["source"] = fields.get("source") or source_of(content)
         with Path(content).open("rb") as file:
             content = file.read(MAX_CONTENT + 1)
-    raw = content.encode() if isinstance(content, str) else content
+    try:
+        raw = content.encode() if isinstance(content, str) else content
+    except UnicodeEncodeError as error:
+        raise errors.InvalidArgument(f"invalid option: content: {error}") from error
     if isinstance(raw, bytes) and len(raw) > MAX_CONTENT:
         raise errors.InvalidArgument(f"the document has more than {MAX_CONTENT} bytes; gateways accept no more")
     return of(pb.IngestRequest, corpus=corpus, name=name, content=raw, **fields)

@@ -144,6 +144,11 @@ def test_a_file_that_is_too_large_is_not_read_whole_by_clients(
     assert most < 4 << 20
 
 
+def test_a_client_refuses_half_of_a_surrogate_pair() -> None:
+    with pytest.raises(InvalidArgument, match=r"invalid option: content: .* surrogates not allowed"):
+        requests.ingest("c", "a.txt", "a\ud800")
+
+
 def test_parts_of_json_lines_without_text_are_left_out(tmp_path: Path) -> None:
     file = tmp_path / "all.jsonl"
     blank = b"\n" * (1 << 20)
