@@ -121,7 +121,8 @@ async def _delete_vanished(
         items = []
     for name in files.vanished(items, args.paths, current, args.prefix, args.media_type):
         if not args.dry_run:
-            await retry_while_busy(functools.partial(client.delete, args.corpus, name), args.timeout)
+            with contextlib.suppress(NotFound):  # another command has deleted it meanwhile
+                await retry_while_busy(functools.partial(client.delete, args.corpus, name), args.timeout)
         total.deleted += 1
         if args.json:
             print_json({"event": "deleted", "name": name})

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from fusionkv.gateway.cli import main as cli
-from fusionkv.gateway.client.client import Client
+from fusionkv.gateway.client.client import AsyncClient, Client
 from fusionkv.gateway.client.requests import source_of
+from fusionkv.gateway.client.results import Item
 from tests.gateway.conftest import Stack
 
 pytestmark = pytest.mark.system
@@ -166,6 +167,25 @@ def test_sync_refuses_paths_that_it_can_not_compare(
         run("ingest", corpus, *paths, *more, "--sync", status=2)
     assert names(stack, corpus) == ["a.md", "b.md"]
     assert "--dry-run needs --sync" in run("ingest", corpus, "docs", "--dry-run", status=2)[1]
+
+
+def test_sync_goes_on_if_another_has_deleted_a_document(
+    run: Run, stack: Stack, corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    docs = folder(tmp_path, a_md="a", b_md="b", c_md="c")
+    run("ingest", corpus, docs)
+    for name in ("a.md", "b.md"):
+        (docs / name).unlink()
+    listed = AsyncClient.list
+
+    async def late(client: AsyncClient, corpus: str) -> list[Item]:
+        items = await listed(client, corpus)
+        await client.delete(corpus, "a.md")
+        return items
+
+    monkeypatch.setattr(AsyncClient, "list", late)
+    run("ingest", corpus, docs, "--sync")
+    assert names(stack, corpus) == ["c.md"]
 
 
 def test_sync_deletes_nothing_after_a_failure(run: Run, stack: Stack, corpus: str, tmp_path: Path) -> None:
