@@ -48,6 +48,8 @@ _ENDS = {
     "li": {"li", "p"},
     "option": {"option"},
     "optgroup": {"option", "optgroup"},
+    "a": {"a"},
+    "button": {"button"},
 }
 _SCOPES = {
     *("article", "aside", "blockquote", "button", "caption", "details", "dialog", "dl", "fieldset", "figure"),

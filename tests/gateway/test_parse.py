@@ -117,6 +117,7 @@ def test_blocks_are_apart() -> None:
         ),
         ("<select><option>a<option hidden>no<option>b</select>", "a\n\nb"),
         ("<ol>" + "<li>a" * 500 + "</ol>", "\n".join(f"{number}. a" for number in range(1, 501))),
+        ("<a hidden>no<a href=b>c</a> d <button hidden>no<button>e</button>", "[c](b) d e"),
         ("<p>a<table><tr><td>b<p>c</table>d", "a\n\n|  |\n| --- |\n| b c |\n\nd"),
     ],
 )
