@@ -40,12 +40,17 @@ async def ingest(args: argparse.Namespace) -> int:
     """Stores files, several at once. Reports a file that fails and goes on with the others."""
     if args.dry_run and not args.sync:
         raise connect.UsageError("--dry-run needs --sync")
-    chosen = await asyncio.to_thread(files.find, args.paths, args.media_type, args.name)
+    total = _Total()
+
+    def unreadable(error: OSError) -> None:
+        total.failed += 1
+        shown.tell(f"{shown.name(error.filename)}: {error.strerror}")
+
+    chosen = await asyncio.to_thread(files.find, args.paths, args.media_type, args.name, unreadable)
     if skipped := await asyncio.to_thread(files.skipped, args.paths, args.media_type):
         endings = " ".join(sorted({path.suffix or path.name for path in skipped})[:_SHOWN_ENDINGS])
         what = "files with unknown endings" if len(skipped) > 1 else "file with an unknown ending"
         shown.tell(f"skipped {len(skipped)} {what}: {endings}")
-    total = _Total()
     current: dict[str, set[str]] = {file.source + files.mark(args.prefix): set() for file in chosen.values()}
     if args.sync:
         files.vanished([], args.paths, current, args.prefix, args.media_type)  # refuses paths that it can't compare
@@ -113,7 +118,7 @@ async def _delete_vanished(
 ) -> None:
     """Deletes the corpus's documents that came from the given paths and are no longer there, and names each."""
     if total.failed:
-        shown.tell(f"nothing is deleted, since {total.failed} files could not be read or stored")
+        shown.tell(f"nothing is deleted, since {total.failed} files or folders could not be read or stored")
         return
     try:
         items = await client.list(args.corpus)

@@ -5,7 +5,7 @@ import functools
 import glob
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,13 +53,16 @@ class Part:
     without_text: tuple[str, ...] = ()
 
 
-def find(paths: Sequence[str], media_type: str, name: str = "") -> dict[str, File]:
+def find(
+    paths: Sequence[str], media_type: str, name: str = "", on_error: Callable[[OSError], object] | None = None
+) -> dict[str, File]:
     """Finds files by paths, globs and directories.
 
     Hidden files in directories are skipped, and without a media type also files with an unknown ending.
 
     Args:
         name: document name, for a single path; STDIN (standard input) requires it.
+        on_error: is called for each folder in a directory that can't be read.
 
     Returns:
         Files by document name, in order. The name is the path below the directory given, or the file's own name;
@@ -74,7 +77,7 @@ def find(paths: Sequence[str], media_type: str, name: str = "") -> dict[str, Fil
         raise UsageError("a PATH is empty: name a file or a folder, such as . for the current one")
     for pattern in paths:
         count = 0
-        for default, path in _expand(pattern, bool(media_type)):
+        for default, path in _expand(pattern, bool(media_type), on_error):
             if pattern == STDIN and not name:
                 raise UsageError("standard input (-) needs --name")
             document = name or shown.name(default)
@@ -197,19 +200,26 @@ def _checked(name: str, lines: Sequence[bytes], start: int, ids: dict[str, int])
     return Part(start, content if full else b"", full, empty)
 
 
-def _expand(pattern: str, everything: bool) -> Iterable[tuple[str, Path]]:
+def _expand(
+    pattern: str, everything: bool, on_error: Callable[[OSError], object] | None = None
+) -> Iterable[tuple[str, Path]]:
     path = Path(pattern)
     if pattern == STDIN:
         yield "", path
     elif path.is_dir():
-        for file in sorted(path.rglob("*")):
-            inside = file.relative_to(path)
-            hidden = any(part.startswith(".") for part in inside.parts)
-            if file.is_file() and not hidden and (everything or file.suffix.lower() in ENDINGS):
-                yield inside.as_posix(), file
+        for file in sorted(_walk(path, on_error)):
+            if file.is_file() and (everything or file.suffix.lower() in ENDINGS):
+                yield file.relative_to(path).as_posix(), file
     elif path.exists():
         yield path.name, path
     else:
         for match in sorted(glob.glob(pattern, recursive=True)):
             if os.path.isfile(match):
                 yield Path(match).name, Path(match)
+
+
+def _walk(folder: Path, on_error: Callable[[OSError], object] | None) -> Iterator[Path]:
+    """What is in a folder and in those below it, but hidden files and folders, and links to folders."""
+    for parent, folders, files in os.walk(folder, onerror=on_error):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(parent, name) for name in files if not name.startswith("."))

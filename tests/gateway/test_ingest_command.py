@@ -1,10 +1,12 @@
 """`fusionkv ingest` against a gateway: other checkouts, --sync, odd names of files, JSON lines without text."""
 
+import errno
 import json
 import os
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -194,8 +196,26 @@ def test_sync_deletes_nothing_after_a_failure(run: Run, stack: Stack, corpus: st
     (docs / "b.md").unlink()
     (docs / "bad.pdf").write_text("bad")
     _, said = run("ingest", corpus, docs, "--sync", status=1)
-    assert "nothing is deleted, since 1 files could not be read or stored" in said
+    assert "nothing is deleted, since 1 files or folders could not be read or stored" in said
     assert names(stack, corpus) == ["a.md", "b.md"]
+
+
+def test_sync_deletes_nothing_if_a_folder_can_not_be_read(
+    run: Run, stack: Stack, corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    docs = folder(tmp_path, a_md="a", sub__b_md="b")
+    run("ingest", corpus, docs)
+    scan = os.scandir
+
+    def scanned(path: str) -> Any:
+        if Path(path).name == "sub":
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scanned)
+    _, said = run("ingest", corpus, docs, "--sync", status=1)
+    assert said.startswith(f"fusionkv: {docs}/sub: Permission denied\nfusionkv: nothing is deleted")
+    assert names(stack, corpus) == ["a.md", "sub/b.md"]
 
 
 def test_files_of_any_name_are_stored_listed_and_deleted(run: Run, stack: Stack, corpus: str, tmp_path: Path) -> None:
