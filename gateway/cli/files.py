@@ -42,7 +42,7 @@ class Part:
 
     Attributes:
         first_line: number of its first line in the file.
-        content: empty if the file is, or if the part has no text and another one of the file has some.
+        content: empty if the file is blank, or if the part has no text and another one of the file has some.
         documents: names of its documents that have text, without the prefix.
         without_text: names of those that have none.
     """
@@ -128,9 +128,11 @@ def vanished(
         if item.source not in current:  # nor skipped this time, as hidden or for its ending
             inside = [(start, path) for start, path in folders.items() if source.startswith(start)]
             return not any(os.path.isfile(os.path.join(path, source.removeprefix(start))) for start, path in inside)
-        # Only of a file with many documents, one may vanish: any other may have been stored with another --name.
+        # Of a file without text, all vanish. Otherwise, only of a file with many documents, one may vanish: any other
+        # may have been stored with another --name.
         ending = os.path.splitext(source)[1].lower()
-        return JSONL in (media_type, ENDINGS.get(ending)) and item.name not in current[item.source]
+        has_many = JSONL in (media_type, ENDINGS.get(ending))
+        return not current[item.source] or (has_many and item.name not in current[item.source])
 
     return [item.name for item in items if gone(item)]
 
@@ -151,7 +153,7 @@ def parts(name: str, path: Path, media_type: str) -> Iterator[Part]:
     if parse.media_type(name, media_type) != JSONL:
         with _opened(path) as file:
             content = _of_length(file.read(MAX_CONTENT + 1))
-        yield Part(1, content, (name,)) if content else Part(1, content, (), (name,))
+        yield Part(1, content, (name,)) if content.strip() else Part(1, b"", (), (name,))
         return
     ids: dict[str, int] = {}
     start, size, lines, sent = 1, 0, list[bytes](), False

@@ -264,12 +264,18 @@ def test_lines_without_text_are_named_and_the_others_stored(
     assert (summary["documents"], summary["without_text"]) == (3, 5)
 
 
-def test_an_empty_file_is_named_and_not_stored(run: Run, stack: Stack, corpus: str, tmp_path: Path) -> None:
-    (tmp_path / "empty.txt").touch()
-    (tmp_path / "good.txt").write_text("good")
-    said, error = run("ingest", corpus, tmp_path)
-    assert "1 documents (0 replaced, 0 failed)" in said
-    assert error == f"fusionkv: {tmp_path / 'empty.txt'}: without text, so not stored: empty.txt\n"
+@pytest.mark.parametrize("text", ["", " \n"])
+def test_an_empty_file_is_named_and_not_stored(
+    run: Run, stack: Stack, corpus: str, tmp_path: Path, text: str
+) -> None:
+    docs = folder(tmp_path, empty_txt="once full", good_txt="good")
+    run("ingest", corpus, docs)
+    (docs / "empty.txt").write_text(text)
+    said, error = run("ingest", corpus, docs)
+    assert "1 documents (1 replaced, 0 failed)" in said
+    assert error == f"fusionkv: {docs / 'empty.txt'}: without text, so not stored: empty.txt\n"
+    assert names(stack, corpus) == ["empty.txt", "good.txt"]
+    run("ingest", corpus, docs, "--sync")
     assert names(stack, corpus) == ["good.txt"]
 
 
