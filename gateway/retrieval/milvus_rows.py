@@ -41,6 +41,7 @@ _SMALL = (
     "this those to was were what when where which who whom whose why with"
 )
 _FUNCTION_WORDS = frozenset(_SMALL.split())
+_ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"})
 
 Row = dict[str, Any]
 
@@ -152,12 +153,16 @@ def vector(row: Row) -> np.ndarray:
 
 def condition(query: Query) -> str:
     """The condition for the chunks among which a query searches."""
-    # Milvus does not read \uXXXX.
-    pairs = ((json.dumps(text, ensure_ascii=False) for text in pair) for pair in query.where.items())
-    conditions = [IS_CHUNK, *(f"metadata[{key}] == {value}" for key, value in pairs)]
+    pairs = (f"metadata[{_quoted(key)}] == {_quoted(value)}" for key, value in query.where.items())
+    conditions = [IS_CHUNK, *pairs]
     if query.without:
         conditions.append(f"digest not in {json.dumps(sorted(digest.hex() for digest in query.without))}")
     return " and ".join(conditions)
+
+
+def _quoted(text: str) -> str:
+    """A text in a condition. Not as in JSON: Milvus reads other control characters as they are, and no escapes."""
+    return '"' + text.translate(_ESCAPES) + '"'
 
 
 def identity(row: Row) -> ModelIdentity:

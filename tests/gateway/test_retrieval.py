@@ -178,6 +178,7 @@ async def test_only_documents_with_all_of_the_metadata_are_found(engine: Retriev
         "b": {"year": "2020"},
         "c": {"year": "2021"},
         "d": {"город": "Köln"},
+        "e": {"\x01": '\b\x02\n\\"'},
     }
     for name, metadata in known.items():
         chunk = TextChunk(
@@ -185,18 +186,19 @@ async def test_only_documents_with_all_of_the_metadata_are_found(engine: Retriev
         )
         await engine.replace("c", name, [chunk], vector(name)[None], MODEL)
         assert [c for c, _ in await engine.chunks("c", name, MODEL)] == [chunk]
-    assert [i.source for i in await engine.documents("c")] == ["/x"] * 4
+    assert [i.source for i in await engine.documents("c")] == ["/x"] * 5
 
     async def found(**where: str) -> list[str]:
         candidates = await engine.candidates(Query("c", "text", where), vector("q"), 50, MODEL)
         return sorted(c.chunk.document for c in candidates)
 
-    assert await found() == ["a", "b", "c", "d"]
+    assert await found() == ["a", "b", "c", "d", "e"]
     assert await found(year="2020") == ["a", "b"]
     assert await found(year="2020", by='O\'Neil "x"') == ["a"]
     assert await found(year="202") == await found(by="2020") == []
     assert await found(город="Köln") == ["d"]
     assert await found(город="Koln") == []
+    assert await found(**known["e"]) == ["e"]
 
 
 class Meanings(Embedder, Reranker):
