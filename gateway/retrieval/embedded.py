@@ -5,7 +5,7 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -61,6 +61,7 @@ class EmbeddedRetrieval(Retrieval):
         self._tables: dict[str, CorpusTable] = {}
         self._changing = asyncio.Lock()
         self._searching = asyncio.Semaphore(_SEARCHES)
+        self._searches: set[asyncio.Task[Any]] = set()
 
     @classmethod
     async def open(cls, folder: Path, language: str = "english") -> "EmbeddedRetrieval":
@@ -126,8 +127,14 @@ class EmbeddedRetrieval(Retrieval):
             _check_width(query.corpus, table, len(vector))
             return await table.by_both(query.question, vector, depth, condition)
 
-        async with self._searching:
-            by_words, by_meaning = await self._with(query.corpus, search, model)
+        async def alone() -> tuple[pa.Table, pa.Table | None]:
+            try:
+                return await self._with(query.corpus, search, model)
+            finally:
+                self._searching.release()
+
+        await self._searching.acquire()
+        by_words, by_meaning = await cancellation.detached(self._searches, alone(), Exception)
         return await asyncio.to_thread(_merged, by_words, by_meaning, vector)
 
     async def chunks(self, corpus: str, document: str, model: ModelIdentity) -> list[tuple[TextChunk, np.ndarray]]:

@@ -75,6 +75,7 @@ class IndexedTable:
         self._commits = 0
         self._changed = asyncio.Event()
         self._changes: set[asyncio.Task[Any]] = set()
+        self._reads: set[asyncio.Task[Any]] = set()
         self._optimizing = asyncio.create_task(self._optimize_when_idle())
 
     @contextlib.asynccontextmanager
@@ -99,12 +100,16 @@ class IndexedTable:
         async with self._lock:
             self._gone = True
         self._optimizing.cancel()
-        await asyncio.gather(self._optimizing, *self._changes, return_exceptions=True)
+        await asyncio.gather(self._optimizing, *self._changes, *self._reads, return_exceptions=True)
 
     async def _read(self, query: Any) -> pa.Table:
+        """Runs a query, to its end even if its caller is cancelled.
+
+        Others wait for the part of an index that it is loading; LanceDB would let them wait forever.
+        """
         try:
             with disk_errors():
-                return await query.to_arrow()
+                return await detached(self._reads, query.to_arrow(), Exception)
         except (RuntimeError, OSError, ValueError) as error:
             if self._gone:
                 raise CorpusGone from error

@@ -612,6 +612,51 @@ async def test_a_corpus_deleted_during_ingest_is_made_again_or_gone(engine: Retr
     assert "last" in {i.name for i in await engine.documents("c")}
 
 
+async def test_searches_that_are_left_keep_no_others_waiting(
+    tmp_path: Path, reopen: Reopen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As LanceDB would, for the part of an index that they were loading."""
+    monkeypatch.setattr(indexed_table, "_IDLE_SECONDS", 0.0)
+    engine = await reopen(tmp_path)
+    await put(engine, "c", "d", *(f"fruit {number}" for number in range(500)))
+    await until(lambda: not engine._tables["c"]._commits)
+    for number in range(30):
+        engine = await reopen(tmp_path)  # with empty caches
+        leaving = asyncio.create_task(texts(engine, "c", "fruit"))
+        await asyncio.sleep(0.0005 * number)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        assert await asyncio.wait_for(texts(engine, "c", "fruit"), 20)
+
+
+async def test_no_more_searches_run_than_may_even_if_callers_leave(
+    tmp_path: Path, reopen: Reopen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = await reopen(tmp_path)
+    await put(engine, "c", "d", "text")
+    running, go = 0, asyncio.Event()
+
+    async def search(*_: Any) -> Any:
+        nonlocal running
+        running += 1
+        await go.wait()
+        running -= 1
+        raise Unavailable("none")
+
+    monkeypatch.setattr(engine._tables["c"], "by_both", search)
+    for _ in range(2):
+        leaving = [asyncio.create_task(texts(engine, "c", "text")) for _ in range(10)]
+        await until(lambda: running == embedded._SEARCHES)
+        for task in leaving:
+            task.cancel()
+        await asyncio.wait(leaving)
+    assert running == embedded._SEARCHES
+    go.set()
+    await until(lambda: not running)
+    monkeypatch.undo()
+    assert await texts(engine, "c", "text") == ["text"]
+
+
 @pytest.mark.long
 async def test_a_corpus_whose_deletion_is_left_is_deleted(engine: Retrieval) -> None:
     await put(engine, "c", "d", "old")
