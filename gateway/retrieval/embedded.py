@@ -96,7 +96,9 @@ class EmbeddedRetrieval(Retrieval):
     ) -> bool:
         data = await asyncio.to_thread(rows_of, chunks, vectors)
         while True:
-            table = self._tables.get(corpus) or await self._create(corpus, schema_of(model, vectors.shape[1]))
+            if (table := self._tables.get(corpus)) is None:
+                creating = self._create(corpus, schema_of(model, vectors.shape[1]))
+                table = await cancellation.to_the_end(creating)
             check_model(corpus, table.model, model)
             _check_width(corpus, table, vectors.shape[1])
             with contextlib.suppress(CorpusGone):
@@ -279,7 +281,7 @@ class EmbeddedRetrieval(Retrieval):
         async with self._changing:
             if corpus not in self._tables:
                 with disk_errors():
-                    # The table exists if an earlier attempt failed or was cancelled.
+                    # The table exists if an earlier attempt failed.
                     await self._connection.create_table(table_name(corpus), schema=schema, exist_ok=True)
                     self._tables[corpus] = await self._open(corpus)
             return self._tables[corpus]

@@ -657,6 +657,17 @@ async def test_no_more_searches_run_than_may_even_if_callers_leave(
     assert await texts(engine, "c", "text") == ["text"]
 
 
+async def test_a_corpus_whose_creation_is_left_is_of_its_model(tmp_path: Path, reopen: Reopen) -> None:
+    engine = await reopen(tmp_path)
+    leaving = asyncio.create_task(put(engine, "c", "d", "text"))
+    await until((tmp_path / "corpora/corpus-c.lance").exists)
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    with pytest.raises(FailedPrecondition, match="another model"):
+        await engine.replace("c", "d", [TextChunk("d", 0, "x", (1,))], np.ones((1, 3), np.float32), OTHER)
+    await put(engine, "c", "d", "text")
+
+
 @pytest.mark.long
 async def test_a_corpus_whose_deletion_is_left_is_deleted(engine: Retrieval) -> None:
     await put(engine, "c", "d", "old")
