@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from fusionkv.kvcache_service.config import OBJECT_SCHEMES, Config
 from fusionkv.kvcache_service.data_plane.listener import DataPlane
+from fusionkv.kvcache_service.data_plane.messages import socket_path
 from fusionkv.kvcache_service.local import FileServer, arena_path, segments_path, share_memory, share_segments
 from fusionkv.kvcache_service.metrics import observe_remote, observe_tiers
 from fusionkv.kvcache_service.remote.sharing import Sharing
@@ -55,8 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         process.share_heaps()
         check_files(config)
         process.check_ports(config.listen, "--listen")
-        arenas = filter(None, map(arena_path, config.listen))
-        process.check_sockets([f"unix:{segments_path(arena)}" for arena in arenas])  # the longest of those beside
+        process.check_sockets([f"unix:{beside}" for beside in filter(None, map(socket_path, config.listen))])
         telemetry.attach(NAME, config.metrics_listen)
         if config.tls_cert:
             handshakes.attach()

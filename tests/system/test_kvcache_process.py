@@ -236,7 +236,7 @@ def test_clear_errors_at_start(start: Any, tmp_path: Path) -> None:
         (
             [*flags(tmp_path / "new"), "--listen", f"unix:/tmp/{'s' * 100}"],
             1,
-            "s.segments: the path of a unix socket has at most 107 bytes, not 114",
+            "s.data: the path of a unix socket has at most 107 bytes, not 110",
         ),
         ([*flags(tmp_path / "new"), "--disk-bytes", "many"], 2, "not a size: 'many'"),
         ([*flags(tmp_path / "new"), "--max-path", "0"], 2, "outside 1..65535"),
