@@ -215,7 +215,8 @@ async def bench(
                     rate = _FIRST * _RISE**number / alone[1]
                     prompts = traffic.prompts(max(requests, round(rate * _LASTING * bound)), number)
                     load = await station.load(prompts, rate, number)
-                    rows.append(_row(name, ratio, rate, load, bound))
+                    context = round(statistics.mean(prompt.context_tokens for prompt in prompts))
+                    rows.append({**_row(name, ratio, rate, load, bound), "context": context})
                     progress.console.print(rows[-1])
                     if load.percentile(0.99) > bound:
                         break
