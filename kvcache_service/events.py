@@ -83,7 +83,7 @@ class EventPublisher:
         self._publisher, self._replay = self._context.socket(zmq.PUB), self._context.socket(zmq.ROUTER)
         for socket, place, most in (
             (self._publisher, endpoint, _MAX_MESSAGES),
-            # ZeroMQ notes of half of them at once that they were read: a replay and its end fit in the other half.
+            # ZeroMQ counts messages as sent only half of this limit at a time: a replay and its end fit in the rest.
             (self._replay, replay_endpoint(endpoint), 2 * (_MAX_MESSAGES + 1)),
         ):
             socket.setsockopt(zmq.SNDHWM, most)

@@ -276,7 +276,7 @@ class _Source(NamedTuple):
         return torch.cat([*(torch.arange(each.start, each.stop) for each in others), rest]) if others else rest
 
 
-# A segment and those that continue it, cut into tiles as one: answers do not hang on where a pool has the tokens.
+# A segment and those that continue it, cut into tiles as one: answers must not depend on where a pool has tokens.
 _Run = Sequence[KVSegment]
 
 

@@ -18,6 +18,7 @@ import lmdb
 from fusionkv.kvcache_service.index.heat import decode as decode_heat
 from fusionkv.kvcache_service.index.record import EntryRecord, decode, decode_place, encode
 from fusionkv.kvcache_service.tiers.index_file import DAMAGED, HEATS, LATER, RECORDS
+from fusionkv.protos.runtime import process
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +156,7 @@ def _rewrite(directory: Path, new: Path, map_bytes: int) -> str:
     argv = [sys.executable, "-P", *_REWRITE, str(directory), str(new), str(map_bytes), str(limit)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     reason = done.stdout.strip()
-    ended = signal.Signals(-done.returncode).name if done.returncode < 0 else f"status {done.returncode}"
+    ended = f"the process that reads it {process.how_ended(done.returncode)}"
     if done.returncode:
         shutil.rmtree(new, ignore_errors=True)
     if done.returncode == LATER:
@@ -164,10 +165,9 @@ def _rewrite(directory: Path, new: Path, map_bytes: int) -> str:
             "again, or give this one a data_dir of its own"
         )
     if done.returncode in _BROKEN:
-        return reason or f"reading it ends a process with {ended}"
+        return reason or ended
     if done.returncode:
-        why = reason or done.stderr.strip()[-500:] or f"the process that reads it was ended with {ended}"
-        log.warning("the index in %s was not checked: %s", directory, why)
+        log.warning("the index in %s was not checked: %s", directory, reason or done.stderr.strip()[-500:] or ended)
     return ""
 
 

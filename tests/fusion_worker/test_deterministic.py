@@ -32,7 +32,7 @@ async def test_answers_are_the_same_alone_and_beside_others(dtype: torch.dtype, 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2-mixed"])
 async def test_answers_are_the_same_in_a_fragmented_pool(kind: str, start: Any) -> None:
-    """Where a chunk's pages lie hangs on what others have asked."""
+    """Where a chunk's pages lie depends on what others have asked."""
     whole, rig = [await start(kind, torch.bfloat16, deterministic=True) for _ in range(2)]
     if rig.model.device.type != "cpu":
         pytest.skip("a GPU reads the pool run by run")

@@ -205,7 +205,7 @@ def test_whoever_ends_the_check_is_said(copied: Whole, monkeypatch: Any, caplog:
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: killed)
     with opened(copied[0]) as index:
         assert {key for key, *_ in index.load()} == copied[1]
-    assert "was not checked: the process that reads it was ended with SIGKILL" in caplog.text
+    assert "was not checked: the process that reads it was killed by SIGKILL" in caplog.text
 
 
 def test_without_room_for_another_one_it_is_used_as_it_is(copied: Whole, tmp_path: Path, caplog: Any) -> None:
