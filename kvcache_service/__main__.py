@@ -27,7 +27,7 @@ from fusionkv.kvcache_service.store.upkeep import sweep
 from fusionkv.kvcache_service.tiers.base import Tier
 from fusionkv.kvcache_service.tiers.disk import DiskTier, readable_files
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
-from fusionkv.kvcache_service.tiers.sealed_disk import DiskKeys, SealedDiskTier
+from fusionkv.kvcache_service.tiers.sealed_disk import DiskKeys, SealedDiskTier, check_key
 from fusionkv.kvcache_service.tiers.segments import SEGMENT_BYTES
 from fusionkv.protos.observe import handshakes, telemetry
 from fusionkv.protos.runtime import process, rpc, settings
@@ -90,10 +90,10 @@ def make_store(config: Config) -> Store:
     """Creates the store with the configured tiers. Raises OSError if its directory or its keys cannot be used."""
     tiers: list[Tier] = [MemoryTier(config.memory_bytes)]
     if config.disk_bytes:
-        place, keys = (config.data_dir, config.disk_bytes), config.disk_keys
-        tiers.append(
-            SealedDiskTier(*place, DiskKeys(keys), sync=config.sync) if keys else DiskTier(*place, sync=config.sync)
-        )
+        keys = DiskKeys(config.disk_keys) if config.disk_keys else None
+        check_key(config.data_dir, keys)
+        place, sync = (config.data_dir, config.disk_bytes), config.sync
+        tiers.append(SealedDiskTier(*place, keys, sync=sync) if keys else DiskTier(*place, sync=sync))
     return Store(config, tiers)
 
 

@@ -25,6 +25,8 @@ BLOCK_BYTES = 1 << 20
 _NONCE_BYTES, _TAG_BYTES = 12, 16
 HEAD_BYTES = ID_BYTES + _NONCE_BYTES
 _SEAL_BYTES = HEAD_BYTES + _TAG_BYTES
+# File with the id of the key that encrypted last.
+_MARK = "key"
 
 
 class DiskKeys(KeyRing[AESGCM]):
@@ -50,6 +52,14 @@ class DiskKeys(KeyRing[AESGCM]):
             raise FileNotFoundError(f"{what} is damaged") from error
 
 
+def check_key(directory: Path, keys: DiskKeys | None) -> None:
+    """Raises OSError if a disk tier was last encrypted with a key that is missing: reads would delete entries."""
+    mark = directory / _MARK
+    id = mark.read_bytes() if mark.exists() else b""
+    if len(id) == ID_BYTES and (keys is None or keys.find(id) is None):
+        raise OSError(f"{directory} is encrypted with a key that disk_keys lacks: add it, or remove the directory")
+
+
 class SealedDiskTier(DiskTier):
     """A DiskTier in which each place must be written once, sequentially, as the store does."""
 
@@ -59,6 +69,8 @@ class SealedDiskTier(DiskTier):
         """See DiskTier."""
         super().__init__(directory, capacity_bytes, sync=sync)
         self._keys = keys
+        self._marked = b""
+        self._mark = directory / _MARK
         self._tails: dict[int, bytearray] = {}  # offset of a place -> bytes of an incomplete block
 
     def write(self, place: Place, at: int, data: Sequence[memoryview]) -> None:
@@ -92,6 +104,9 @@ class SealedDiskTier(DiskTier):
 
     def _seal(self, place: Place, start: int, block: bytes) -> None:
         head, sealed = self._keys.seal(block, _bound(place, start))
+        if head[:ID_BYTES] != self._marked:
+            self._marked = head[:ID_BYTES]
+            self._mark.write_bytes(self._marked)
         file, offset = self._seal_at(place, start)
         os.pwrite(file, head + sealed[-_TAG_BYTES:], offset)
         super().write(place, start, [memoryview(sealed)[:-_TAG_BYTES]])

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionkv.kvcache_service.client import HitKind
+from fusionkv.kvcache_service.__main__ import make_store
 from fusionkv.kvcache_service.config import Config
-from fusionkv.kvcache_service.store.store import Store
-from fusionkv.kvcache_service.store.writing import reserve
-from fusionkv.kvcache_service.tiers.memory import MemoryTier
+from fusionkv.kvcache_service.tiers.disk import DiskTier
 from fusionkv.kvcache_service.tiers.sealed_disk import BLOCK_BYTES, DiskKeys, SealedDiskTier
-from fusionkv.protos.runtime.errors import DataLoss, NotFound
 from fusionkv.protos.runtime.watched import ID_BYTES, BadFile
 from tests.kvcache_service import tools
-from tests.system.cache_process import MIB, find, flags, get, payload, put
+from tests.system.cache_process import MIB, flags, get, payload, put
 from tests.waiting import wait_until
 
 SIZES = [1, 4096, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES + 5000]
@@ -32,7 +28,7 @@ def opened(tmp_path: Path, *raw: bytes) -> "contextlib.closing[SealedDiskTier]":
     return contextlib.closing(SealedDiskTier(tmp_path / "data", 64 * MIB, tools.disk_keys(tmp_path / "keys", *raw)))
 
 
-def fill(tier: SealedDiskTier) -> dict[int, bytes]:
+def fill(tier: DiskTier) -> dict[int, bytes]:
     """Entries of all sizes; their bytes by offset."""
     stored = {}
     for size in SIZES:
@@ -43,27 +39,6 @@ def fill(tier: SealedDiskTier) -> dict[int, bytes]:
         tier.commit(tools.record([tools.digest(str(size))], data), place, 1.0)
         stored[place.offset] = data
     return stored
-
-
-@pytest.mark.parametrize("memory", [4096, 32 * MIB])
-@pytest.mark.parametrize("size", [*SIZES, 9 * MIB + 7])
-async def test_an_entry_that_a_thread_fills_comes_back(tmp_path: Path, memory: int, size: int) -> None:
-    """As one that is copied from the remote tier; with little memory, on the disk alone."""
-    data, made = payload(size, size), tools.record("S", payload(size, size))
-    with opened(tmp_path, FIRST) as tier, ThreadPoolExecutor(1) as threads:
-        store = Store(Config(), [MemoryTier(memory), tier])
-        writer = reserve(store, made, from_remote=True)
-        assert writer is not None
-
-        def read(at: int, into: memoryview) -> None:
-            into[:] = data[at : at + len(into)]
-
-        await writer.fill(read, threads, 4 << 20)
-        assert await writer.commit()
-        place = store.entries.get(made.key).places["disk"]
-        assert bytes(tier.read(place, 0, size)) == data
-        store.residents.tiers[0].close()
-        store.work.threads.shutdown()
 
 
 def unreadable(tier: SealedDiskTier) -> int:
@@ -162,24 +137,46 @@ def test_a_bad_file_of_keys_is_refused_and_not_quoted(tmp_path: Path, text: str)
     assert "0101" not in str(raised.value)
 
 
+def test_what_was_stored_before_encryption_is_unreadable(tmp_path: Path) -> None:
+    with contextlib.closing(DiskTier(tmp_path / "data", 64 * MIB)) as plain:
+        fill(plain)
+    with opened(tmp_path, FIRST) as tier:
+        assert unreadable(tier) == len(SIZES)
+
+
+def test_a_start_without_the_key_that_encrypted_last_is_refused(tmp_path: Path) -> None:
+    """Every read would delete an entry. Older keys may go, and their entries with them."""
+    keys = tmp_path / "keys"
+
+    def start(*raw: bytes) -> None:
+        if raw:
+            tools.disk_keys(keys, *raw)
+        make_store(Config(data_dir=tmp_path / "data", disk_keys=keys if raw else None)).residents.home.close()
+
+    start(FIRST)
+    start(SECOND)  # nothing was stored yet
+    with opened(tmp_path, FIRST) as tier:
+        fill(tier)
+    for without in ((), (SECOND,)):
+        with pytest.raises(OSError, match=r"is encrypted with a key that disk_keys lacks: add it, or remove the dir"):
+            start(*without)
+    start(SECOND, FIRST)
+    with opened(tmp_path, SECOND, FIRST) as tier:
+        tools.write(tier, b"data")
+    with pytest.raises(OSError, match="lacks"):
+        start(FIRST)
+    start(SECOND)
+
+
 @pytest.mark.system
-@pytest.mark.parametrize("before", ["other key", "plain", "same key"])
-async def test_entries_of_another_key_are_misses(launch: Any, cache_client: Any, tmp_path: Path, before: str) -> None:
-    """Entries of a wrong key, or from before encryption, are found, then fail as damaged, then are gone."""
-    (tmp_path / "old").write_text(FIRST.hex())
-    (tmp_path / "new").write_text((FIRST if before == "same key" else SECOND).hex())
-    old = () if before == "plain" else ("--disk-keys", str(tmp_path / "old"))
-    data = payload("d", 2 * MIB + 100)
-    first = launch(*flags(tmp_path / "data", *old, memory="1MiB"))
-    await put(cache_client(first), "d", data)
-    assert first.stop() == 0
-    second = launch(*flags(tmp_path / "data", "--disk-keys", str(tmp_path / "new"), memory="1MiB"))
-    client = cache_client(second)
-    if before != "same key":
-        with pytest.raises((DataLoss, NotFound)):
-            await get(client, "d")
-        assert (await find(client, "d")).kind is HitKind.MISS
-        await put(client, "d", data)
-    assert await get(client, "d") == data
-    assert second.stop() == 0
-    assert SECOND.hex() not in second.log
+async def test_a_service_with_keys(launch: Any, cache_client: Any, tmp_path: Path) -> None:
+    data, more = payload("d", 2 * MIB + 100), ("--disk-keys", str(tmp_path / "keys"))
+    for keys in ((FIRST,), (SECOND, FIRST)):
+        tools.disk_keys(tmp_path / "keys", *keys)
+        service = launch(*flags(tmp_path / "data", *more, memory="1MiB"))
+        client = cache_client(service)
+        if keys == (FIRST,):
+            await put(client, "d", data)
+        assert await get(client, "d") == data
+        assert service.stop() == 0
+        assert FIRST.hex() not in service.log
