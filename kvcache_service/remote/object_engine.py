@@ -116,6 +116,7 @@ class ObjectEngine(RemoteEngine):
     # A request has a price, whatever its size, and takes 20 ms and more.
     block_bytes = 16 << 20
     renew_seconds = 3600.0
+    lookup_values = 8 * _LOOKUPS
 
     def __init__(self, url: str, *, timeout: float) -> None:
         """Opens the bucket or the directory, and lists it.

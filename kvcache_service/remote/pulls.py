@@ -34,7 +34,6 @@ class Pulls:
         self._slots = asyncio.Semaphore(_PULLS)
         self._tasks: dict[bytes, asyncio.Task[bool]] = {}
         self._found: dict[bytes, EntryRecord] = {}
-        self._closed = False
 
     def offer(self, record: EntryRecord) -> None:
         """Remembers what was found in the remote tier, and starts to pull it unless others are being pulled."""
@@ -70,8 +69,7 @@ class Pulls:
         }
 
     async def close(self) -> None:
-        """Cancels pulls in progress."""
-        self._closed = True
+        """Cancels pulls in progress, at the end of the service: threads may still be filling places of theirs."""
         pulls = list(self._tasks.values())
         for pull in pulls:
             pull.cancel()
@@ -103,21 +101,20 @@ class Pulls:
         writer = reserve(self._store, record, from_remote=True)
         if writer is None:
             return True
-        block_bytes = self._access.tier.engine.block_bytes
-
-        def read(at: int, into: memoryview) -> None:
-            self._access.tier.read(record, at // block_bytes, into)
-            if self._closed:  # by now, the files may belong to another process
-                raise OSError("the service has ended")
-
+        tier = self._access.tier
+        block_bytes = tier.engine.block_bytes
+        step = max(_READ_BYTES, block_bytes)
         try:
-            await writer.fill(read, self._access.threads, max(_READ_BYTES, block_bytes))
+            for at in range(0, record.size, step):
+                space = writer.space(min(step, record.size - at))
+                await self._access.run(tier.read, record, at // block_bytes, space)
+                await writer.filled(space)
             await writer.commit()
         except (DataLoss, FileNotFoundError) as error:
             if isinstance(error, DataLoss):
                 _faults.warning(f"entry {record.key.hex()} was damaged in the remote tier and is deleted", error)
             with contextlib.suppress(OSError):
-                await self._access.run(self._access.tier.delete, [record])
+                await self._access.run(tier.delete, [record])
             return False
         except OSError as error:
             self._access.mark_unreachable(error)

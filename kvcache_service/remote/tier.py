@@ -35,6 +35,8 @@ class RemoteEngine(ABC):
     """Size of a value that holds an entry's bytes, a multiple of BLOCK_BYTES."""
     renew_seconds: float = 60.0
     """Maximum interval in which entries that are used are renewed."""
+    lookup_values: int | None = None
+    """Maximum number of values that one lookup asks for; None is no limit."""
 
     @abstractmethod
     def get(self, names: Sequence[str]) -> list[bytes | None]:
@@ -95,14 +97,14 @@ class RemoteTier:
             tag = _tag(namespace, path[0], path[i])
             slots = [_slot(tag, kind, n) for kind in (b"", *variants[i]) for n in range(SLOTS)] if i else []
             requested.append([f"{tag}{exact[i].hex()}", *slots])
-        values = iter(self.engine.get([name for names in requested for name in names]))
+        values = iter(self._found([name for names in requested for name in names]))
         return [_decoded(islice(values, len(names))) for names in requested]
 
     def find(self, namespace: bytes, digests: Sequence[bytes]) -> list[list[EntryRecord]]:
         """Candidate records, in one round trip, of entries with a path of one digest each."""
         tags = [_tag(namespace, digest, digest) for digest in digests]
         keys = [entry_key(namespace, [digest]) for digest in digests]
-        values = self.engine.get([f"{tag}{key.hex()}" for tag, key in zip(tags, keys, strict=True)])
+        values = self._found([f"{tag}{key.hex()}" for tag, key in zip(tags, keys, strict=True)])
         return [_decoded([value]) for value in values]
 
     def read(self, record: EntryRecord, first: int, into: memoryview) -> None:
@@ -149,6 +151,11 @@ class RemoteTier:
     def delete_all(self, namespace: bytes) -> None:
         """Deletes all entries of a namespace. Takes time proportional to the size of the tier."""
         self.engine.remove_all(_prefix(namespace))
+
+    def _found(self, names: Sequence[str]) -> list[bytes | None]:
+        """Values by name; None if missing, or beyond what the engine looks up at once."""
+        values = self.engine.get(names[: self.engine.lookup_values])
+        return [*values, *[None] * (len(names) - len(values))]
 
     def _sealed(self, name: str, block: bytes) -> bytes:
         return block if self._keys is None else b"".join(self._keys.seal(block, name.encode()))

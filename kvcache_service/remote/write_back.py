@@ -42,8 +42,8 @@ class WriteBackQueue:
         self._access = access
         # Interval in which an entry that is used is renewed in the remote tier, or written again if missing there.
         self._renew_seconds = min(access.tier.engine.renew_seconds, store.config.remote_ttl_seconds / 4)
-        # By key: what tells one scheduling from a later one. Not the record: 65,536 with long paths take 0.5 GB.
-        self._to_write: dict[bytes, object] = {}
+        # By key: the records whose writing has begun. Not of others: 65,536 with long paths take 0.5 GB.
+        self._to_write: dict[bytes, list[EntryRecord]] = {}
         self._to_renew: dict[bytes, None] = {}
         self._confirmed: dict[bytes, float] = {}
         """Time at which an entry was last known to be in the remote tier."""
@@ -57,13 +57,13 @@ class WriteBackQueue:
 
     def add(self, key: bytes) -> None:
         """Schedules the write-back of a stored entry."""
-        put_newest(self._to_write, key, object(), _MAX_ENTRIES)
+        put_newest(self._to_write, key, [], _MAX_ENTRIES)
         if self._access.reachable:
             self.changed.set()
 
     def add_hottest(self) -> None:
         """Schedules the hottest entries: those stored shortly before a kill -9 may not have been written back."""
-        self._to_write.update(dict.fromkeys(self._store.residents.hottest(_MAX_CHECKED)))
+        self._to_write.update({key: [] for key in self._store.residents.hottest(_MAX_CHECKED)})
 
     def renew(self, key: bytes) -> None:
         """Schedules the renewal of an entry that was looked up, or put again."""
@@ -98,10 +98,14 @@ class WriteBackQueue:
                     await asyncio.sleep(0.02)
 
     async def _write_back(self, key: bytes) -> None:
-        entry, scheduled = self._store.entries.get(key), self._to_write.get(key)
+        entry, begun = self._store.entries.get(key), self._to_write.get(key, [])
+        tier, run = self._access.tier, self._access.run
         try:
-            if entry is not None and not (await self._access.run(self._access.tier.touch, [entry.record]))[0]:
+            if entry is not None and not (await run(tier.touch, [entry.record]))[0]:
+                begun.append(entry.record)
                 await self._copy(entry.record)
+            if begun and self._store.entries.get(key) is None:  # deleted meanwhile, or since a try that failed
+                await run(tier.delete, begun)
         except Unreachable as error:
             self._access.mark_unreachable(error)
             return  # stays in the queue
@@ -114,7 +118,7 @@ class WriteBackQueue:
         else:
             self.confirm(key)
         # An entry that was deleted and stored anew meanwhile is written again.
-        if self._to_write.get(key) is scheduled:
+        if self._to_write.get(key) is begun:
             self._to_write.pop(key, None)
 
     async def _copy(self, record: EntryRecord) -> None:
@@ -141,8 +145,6 @@ class WriteBackQueue:
             await write()
         await run(tier.commit, record)
         self._store.counters.add("remote.writes")
-        if self._store.entries.get(record.key) is None:  # deleted meanwhile
-            await run(tier.delete, [record])
 
     async def _renew_used(self) -> None:
         """Renews entries used here in the remote tier, and schedules the write-back of missing ones."""

@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from fusionkv.kvcache_service.__main__ import make_sharing
+from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.remote.tier import RemoteTier
 from fusionkv.kvcache_service.tiers.base import Unreachable
-from tests.commands import run_python
 from tests.kvcache_service.tools import NAMESPACE, record
 from tests.system.object_process import ENVIRONMENT, Directory, ObjectServer
 from tests.waiting import wait_until
@@ -85,15 +87,13 @@ def test_a_malformed_url_is_refused_and_not_quoted(url: str) -> None:
 
 @pytest.mark.parametrize("remote", [ObjectServer], indirect=True)
 def test_a_service_does_not_start_without_its_bucket(remote: Any, tmp_path: Path) -> None:
-    own = ("--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "data"))
     for url, why in (
-        ("s3://missing", "s3://missing can't be used: The specified bucket does not exist (NoSuchBucket)"),
+        ("s3://missing", r"s3://missing can't be used: The specified bucket does not exist \(NoSuchBucket\)"),
         (f"file://{tmp_path}/missing", f"No such file or directory: '{tmp_path}/missing'"),
-        ("s3://", "expected s3://BUCKET"),
+        ("s3://", "remote_url can't be used: expected s3://BUCKET"),
     ):
-        done = run_python("-m", "fusionkv.kvcache_service", *own, "--remote-url", url, status=1)
-        assert why in done.stderr
-        assert "Traceback" not in done.stderr
+        with pytest.raises(OSError, match=why):
+            make_sharing(Config(remote_url=url), Mock())
 
 
 Answer = Callable[[str], bytes | None]

@@ -1,7 +1,7 @@
 """No part of a password is said where a Redis' URL is malformed, nor when a service starts with it."""
 
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from redis import Redis
@@ -9,7 +9,6 @@ from redis import Redis
 from fusionkv.kvcache_service.__main__ import make_sharing
 from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.remote.redis_engine import RedisEngine, connect
-from tests.commands import run_python
 
 # In each the parser takes some of the password for something else, a port for example.
 MALFORMED = [
@@ -51,18 +50,11 @@ def test_others_are_taken_as_they_are(url: str) -> None:
     expected.close()
 
 
-def test_the_command_prints_none_of_it(tmp_path: Path) -> None:
-    own = ("--listen", "127.0.0.1:0", "--data-dir", str(tmp_path), "--remote-url", MALFORMED[0])
-    done = run_python("-m", "fusionkv.kvcache_service", *own, status=None)
-    said = done.stdout + done.stderr
-    assert done.returncode != 0
-    assert "not a Redis URL" in said
-    assert "sesame" not in said
-
-
-def test_a_file_that_holds_no_password_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "password"
+def test_what_a_start_says_names_the_setting(tmp_path: Path) -> None:
+    file, store = tmp_path / "password", Mock()
     file.write_bytes(b"\xffsesame")
-    store: Any = None  # which it does not come to
     with pytest.raises(OSError, match=f"remote_password can't be used: {file} is not text"):
         make_sharing(Config(remote_url="redis://redis:6379", remote_password=file), store)
+    with pytest.raises(OSError, match="remote_url can't be used: not a Redis URL") as raised:
+        make_sharing(Config(remote_url=MALFORMED[0]), store)
+    assert "sesame" not in str(raised.value)

@@ -1,32 +1,26 @@
 """What a service does with its remote tier, over an engine that is a dictionary and fails as it is told."""
 
 import asyncio
-import gc
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fusionkv.kvcache_service.blobs import Blobs
 from fusionkv.kvcache_service.client import HitKind
-from fusionkv.kvcache_service.index.record import EntryRecord
 from fusionkv.kvcache_service.index.rows import PROTECTED
 from fusionkv.kvcache_service.metrics import Counters
-from fusionkv.kvcache_service.remote import write_back
 from fusionkv.kvcache_service.remote.access import RemoteAccess
 from fusionkv.kvcache_service.remote.tier import RemoteEngine, RemoteTier
-from fusionkv.kvcache_service.store.writing import reserve
 from fusionkv.kvcache_service.tiers.base import Unreachable
 from fusionkv.protos.runtime.errors import NotFound, ResourceExhausted, Unavailable
-from tests.kvcache_service.tools import MIB, NAMESPACE, nearby, payload, record, serving
+from tests.kvcache_service.tools import MIB, NAMESPACE, payload, serving
 from tests.waiting import until
 
 
@@ -147,8 +141,9 @@ async def test_what_is_found_exactly_here_asks_nobody(serve: Any, engine: Dictio
 
 async def test_it_is_copied_by_being_looked_up(serve: Any) -> None:
     a, b = await serve(), await serve()
-    await share(a, "S", payload("x", 3 * MIB + 5))
+    await share(a, "S", payload("x", 3 * MIB + 5), signature=b"signed")
     found = await b.find("S")
+    assert found.hits[0].entry.signature == b"signed"
     assert (found.hits[0].entry.tier, found.lease, found.hits[0].entry.lease) == ("remote", 0, 0)
     await until(lambda: len(b.store.entries) == 1)
     assert (await b.entry("S")).tier == "memory"
@@ -166,46 +161,6 @@ async def test_a_copy_has_been_used_once(serve: Any) -> None:
     assert uses[row] == 1
     await b.find("S")
     assert uses[row] == PROTECTED
-
-
-@pytest.mark.parametrize("disk", [0, 64 * MIB])
-async def test_a_local_caller_copies_it_from_memory(serve: Any, tmp_path: Path, disk: int) -> None:
-    a, b = await serve(memory=16 * MIB), await serve(memory=16 * MIB, disk=disk)
-    data = payload("x", 9 * MIB + 5)
-    await share(a, "S", data)
-    async with nearby(b, tmp_path / "s") as near:
-        entry = await near.entry("S")
-        assert entry.tier == "remote"
-        assert await near.fetched(entry) == (data, 0)
-    assert await b.get("S") == data
-
-
-@pytest.mark.parametrize("memory", [4 * MIB, 4096])
-async def test_a_place_stays_taken_while_a_thread_fills_it(serve: Any, memory: int) -> None:
-    service = await serve(memory=memory)
-    tier, started, ended = (
-        service.store.residents.tiers[0 if memory > MIB else -1],
-        threading.Event(),
-        threading.Event(),
-    )
-    new = record("S", payload("x", MIB))
-    writer = reserve(service.store, new, from_remote=True)
-    assert writer is not None
-
-    def read(at: int, into: memoryview) -> None:
-        started.set()
-        ended.wait(20)
-
-    with ThreadPoolExecutor(1) as threads:
-        filling = asyncio.create_task(writer.fill(read, threads, 4 * MIB))
-        await until(started.is_set)
-        filling.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await filling
-        writer.abort()
-        assert tier.used_bytes == MIB
-        ended.set()
-        await until(lambda: tier.used_bytes == 0)
 
 
 async def test_many_fetch_what_is_copied_once(serve: Any) -> None:
@@ -298,20 +253,6 @@ async def test_while_it_is_away_nobody_asks_and_nothing_is_lost(serve: Any, engi
     await until(lambda: a.sharing.reachable and b.sharing.reachable)
     await shared(a)
     assert await b.get("U") == b"meanwhile"
-
-
-async def test_what_waits_until_it_is_back_takes_little_memory(serve: Any, engine: Dictionary) -> None:
-    """No record, of which the path alone may have 8 KiB."""
-    service = await serve()
-    service.sharing._access.reachable, engine.away = False, True
-    keys = {(await service.put([f"while away {n}"], b"data"))[0] for n in range(5)}
-    await service.settled()
-    assert len(service.sharing.write_backs) == 5
-    gc.collect()
-    assert not [held for held in gc.get_objects() if type(held) is EntryRecord and held.key in keys]
-    engine.away = False
-    await shared(service)
-    assert len(engine.blocks) == 5
 
 
 async def test_it_goes_away_between_lookup_and_fetch(serve: Any, engine: Dictionary) -> None:
@@ -435,18 +376,6 @@ async def test_one_that_is_full_keeps_nothing_back(serve: Any, engine: Dictionar
     await used(service, engine)
 
 
-async def test_what_is_used_is_renewed_however_short_ago_the_machine_has_started(
-    serve: Any, monkeypatch: Any
-) -> None:
-    service = await serve(remote_ttl_seconds=240.0)
-    key = await share(service, "S", b"data")
-    write_backs = service.sharing.write_backs
-    monkeypatch.setattr(write_back, "time", SimpleNamespace(monotonic=lambda: 5.0))
-    write_backs.forget_confirmed()
-    await service.find("S")
-    assert [*write_backs._to_renew] == [key]
-
-
 @pytest.mark.parametrize("method", ["touch", "put"])
 async def test_an_unexpected_error_stops_no_write_back(serve: Any, engine: Dictionary, method: str) -> None:
     service = await serve()
@@ -487,6 +416,43 @@ async def test_a_deletion_reaches_what_is_being_written(serve: Any, engine: Dict
         await shared(service)
         await until(lambda: not service.store.work.tasks)
         assert engine.values == {}, round
+
+
+async def test_a_deletion_reaches_what_a_failed_call_has_written(
+    serve: Any, engine: Dictionary, monkeypatch: Any
+) -> None:
+    """Of a record that was written and not confirmed, the service rids the tier once it is back."""
+    service, asked, go, put = await serve(), threading.Event(), threading.Event(), engine.put
+
+    def lose(values: Sequence[tuple[str, bytes]]) -> None:
+        asked.set()
+        go.wait(20)
+        put(values)
+        if "{" in values[0][0]:
+            raise Unreachable("no response")
+
+    monkeypatch.setattr(engine, "put", lose)
+    key, _ = await service.put("S", b"data")
+    await until(asked.is_set)
+    await service.client.delete([key])
+    go.set()
+    await until(lambda: engine.values and not service.sharing.reachable)
+    await until(lambda: not engine.values and not service.sharing.write_backs)
+
+
+async def test_a_lookup_asks_for_no_more_than_the_engine_takes(serve: Any, engine: Dictionary) -> None:
+    """In an object store, a request for each value takes its time: the first chunks that are missing are found."""
+    a, b = await serve(), await serve()
+    for name in "ABC":
+        await a.put(["S", name], name.encode())
+    await shared(a)
+    engine.lookup_values = 11  # one of the system prompt, five of each chunk
+    for known in (2, 3):
+        hits = (await b.find(*"SABC")).hits
+        assert sum(hit.kind is not HitKind.MISS for hit in hits) == known
+        await until(lambda known=known: len(b.store.entries) == known)
+    blobs = Blobs(b.client, layout="a")
+    assert await blobs.touch([b"%d" % n for n in range(20)]) == [False] * 20
 
 
 async def test_a_deletion_reaches_what_is_being_copied(serve: Any, engine: Dictionary) -> None:
@@ -624,18 +590,3 @@ async def test_a_blob_is_deleted_that_another_service_has_shared(serve: Any, eng
     assert await there.delete([b"1", b"?"]) == 1
     assert await there.touch([b"1", b"2"]) == [False, True]
     assert len(engine.blocks) == 1
-
-
-async def test_a_blob_that_is_deleted_while_others_are_asked_for_is_a_miss(serve: Any, engine: Dictionary) -> None:
-    service = await serve()
-    blobs, data = Blobs(service.client, layout="a"), payload("x", 1000)
-    await blobs.store([b"1", b"2"], [memoryview(data)] * 2)
-    await shared(service)
-    into = [memoryview(bytearray(1000)) for _ in range(3)]
-    with engine.late("get") as asked:
-        reading = asyncio.create_task(blobs.retrieve([b"1", b"2", b"?"], into))
-        await until(asked.is_set)
-        assert await blobs.delete([b"1"]) == 1
-    assert await reading == [False, True, False]
-    assert into[1] == data
-    assert len(service.store.leases) == 0

@@ -12,8 +12,6 @@ from fusionkv.kvcache_service.index.record import EntryRecord
 from fusionkv.kvcache_service.index.rows import Rows
 from fusionkv.protos.runtime.errors import InvalidArgument
 from tests.kvcache_service.tools import Caller, payload, serving
-from tests.system.redis_process import RedisServer
-from tests.system.shared_services import sharing
 
 NAMESPACE, PATH = b"n" * 32, [b"s" * 32, b"c" * 32]
 SIGNATURES = [b"", b"\0", b"signed", b"\xff" * 36, bytes(63)]
@@ -81,13 +79,3 @@ async def test_a_signature_is_of_bounded_size(service: Any) -> None:
     with pytest.raises(InvalidArgument, match="the signature has 64 bytes; at most 63 are allowed"):
         await put(service, bytes(64))
     assert await service.entry("S") is None
-
-
-@pytest.mark.system
-async def test_the_remote_tier_keeps_signatures(launch: Any, redis: RedisServer, tmp_path: Path) -> None:
-    async with sharing(launch, tmp_path, redis, "--disk-bytes", "0") as services:
-        one, other = map(Caller, services.clients)
-        assert await put(one, b"signed")
-        await services.settled()
-        entry = await other.entry("S")
-        assert (entry.tier, entry.signature) == ("remote", b"signed")
