@@ -9,8 +9,7 @@ import resource
 import socket
 import stat
 import sys
-from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -156,47 +155,35 @@ async def run(config: Config) -> None:
         remove_stale_socket(address)
     store = make_store(config)
     events = make_events(config, store)
-    loading = asyncio.create_task(store.open())
+    await store.open()
     observe_tiers(lambda: [(tier.name, tier.used_bytes, tier.capacity_bytes) for tier in store.residents.tiers])
-    background = [asyncio.create_task(_after(loading, partial(sweep, store)))]
+    background = [asyncio.create_task(sweep(store))]
     file_servers = start_file_servers(config, store)
     sharing: Sharing | None = None
     try:
         if config.remote_url:
             sharing = make_sharing(config, store)
-            background.append(asyncio.create_task(_after(loading, sharing.run)))
+            background.append(asyncio.create_task(sharing.run()))
         servicer = KVCacheServicer(store, sharing)
         plane = DataPlane(
             f"{NAME}-data", servicer, config.listen, config.data_port, config.data_host, config.server_tls
         )
         servicer.admit = plane.admit
-        served = rpc.Served(
-            {SERVICE.full_name: handler(servicer)},
-            beside=[plane],
-            failure=asyncio.create_task(_after(loading, asyncio.Event().wait)),
-            on_stop=sharing.write_backs.flush if sharing else None,
-        )
+        on_stop = sharing.write_backs.flush if sharing else None
+        served = rpc.Served({SERVICE.full_name: handler(servicer)}, beside=[plane], on_stop=on_stop)
         await rpc.serve(NAME, config, served)
     finally:
         for file_server in file_servers:
             file_server.close()
         for task in background:
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, OSError):  # `serve` raises what loading raised
+            with contextlib.suppress(asyncio.CancelledError):
                 await task
         if sharing is not None:
             await sharing.close()
         if events is not None:
             await asyncio.to_thread(events.close)
-        # Until the index is loaded, nothing on the disk was changed, and nothing must be closed.
-        if store.ready.is_set():
-            await store.close()
-
-
-async def _after(loading: "asyncio.Task[None]", work: Callable[[], Awaitable[object]]) -> None:
-    """Runs `work` once the index is loaded. Raises OSError if it cannot be loaded."""
-    await asyncio.shield(loading)
-    await work()
+        await store.close()
 
 
 def start_file_servers(config: Config, store: Store) -> list[FileServer]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from fusionkv.kvcache_service.index.record import HitKind
-from fusionkv.kvcache_service.local import LocalTiers, copy_hashed, read_into
+from fusionkv.kvcache_service.local import LocalTiers, read_into
 from fusionkv.kvcache_service.transport import Transport
 from fusionkv.protos.deadline import Deadline
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
@@ -101,8 +101,7 @@ class CacheClient:
     async def fetch(self, entry: Entry, into: memoryview, *, timeout: float) -> None:
         """Fills `into` (`entry.size` bytes) from shared memory or segment files if possible, otherwise by stream.
 
-        Bytes from disk or the network are verified by checksum, and those of an entry that is promoted for this call.
-        Others from shared memory are not.
+        Bytes from disk or the network are verified by checksum, those from shared memory are not.
 
         Raises:
             DataLoss: The checksum does not match. The service was requested to delete the entry.
@@ -113,10 +112,7 @@ class CacheClient:
         _check_size(entry, into)
         if self.on_disk(entry) and await self.read(entry, partial(read_into, into), timeout=timeout):
             return
-        if entry.shared is not None:
-            if await self._local.copy_leased(entry.shared, entry.lease, into):
-                return
-        elif await self._fetch_promoted(entry, into, deadline):
+        if entry.shared is not None and await self._local.copy_leased(entry.shared, entry.lease, into):
             return
         await self._fetch_streamed(entry, into, deadline)
 
@@ -235,19 +231,6 @@ class CacheClient:
             ) from error
         return digest == entry.checksum and self._local.is_leased(entry.lease)
 
-    async def _fetch_promoted(self, entry: Entry, into: memoryview, deadline: Deadline) -> bool:
-        """Has an entry promoted, or copied from the remote tier, and copies it from shared memory, if it is there."""
-        if not self._local.mapped:
-            return False
-        try:
-            response = await self._transport.call("Prefetch", pb.PrefetchRequest(keys=[entry.key]), deadline)
-        except errors.ServiceError:
-            return False  # the stream, which is tried next, raises the error
-        arena = await self._local.open(response.arena)
-        shared = None if arena is None else _arena_view(response.entries[0], arena, entry.size)
-        # No lease covers these bytes: the entry may be in the remote tier, or be stored anew under this key.
-        return shared is not None and await asyncio.to_thread(copy_hashed, shared, into) == entry.checksum
-
     async def put(
         self,
         *,
@@ -328,14 +311,10 @@ def decode_hit(message: pb.Hit, lease: int, arena: memoryview | None) -> Hit:
     e, kind, tier = message.entry, _KINDS.get(message.kind, HitKind.MISS), _TIERS.get(message.entry.tier)
     if kind is HitKind.MISS or tier is None or not message.HasField("entry"):
         return Hit(HitKind.MISS, None)
-    view = None if arena is None else _arena_view(e, arena, e.size_bytes)
+    view = None
+    if arena is not None and e.HasField("arena_offset") and e.arena_offset + e.size_bytes <= len(arena):
+        view = arena[e.arena_offset : e.arena_offset + e.size_bytes]
     names = (e.key, e.size_bytes, e.tokens, e.base, e.checksum, tier, e.variant)
     extent = (e.extent.segment, e.extent.offset) if e.HasField("extent") else None
     held = 0 if tier == "remote" else lease
     return Hit(kind, Entry(*names, view, held, extent, e.signature))
-
-
-def _arena_view(at: pb.Entry | pb.Prefetched, arena: memoryview, size: int) -> memoryview | None:
-    """View of an entry's bytes in the arena; None if it is not in memory."""
-    inside = at.HasField("arena_offset") and at.arena_offset + size <= len(arena)
-    return arena[at.arena_offset : at.arena_offset + size] if inside else None

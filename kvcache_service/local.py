@@ -12,14 +12,17 @@ import mmap
 import os
 import socket
 import struct
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from functools import partial
 from io import FileIO
 from pathlib import Path
 
 import numpy as np
 
+from fusionkv.kvcache_service.data_plane.messages import accepted
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime import process
 from fusionkv.protos.runtime.cancellation import background, to_the_end
@@ -32,7 +35,6 @@ _NAME_BYTES = 16
 _HEAD = struct.Struct(f"<{_NAME_BYTES}sQ")  # name, size
 _SEGMENT = struct.Struct("<I")
 _TIMEOUT_SECONDS = 2.0
-_ACCEPT_AGAIN_SECONDS = 0.1
 # Interval in which a client requests a memory tier or a segment file again that it did not get.
 _OPEN_AGAIN_SECONDS = 60.0
 # Above this size, a copy (5 to 20 GB/s) would block the event loop; below it, a hop to a thread takes longer.
@@ -66,7 +68,6 @@ class FileServer:
         self._path = path
         self._send_file = send_file
         self._socket = process.bind_unix(path)
-        self._inode = path.stat().st_ino
         self._answering: set[asyncio.Task[None]] = set()
         self._accepting = asyncio.create_task(self._accept())
 
@@ -75,19 +76,10 @@ class FileServer:
             task.cancel()
         asyncio.get_running_loop().remove_reader(self._socket)
         self._socket.close()
-        with contextlib.suppress(FileNotFoundError):
-            if self._path.stat().st_ino == self._inode:  # and not that of a service that has started meanwhile
-                self._path.unlink()
+        self._path.unlink(missing_ok=True)
 
     async def _accept(self) -> None:
-        while True:
-            try:
-                caller, _ = await asyncio.get_running_loop().sock_accept(self._socket)
-            except OSError as error:
-                # Transient, such as too many open files.
-                _faults.warning("can't share a file", error)
-                await asyncio.sleep(_ACCEPT_AGAIN_SECONDS)
-                continue
+        async for caller in accepted(self._socket, partial(_faults.warning, "can't share a file")):
             background(self._answering, self._answer(caller))
 
     async def _answer(self, caller: socket.socket) -> None:
@@ -134,6 +126,7 @@ class LocalTiers:
         self._open_again = 0.0
         self._leases: dict[int, float] = {}
         self._files: OrderedDict[int, int] = OrderedDict()
+        self._files_lock = threading.Lock()
         self._read_again = 0.0
 
     def add_lease(self, lease: int, until: float) -> None:
@@ -151,23 +144,20 @@ class LocalTiers:
         """Maps the memory tier of this name; None if it is not local or not shared. Unmapped with the last view."""
         if self._path is None or not name:
             return None
-        new, now = self._arena_name != name, time.monotonic()
-        if new or (self._arena is None and now >= self._open_again):
-            self._arena_name, self._arena, self._read_again = name, None, 0.0
-            self._open_again = now + _OPEN_AGAIN_SECONDS
+        new = self._arena_name != name
+        if new or (self._arena is None and time.monotonic() >= self._open_again):
             try:
                 received, view = await asyncio.to_thread(map_arena, self._path)
-            except asyncio.CancelledError:
-                self._arena_name = b""  # the next response tries again
-                raise
             except OSError as error:
+                self._arena_name, self._arena = name, None
+                self._open_again = time.monotonic() + _OPEN_AGAIN_SECONDS
                 if new:
                     log.warning("bytes of the cache service at %s are streamed: %s", self._address, error)
             else:
                 # Segment files of an earlier start of the service are not used any more.
                 self.close()
                 # With another name, the service was restarted since its response. The next one has the new name.
-                self._arena_name, self._arena = received, view
+                self._arena_name, self._arena, self._read_again = received, view, 0.0
         return self._arena if self._arena_name == name else None
 
     @property
@@ -205,45 +195,44 @@ class LocalTiers:
         Returns:
             Checksum of the bytes read, which the caller compares; empty if they cannot be read.
         """
-        if time.monotonic() < self._read_again:
-            return b""
-        segment, offset = extent
+        return await asyncio.to_thread(self._read, *extent, reader)
+
+    def _read(self, segment: int, offset: int, reader: Callable[[int, int], bytes]) -> bytes:
         try:
-            file = await self._file(segment)
+            file = self._file(segment)
         except OSError as error:
             self._read_again = time.monotonic() + _OPEN_AGAIN_SECONDS
             log.warning("for %g s, no segment files of the cache service are read: %s", _OPEN_AGAIN_SECONDS, error)
             return b""
-        return b"" if file is None else await asyncio.to_thread(_read_and_close, file, reader, offset)
+        if file is None:
+            return b""
+        with file:
+            return reader(file.fileno(), offset)
 
-    async def _file(self, segment: int) -> FileIO | None:
-        """Segment file, to be closed by the caller; None if the service was restarted."""
+    def _file(self, segment: int) -> FileIO | None:
+        """Segment file, to be closed by the caller; None after a restart, or a failure a short time ago."""
         assert self._path is not None
-        if segment not in self._files:
-            path, request = segments_path(self._path), _SEGMENT.pack(segment)
-            # Shielded: a cancelled future would lose the file that its thread receives.
-            receiving = asyncio.get_running_loop().run_in_executor(None, _receive_file, path, request, _NAME_BYTES)
-            try:
-                name, file = await asyncio.shield(receiving)
-            except asyncio.CancelledError:
-                receiving.add_done_callback(_close_received)
-                raise
-            if name != self._arena_name or segment in self._files:
-                os.close(file)
-            else:
+        with self._files_lock:
+            if time.monotonic() < self._read_again:
+                return None
+            if segment not in self._files:
+                path, request = segments_path(self._path), _SEGMENT.pack(segment)
+                name, file = _receive_file(path, request, _NAME_BYTES)
+                if name != self._arena_name:
+                    os.close(file)
+                    return None
                 self._files[segment] = file
-        if segment not in self._files:
-            return None
-        self._files.move_to_end(segment)
-        while len(self._files) > _MAX_FILES:
-            os.close(self._files.popitem(last=False)[1])
-        # A duplicate, since a concurrent call may evict and close the original.
-        return FileIO(os.dup(self._files[segment]))
+            self._files.move_to_end(segment)
+            while len(self._files) > _MAX_FILES:
+                os.close(self._files.popitem(last=False)[1])
+            # A duplicate, since another thread may close the original.
+            return FileIO(os.dup(self._files[segment]))
 
     def close(self) -> None:
-        self._arena_name = b""  # a file that a thread still receives is closed
-        while self._files:
-            os.close(self._files.popitem()[1])
+        with self._files_lock:
+            self._arena_name = b""
+            while self._files:
+                os.close(self._files.popitem()[1])
 
 
 def map_arena(path: Path) -> tuple[bytes, memoryview]:
@@ -269,26 +258,6 @@ def _receive_file(path: Path, request: bytes, head_bytes: int) -> tuple[bytes, i
             os.close(file)
         raise OSError(f"{path} sent {len(head)} bytes and {len(files)} files")
     return head, files[0]
-
-
-def _close_received(receiving: "asyncio.Future[tuple[bytes, int]]") -> None:
-    if receiving.exception() is None:
-        os.close(receiving.result()[1])
-
-
-def copy_hashed(data: memoryview, into: memoryview) -> bytes:
-    """Copies bytes that may change meanwhile; returns the checksum of the copy."""
-    hasher, source, target = Checksum(), np.frombuffer(data, np.uint8), np.frombuffer(into, np.uint8)
-    for at in range(0, len(into), _PIECE_BYTES):
-        piece = slice(at, at + _PIECE_BYTES)
-        np.copyto(target[piece], source[piece])  # without the GIL, unlike memoryview's assignment
-        hasher.update(into[piece])
-    return hasher.digest()
-
-
-def _read_and_close(file: FileIO, reader: Callable[[int, int], bytes], offset: int) -> bytes:
-    with file:
-        return reader(file.fileno(), offset)
 
 
 def read_into(into: memoryview, file: int, offset: int) -> bytes:

@@ -47,13 +47,9 @@ class LookupCalls:
         variants = [list(element.variants) for element in request.path]
         local, lease = self._store.lookup(request.namespace, path, variants, lease_ms / 1000)
         remote: Mapping[int, tuple[HitKind, EntryRecord]] = {}
-        try:
-            if self._sharing is not None:
-                with waiting():
-                    remote = await self._sharing.lookup(request.namespace, path, variants, local)
-        except BaseException:  # the caller hung up, and never learns of the lease
-            self._store.leases.release(lease)
-            raise
+        if self._sharing is not None:
+            with self._store.leases.kept(lease), waiting():
+                remote = await self._sharing.lookup(request.namespace, path, variants, local)
         return pb.LookupResponse(**self._found(local, remote, lease, lease_ms, near=near))
 
     async def find(
@@ -71,13 +67,9 @@ class LookupCalls:
         lease_ms = self._lease_ms(request.lease_ms)
         local, lease = self._store.find(namespace, digests, lease_ms / 1000)
         remote: Mapping[int, tuple[HitKind, EntryRecord]] = {}
-        try:
-            if self._sharing is not None:
-                with waiting():
-                    remote = await self._sharing.find(namespace, digests, local)
-        except BaseException:
-            self._store.leases.release(lease)
-            raise
+        if self._sharing is not None:
+            with self._store.leases.kept(lease), waiting():
+                remote = await self._sharing.find(namespace, digests, local)
         return pb.FindResponse(**self._found(local, remote, lease, lease_ms, near=near))
 
     def _lease_ms(self, asked: int) -> int:

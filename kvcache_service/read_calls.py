@@ -35,23 +35,19 @@ class ReadCalls:
 
         Notes their indexes in the response, and takes back its lease if these are all that was found.
         """
-        with contextlib.ExitStack() as stack:
-            try:
-                stack.enter_context(self._fetching())
-                readings = []
-                for i, (hit, size) in enumerate(zip(found.hits, sizes, strict=True)):
-                    if hit.entry.tier == pb.TIER_MEMORY and hit.entry.size_bytes == size:
-                        with contextlib.suppress(NotFound):  # deleted while the remote tier was asked for others
-                            entry = stack.enter_context(self._store.reader.pinned(hit.entry.key, hit.entry.checksum))
-                            readings.append(self._store.reader.frames(entry))
-                            found.following.append(i)
-                if len(found.following) == sum(hit.HasField("entry") for hit in found.hits):
-                    self._store.leases.release(found.lease)
-                    found.lease = found.lease_ms = 0
-                yield _joined(readings)
-            except BaseException:
-                self._store.leases.release(found.lease)
-                raise
+        leases = self._store.leases
+        with leases.kept(found.lease), self._fetching(), contextlib.ExitStack() as stack:
+            readings = []
+            for i, (hit, size) in enumerate(zip(found.hits, sizes, strict=True)):
+                if hit.entry.tier == pb.TIER_MEMORY and hit.entry.size_bytes == size:
+                    with contextlib.suppress(NotFound):  # deleted while the remote tier was asked for others
+                        entry = stack.enter_context(self._store.reader.pinned(hit.entry.key, hit.entry.checksum))
+                        readings.append(self._store.reader.frames(entry))
+                        found.following.append(i)
+            if len(found.following) == sum(hit.HasField("entry") for hit in found.hits):
+                leases.release(found.lease)
+                found.lease = found.lease_ms = 0
+            yield _joined(readings)
 
     @contextlib.asynccontextmanager
     async def all(self, request: pb.FetchAllRequest) -> AsyncIterator[tuple[list[int], AsyncIterator[memoryview]]]:

@@ -57,6 +57,7 @@ class KVCacheServicer:
         self.admit: Callable[..., pb.ConnectResponse] | None = None
         """Of the data plane, if the service has one."""
         self._store = store
+        self.leases = store.leases
         self._config = store.config
         self._sharing = sharing
         self.lookups = LookupCalls(store, sharing)
@@ -111,7 +112,6 @@ class KVCacheServicer:
         try:
             if self._puts > self._config.max_puts:
                 raise ResourceExhausted(f"{self._puts - 1} puts are running: try again, or raise max_puts")
-            await self._store.wait_until_open()
             writer = writing.reserve(self._store, record)
             if writer is not None:
                 await receive(writer)
@@ -151,7 +151,6 @@ class KVCacheServicer:
         check_digests(keys, "a key")
         check_digests([namespace] if namespace else [], "the namespace")
         sharing = None if request.here else self._sharing
-        await self._store.wait_until_open()  # before, not all keys of a namespace are known
         shared = await sharing.records(keys, namespace) if sharing is not None else []
         deleted = await self._store.delete(keys or self._store.entries.index.namespace_keys(namespace))
         if sharing is not None:
@@ -252,13 +251,6 @@ def record_of(header: pb.PutHeader, max_path: int) -> EntryRecord:
     if not header.size_bytes or not header.tokens:
         raise InvalidArgument("an entry has at least one token and one byte")
     return records.make(
-        header.namespace,
-        list(header.path),
-        header.variant,
-        header.size_bytes,
-        header.tokens,
-        header.base,
-        header.checksum,
-        offered=header.offered,
-        signature=header.signature,
-    )
+        header.namespace, list(header.path), header.variant, header.size_bytes, header.tokens, header.base,
+        header.checksum, offered=header.offered, signature=header.signature,
+    )  # fmt: skip

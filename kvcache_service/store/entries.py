@@ -1,5 +1,6 @@
 """Entries by key and path, the objects of those in use, and leases of them."""
 
+import contextlib
 import heapq
 import secrets
 import weakref
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from fusionkv.kvcache_service.index.index import Index
 from fusionkv.kvcache_service.index.record import EntryRecord, HitKind
-from fusionkv.kvcache_service.keys import entry_key, path_keys
 from fusionkv.kvcache_service.tiers.base import Place
 from fusionkv.protos.runtime.errors import ResourceExhausted
 
@@ -86,6 +86,15 @@ class Leases:
             self._expiry = [item for item in self._expiry if item[1] in self._held]
             heapq.heapify(self._expiry)
 
+    @contextlib.contextmanager
+    def kept(self, lease: int) -> Iterator[None]:
+        """Releases a lease if an error ends what is done here: its caller never learns of it."""
+        try:
+            yield
+        except BaseException:
+            self.release(lease)
+            raise
+
     def expire(self) -> None:
         now = self._clock()
         while self._expiry and self._expiry[0][0] <= now:
@@ -108,8 +117,6 @@ class Entries:
         """For each tier, the offsets of entries by row, -1 for none."""
         self.in_use: weakref.WeakValueDictionary[int, StoredEntry] = weakref.WeakValueDictionary()
         self.withdrawn: set[StoredEntry] = set()
-        self.finder: Callable[[bytes], int | None] | None = None
-        """During recovery: adds an entry to the index if the home tier has it, and returns its row."""
         self.listener: EventPublisher | None = None
         """Is told which visible entries come to a tier, and leave it."""
 
@@ -134,28 +141,14 @@ class Entries:
 
     def get(self, key: bytes) -> StoredEntry | None:
         row = self.index.row(key)
-        if row is None and self.finder is not None:
-            row = self.finder(key)
         return None if row is None else self.of(row)
 
     def lookup(
         self, namespace: bytes, path: Sequence[bytes], variants: Sequence[Sequence[bytes]]
     ) -> list[tuple[HitKind, StoredEntry | None, bytes]]:
-        """As `Index.lookup`, with entries in place of rows.
-
-        During recovery, entries are also searched in the home tier: by exact path, or directly after the system
-        prompt.
-        """
-        if self.finder is not None:
-            for i, key in enumerate(path_keys(namespace, path)):
-                if self.get(key) is None and i:
-                    # `get` adds what it finds to the index; any() stops at the first that exists.
-                    alone = [path[0], path[i]]
-                    any(self.get(entry_key(namespace, alone, v)) is not None for v in (*variants[i], b""))
-        return [
-            (kind, None if row is None else self.of(row), key)
-            for kind, row, key in self.index.lookup(namespace, path, variants)
-        ]
+        """As `Index.lookup`, with entries in place of rows."""
+        found = self.index.lookup(namespace, path, variants)
+        return [(kind, None if row is None else self.of(row), key) for kind, row, key in found]
 
     def replicas(self, record: EntryRecord) -> list[StoredEntry]:
         """All entries of a record's group: same chunk, system prompt and encoding."""
@@ -166,10 +159,10 @@ class Entries:
         entry = self.in_use.get(row)
         return entry is None or not entry.held
 
-    def held(self, tier: str) -> tuple[list[int], list[Place]]:
-        """Rows of visible entries with holds, and places of invisible ones in a tier."""
+    def held(self, tier: str) -> tuple[list[int], list[int]]:
+        """Rows of visible entries with holds, and offsets of invisible ones in a tier."""
         rows = [row for row, entry in self.in_use.items() if entry.held]
-        return rows, [entry.places[tier] for entry in self.withdrawn if tier in entry.places]
+        return rows, [entry.places[tier].offset for entry in self.withdrawn if tier in entry.places]
 
     def publish(self, entry: StoredEntry) -> int:
         """Makes an entry visible; returns its row."""

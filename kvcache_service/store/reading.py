@@ -42,7 +42,7 @@ class Reader:
         self._counters = counters
         self._in_thread = in_thread
         self._delete_damaged = delete_damaged
-        self.reads: dict[StoredEntry, asyncio.Task[bool | Unreachable]] = {}
+        self.reads: dict[StoredEntry, asyncio.Task[Unavailable | DataLoss | None]] = {}
         """Verifications in progress, each by one entry."""
         self.prefetching: set[asyncio.Task[None]] = set()
         self._prefetches = 0  # Lookups whose entries are being promoted
@@ -70,11 +70,8 @@ class Reader:
         # Once for concurrent readers; not cancelled with the caller.
         if entry not in self.reads:
             self._start_read(entry, self._reserve_above(entry))
-        intact = await asyncio.shield(self.reads[entry])
-        if isinstance(intact, Unreachable):
-            raise Unavailable(str(intact)) from intact
-        if not intact:
-            raise DataLoss(f"entry {entry.record.key.hex()} was damaged on {tier.name}; it is deleted")
+        if (fault := await asyncio.shield(self.reads[entry])) is not None:
+            raise fault
 
     async def frames(self, entry: StoredEntry, *, verified: bool = False) -> AsyncIterator[memoryview]:
         """Yields a pinned entry's bytes in frames of 1 MiB, each valid until the next one.
@@ -149,11 +146,11 @@ class Reader:
         task = self.reads[entry] = asyncio.create_task(self._verify(entry, copies))
         task.add_done_callback(lambda _: self.reads.pop(entry))
 
-    async def _verify(self, entry: StoredEntry, copies: dict[Tier, Place]) -> bool | Unreachable:
+    async def _verify(self, entry: StoredEntry, copies: dict[Tier, Place]) -> Unavailable | DataLoss | None:
         """Verifies an entry's bytes in its fastest tier, and copies them to the reserved places.
 
-        Deletes the entry if they are damaged, and returns False. Returns Unreachable if the tier is: raised, it would
-        be logged as unhandled if all readers have left.
+        Deletes the entry if they are damaged. Returns the error for the readers: raised, it would be logged as
+        unhandled if all of them have left.
         """
         residents, record = self._residents, entry.record
         tier = residents.fastest(entry)
@@ -165,6 +162,8 @@ class Reader:
                     span.set_attributes({"fusionkv.tier": tier.name, "fusionkv.bytes": record.size})
                     span.set_attribute("fusionkv.promoted", bool(copies))
                     intact = await self._in_thread(tier.copy, source, copies) == record.checksum
+            except Unreachable as error:
+                return Unavailable(str(error))
             except OSError as error:
                 fault = error
             finally:
@@ -174,13 +173,12 @@ class Reader:
                         self._counters.add("promotions", tier=above.name)
                     else:
                         residents.contents[above.name].unreserve(place)
-            if isinstance(fault, Unreachable):
-                return fault
-            if not intact:
-                self._counters.add("checksum.failures", tier=tier.name)
-                _faults.warning(f"entry {record.key.hex()} was damaged in the {tier.name} tier and is deleted", fault)
-                await self._delete_damaged(entry)
-        return intact
+            if intact:
+                return None
+            self._counters.add("checksum.failures", tier=tier.name)
+            _faults.warning(f"entry {record.key.hex()} was damaged in the {tier.name} tier and is deleted", fault)
+            await self._delete_damaged(entry)
+            return DataLoss(f"entry {record.key.hex()} was damaged on {tier.name}; it is deleted")
 
     @contextlib.contextmanager
     def _pin(self, entry: StoredEntry) -> Iterator[None]:

@@ -11,7 +11,6 @@ from fusionkv.kvcache_service.metrics import Counters
 from fusionkv.kvcache_service.store.contents import TierContents
 from fusionkv.kvcache_service.store.entries import Entries, StoredEntry
 from fusionkv.kvcache_service.tiers.base import Place, Tier
-from fusionkv.protos.runtime.errors import NotFound
 
 
 class Residents:
@@ -32,14 +31,8 @@ class Residents:
         """Invisible entries that were replaced by another; clients with a lease may still fetch them."""
 
     def fastest(self, entry: StoredEntry) -> Tier:
-        """The fastest tier with an entry's bytes.
-
-        Raises NotFound if there is none: while it was read, recovery found that its place is another entry's.
-        """
-        for tier in self.tiers:
-            if tier.name in entry.places:
-                return tier
-        raise NotFound(f"no entry {entry.record.key.hex()}: its place on the disk was another entry's")
+        """The fastest tier with an entry's bytes."""
+        return next(tier for tier in self.tiers if tier.name in entry.places)
 
     def hottest(self, count: int) -> list[bytes]:
         """Keys of the `count` hottest entries."""
@@ -76,6 +69,14 @@ class Residents:
         for entry in candidates:
             self._remember(entry)
         return candidates
+
+    def recover(self) -> None:
+        """Makes the entries that the home tier has persisted visible. Raises OSError as `Tier.recover`."""
+        contents = self.contents[self.home.name]
+        for recovered in self.home.recover():
+            row = self.entries.index.add(recovered.record, recovered.heat)
+            contents.tenants.count(recovered.record, 1)
+            contents.add(row, recovered.place)
 
     def add_copy(self, entry: StoredEntry, tier: Tier, place: Place) -> None:
         """Makes a reserved place a copy of an entry."""

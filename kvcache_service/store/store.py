@@ -15,18 +15,15 @@ from fusionkv.kvcache_service.metrics import Counters
 from fusionkv.kvcache_service.store.entries import Leases, StoredEntry
 from fusionkv.kvcache_service.store.heats import Heats
 from fusionkv.kvcache_service.store.reading import Reader
-from fusionkv.kvcache_service.store.recovery import Recovery
 from fusionkv.kvcache_service.store.residents import Residents
 from fusionkv.kvcache_service.store.work import Work
-from fusionkv.kvcache_service.tiers.base import Tier
-from fusionkv.protos.runtime.errors import ResourceExhausted, Unavailable
+from fusionkv.kvcache_service.tiers.base import Place, Tier
+from fusionkv.protos.runtime.errors import ResourceExhausted
 
 log = logging.getLogger(__name__)
 
 # Entries deleted per batch: about 5 ms on the event loop.
 DELETE_BATCH = 1024
-# Maximum wait of a Put or Delete for the index, in which a few hundred thousand entries are loaded.
-_OPEN_SECONDS = 10.0
 
 
 class Store:
@@ -53,44 +50,26 @@ class Store:
         self.committing: dict[bytes, asyncio.Event] = {}
         # Deleted entries that the home tier still records, each with a pin.
         self._forgotten: dict[StoredEntry, None] = {}
+        # Places of evicted entries that the home tier still records, by key.
+        self.evicted: dict[bytes, Place] = {}
         self._recording = asyncio.Lock()
-        # Evictions that are being recorded, by key. An entry that is put again may get the place that it had.
-        self.forgetting: dict[bytes, asyncio.Future[None]] = {}
         self.reader = Reader(self.residents, self.counters, self.work.in_thread, self.delete_damaged)
         self.leases = Leases(config.max_leases, clock, self.residents.reclaim)
         self.heats = Heats(self.residents, config.half_life_seconds, clock, wall)
         self.demand = FrequencySketch()
-        self.ready = asyncio.Event()
-        self.ready.set()
         # Called with the key of every stored entry that is no copy, and of one that a Lookup or a Put finds.
         self.on_stored: Callable[[bytes], None] = lambda key: None
         self.on_used: Callable[[bytes], None] = lambda key: None
 
     async def open(self) -> None:
-        """Loads the index of the home tier, in about 20 s per million entries.
+        """Loads the index of the home tier, in about 20 s per million entries, before any other call.
 
-        Meanwhile, lookups find entries by key on the disk, and reads work. Changes of the home tier wait
-        (`wait_until_open`). Raises OSError if the home tier cannot be used; nothing of it was changed then.
+        Raises OSError if the home tier cannot be used; nothing of it was changed then.
         """
         home = self.residents.home
-        self.ready.clear()
-        await Recovery(self.residents).run(self.work)
-        self.ready.set()
+        await self.work.in_thread(self.residents.recover)
         self.heats.recovered()
         log.info("%d entries, %d bytes in the %s tier", len(self.entries), home.used_bytes, home.name)
-
-    async def wait_until_open(self) -> None:
-        """Waits until `open` has ended. Before, it is unknown which space of the home tier is free.
-
-        Raises Unavailable if `open` has not ended after 10 s.
-        """
-        try:
-            async with asyncio.timeout(_OPEN_SECONDS):
-                await self.ready.wait()
-        except TimeoutError:
-            raise Unavailable(
-                "the index is being loaded; until then nothing is stored or deleted: try again"
-            ) from None
 
     def lookup(
         self, namespace: bytes, path: Sequence[bytes], variants: Sequence[Sequence[bytes]], lease_seconds: float
@@ -144,22 +123,28 @@ class Store:
         Otherwise they could be leased, or deleted by another call, in between. Places are freed after the index
         records are deleted.
 
-        Raises OSError if that, or an earlier deletion, cannot be recorded. Every later call tries again; until one
-        succeeds, the entries would reappear at a start.
+        Raises OSError as `forget`.
         """
         for entry in entries:
             entry.pins += 1
             self.residents.withdraw(entry)
             self._forgotten[entry] = None
-        return self._forget()
+        return self.forget()
 
-    async def _forget(self) -> None:
+    async def forget(self) -> None:
+        """Deletes the home tier's records of entries that were withdrawn or evicted. To be run to the end.
+
+        Raises OSError if that fails. Each later call tries again; until one succeeds, they would reappear at a start.
+        """
         home = self.residents.home
         async with self._recording:
-            entries = [*self._forgotten]
-            if entries:
-                await self.work.in_thread(home.forget, [(e.record.key, e.places[home.name]) for e in entries])
-            for entry in entries:
+            deleted, evicted = [*self._forgotten], dict(self.evicted)
+            places = [(entry.record.key, entry.places[home.name]) for entry in deleted]
+            if places or evicted:
+                await self.work.in_thread(home.forget, [*places, *evicted.items()])
+            for key in evicted:
+                del self.evicted[key]
+            for entry in deleted:
                 del self._forgotten[entry]
                 entry.pins -= 1
                 self.residents.reclaim(entry)
@@ -168,9 +153,7 @@ class Store:
         """Deletes entries persistently, and returns their number.
 
         Raises ResourceExhausted if the deletion, or an earlier one, cannot be recorded, as `withdraw` does.
-        Raises Unavailable while the index is being loaded.
         """
-        await self.wait_until_open()
         deleted, names = 0, list(dict.fromkeys(keys))
         for at in range(0, max(1, len(names)), DELETE_BATCH):
             batch = names[at : at + DELETE_BATCH]
@@ -184,8 +167,7 @@ class Store:
 
     async def delete_damaged(self, entry: StoredEntry) -> None:
         """Deletes a damaged entry; never raises."""
-        with contextlib.suppress(OSError, Unavailable):  # the next read tries again
-            await self.wait_until_open()
+        with contextlib.suppress(OSError):  # the next read tries again
             if entry.visible:
                 await self.work.to_the_end(self.withdraw([entry]))
 

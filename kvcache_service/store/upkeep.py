@@ -23,7 +23,7 @@ async def sweep(store: Store) -> None:
         try:
             store.leases.expire()
             try:
-                await store.work.to_the_end(store.withdraw([]))
+                await store.work.to_the_end(store.forget())
                 await evict_to_watermark(store)
             except OSError as error:
                 _faults.warning("deletions can't be recorded, and are tried again", error)

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 
 from fusionkv.kvcache_service.index.index import group_digest
 from fusionkv.kvcache_service.index.record import EntryRecord
@@ -24,7 +23,7 @@ _BATCH_PIECES = 1024
 
 
 def reserve(store: Store, record: EntryRecord, *, from_remote: bool = False) -> "Writer | None":
-    """Reserves space for an entry, after `Store.wait_until_open`; None if it exists, or is offered and superfluous.
+    """Reserves space for an entry; None if it exists, or is offered and superfluous.
 
     The home tier evicts entries that are not held; faster tiers drop copies of colder entries. An entry copied
     `from_remote`, the remote tier, is always stored, and not written back.
@@ -43,7 +42,6 @@ def reserve(store: Store, record: EntryRecord, *, from_remote: bool = False) -> 
             f"an entry of {record.size} bytes exceeds the limit of {store.config.max_entry_bytes}: "
             "raise max_entry_bytes in [kvcache]"
         )
-    assert store.ready.is_set(), "before `wait_until_open`"
     store.leases.expire()
     home = residents.home
     try:
@@ -125,20 +123,10 @@ class Writer:
         self._received = 0
         self._batch: list[memoryview] = []
         self._written = 0
-        self._pending = self._forget(evicted) if evicted else None
-
-    def _forget(self, evicted: Sequence[tuple[bytes, Place]]) -> asyncio.Future[None]:
-        """Starts to delete evicted entries from the home tier's index."""
-        store = self._store
-        pending = store.work.in_thread(store.residents.home.forget, evicted)
-
-        def ended(_: asyncio.Future[None]) -> None:
-            for key, _place in evicted:
-                del store.forgetting[key]
-
-        store.forgetting.update((key, pending) for key, _ in evicted)
-        pending.add_done_callback(ended)
-        return pending
+        store.evicted.update(evicted)
+        # Also until earlier evictions are recorded, if that failed: they may have had this place.
+        forgetting = asyncio.ensure_future(store.work.to_the_end(store.forget())) if store.evicted else None
+        self._pending: asyncio.Future[None] | None = forgetting
 
     @property
     def size(self) -> int:
@@ -176,37 +164,6 @@ class Writer:
                 await self._finished()
                 self._pending = self._store.work.in_thread(self._take_batch(self._places))
 
-    async def fill(self, read: Callable[[int, memoryview], None], threads: Executor, step: int) -> None:
-        """Writes all bytes of the entry, in a thread.
-
-        Args:
-            read: Fills a buffer with the bytes from an offset, a multiple of `step`. Its errors are raised.
-            step: Bytes of one call of `read`.
-
-        Raises ResourceExhausted if the bytes cannot be written.
-        """
-        size, places = self._entry.record.size, self._places
-        memory = next((tier for tier in places if isinstance(tier, MemoryTier)), None)
-        others = [(tier, place) for tier, place in places.items() if tier is not memory]
-
-        def write() -> None:
-            buffer = memoryview(bytearray(0 if memory else min(size, step)))
-            for at in range(0, size, step):
-                length = min(step, size - at)
-                space = memory.space(places[memory], at, length) if memory else buffer[:length]
-                read(at, space)
-                self._hasher.update(space)
-                try:
-                    for tier, place in others:
-                        tier.write(place, at, [space])
-                except OSError as error:
-                    raise _unwritable(error) from error
-
-        await self._finished()
-        self._pending = asyncio.get_running_loop().run_in_executor(threads, write)
-        await asyncio.shield(self._pending)
-        self._received = self._written = size
-
     async def commit(self) -> bool:
         """Verifies and publishes the entry; returns False if it, or a better one, was stored meanwhile.
 
@@ -234,10 +191,10 @@ class Writer:
             for tier, place in places.items():
                 self._store.residents.contents[tier.name].unreserve(place)
 
-        if self._pending is not None and not self._pending.done():
-            self._pending.add_done_callback(free)
+        if self._pending is None or self._pending.done():
+            free(self._pending)
         else:
-            free(None)
+            self._pending.add_done_callback(free)
 
     async def _publish(self, places: dict[Tier, Place], write_rest: Callable[[], None]) -> bool:
         store, record = self._store, self._entry.record
@@ -260,8 +217,8 @@ class Writer:
                 # Lookups that found the replaced entries will find this one.
                 self._entry.heat = max([self._entry.heat, *(other.heat for other in _superseded(store, record))])
                 # Otherwise, the deletion of the record that the entry had might delete the new one.
-                if (forgetting := store.forgetting.get(record.key)) is not None:
-                    await asyncio.wait([forgetting])
+                if record.key in store.evicted:
+                    await store.forget()
                 if home.blocking:
                     await store.work.in_thread(finish, places[home])
                 else:

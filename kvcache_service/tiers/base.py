@@ -1,7 +1,7 @@
 """The interface of a storage tier: bounded space for entries' bytes, persistent or not."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fusionkv.kvcache_service.index.record import EntryRecord
@@ -26,7 +26,7 @@ class Unreachable(OSError):
 class Tier(Extents, ABC):
     """Allocates space and moves bytes; the store tracks entries, leases and pins.
 
-    `reserve`, `claim`, `free` and the sizes must be used on the event loop's thread and do not block. All
+    `reserve`, `free` and the sizes must be used on the event loop's thread and do not block. All
     other methods are thread-safe, block if `blocking` is set, and raise OSError if bytes cannot be read or written,
     or a change cannot be recorded. A place is valid from its reservation until it is freed: the store keeps the
     reservation or a pin on the entry during every read and write.
@@ -72,10 +72,6 @@ class Tier(Extents, ABC):
     def recover(self) -> Iterator[Recovered]:
         """Yields all persisted entries, and reserves their places. Called once, before any change, and exhausted."""
         return iter(())
-
-    def finder(self) -> Callable[[bytes], Recovered | None]:
-        """Returns a lookup of persisted entries by key, until `recover` ends. It reserves no places (`claim`)."""
-        return lambda key: None
 
     @abstractmethod
     def close(self) -> None:

@@ -12,19 +12,16 @@ import contextlib
 import fcntl
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
-from fusionkv.kvcache_service.index.heat import decode as decode_heat
-from fusionkv.kvcache_service.index.record import EntryRecord, decode
+from fusionkv.kvcache_service.index.record import EntryRecord
 from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier
 from fusionkv.kvcache_service.tiers.boot_mark import BootMark
 from fusionkv.kvcache_service.tiers.disk_index import DiskIndex
-from fusionkv.kvcache_service.tiers.index_file import HEATS, RECORDS, IndexReader
 from fusionkv.kvcache_service.tiers.segments import SEGMENT_BYTES, SegmentFiles
 from fusionkv.protos.runtime.process import data_folder
 
@@ -76,13 +73,8 @@ class DiskTier(Tier):
         directory = self._directory / "index"
         present = sum(file.stat().st_size for file in directory.glob("*.mdb"))
         map_bytes = (64 << 20) + self.capacity_bytes + 2 * present
-        return DiskIndex(
-            directory,
-            map_bytes,
-            self._sync,
-            discard=not trusted,
-            before_change=self._boot_mark.in_use,
-        )
+        changing = self._boot_mark.in_use
+        return DiskIndex(directory, map_bytes, self._sync, discard=not trusted, before_change=changing)
 
     def write(self, place: Place, at: int, data: Sequence[memoryview]) -> None:
         self.segments.write(place, at, data)
@@ -106,8 +98,8 @@ class DiskTier(Tier):
 
         Segment files beyond the capacity, which was larger then, are shortened or removed.
 
-        Bytes are not read, since every read verifies them, unless records overlap: then only the one whose checksum
-        matches is kept. The index is read twice, at first only for the places, to bound memory.
+        Bytes are not read, since every read verifies them. The index is read twice, at first only for the places, to
+        bound memory.
         """
         lengths = self.segments.lengths()
         places = (
@@ -116,7 +108,6 @@ class DiskTier(Tier):
         )
         starts, sizes = np.fromiter(places, np.dtype((np.int64, 2))).T
         good = self.fit(starts, sizes)
-        self._drop_overlapping(starts, sizes, good)
         self.restore(starts[good], sizes[good])
         # Frees 30 bytes per record before the in-memory index grows.
         del starts, sizes
@@ -147,57 +138,12 @@ class DiskTier(Tier):
                 except OSError as error:
                     log.warning("segment %d of %s keeps its %d bytes: %s", segment, self._directory, length, error)
 
-    def finder(self) -> Callable[[bytes], Recovered | None]:
-        """Finds what `recover` would yield, and, of records that overlap, all."""
-        if not self._boot_mark.trusted():
-            return super().finder()
-        reader = IndexReader(self._directory / "index" / "data.mdb")
-
-        def find(key: bytes) -> Recovered | None:
-            value = reader.get(RECORDS, key)
-            try:
-                record, offset = decode(key, value or b"")
-                segment, at = divmod(offset, SEGMENT_BYTES)
-                whole = at + record.size <= self.segments.length(segment)
-            except (ValueError, OSError):
-                return None
-            if not whole or not self.fit(np.array([offset]), np.array([record.size])).all():
-                return None
-            return Recovered(record, Place(offset, record.size), decode_heat(reader.get(HEATS, key)))
-
-        return find
-
     def close(self) -> None:
         self.segments.close()
         if "_index" in self.__dict__:
             self._index.close()
             self._boot_mark.closed()
         os.close(self._lock)
-
-    def _drop_overlapping(
-        self, starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], good: npt.NDArray[np.bool_]
-    ) -> None:
-        """Clears `good` for overlapping places, except the first whose bytes match their record's checksum."""
-        order = np.flatnonzero(good)
-        order = order[np.argsort(starts[order], kind="stable")]
-        ends = np.maximum.accumulate((starts + sizes)[order])
-        overlapping = np.flatnonzero(starts[order][1:] < ends[:-1])
-        if not len(overlapping):
-            return
-        doubtful = set(order[np.unique(np.concatenate([overlapping, overlapping + 1]))].tolist())
-        for number, (_, entry, _) in enumerate(self._index.load()):
-            if number in doubtful:
-                good[number] = False
-                if entry is not None:
-                    record, offset = entry
-                    with contextlib.suppress(OSError):
-                        good[number] = self.copy(Place(offset, record.size), {}) == record.checksum
-        kept_end = 0
-        for number in order[good[order]].tolist():
-            if starts[number] < kept_end:
-                good[number] = False
-            else:
-                kept_end = int(starts[number] + sizes[number])
 
 
 def readable_files(tiers: Sequence[Tier]) -> DiskTier | None:

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import os
-import secrets
 import shutil
 import signal
 import struct
@@ -24,11 +23,8 @@ log = logging.getLogger(__name__)
 
 _FILE = "data.mdb"
 _HEAT = struct.Struct("<d")
-_REWRITE = ("-m", "fusionkv.kvcache_service.tiers.index_file")
 # Exit statuses that prove damage. Others, such as SIGKILL, must not delete anything.
-_BROKEN = {DAMAGED, *(-number for number in (signal.SIGABRT, signal.SIGBUS, signal.SIGPROF, signal.SIGSEGV))}
-# Limit of the CPU time of a rewrite, far above what an intact index needs.
-_REWRITE_SECONDS, _REWRITE_BYTES_A_SECOND = 60, 1 << 20
+_BROKEN = {DAMAGED, *(-number for number in (signal.SIGABRT, signal.SIGBUS, signal.SIGSEGV))}
 
 
 class DiskIndex:
@@ -59,21 +55,18 @@ class DiskIndex:
         self._directory = directory
         new = directory.with_name(f"{directory.name}.new")
         shutil.rmtree(new, ignore_errors=True)
-        # A directory of its own: the process of a service that was killed may still be writing to another.
-        copy = new / secrets.token_hex(8)
-        damage = _rewrite(directory, copy, map_bytes)
-        if discard:
-            # Before the mark changes, by which the next start would trust this index if this one were killed.
-            for folder in (directory, new):
-                shutil.rmtree(folder, ignore_errors=True)
-            before_change()
-        self._before_change = None if discard else before_change
+        damage = _rewrite(directory, new)
         if damage and not discard:
             log.error("the index in %s is unreadable (%s): the disk tier starts empty", directory, damage)
+        if directory.exists() and (damage or discard):
             shutil.rmtree(directory)
-        elif (file := copy / _FILE).exists():
+        elif (file := new / _FILE).exists():
             file.replace(directory / _FILE)
         shutil.rmtree(new, ignore_errors=True)
+        if discard:
+            # Not earlier: the next start would trust this index by the mark if this one were killed.
+            before_change()
+        self._before_change = None if discard else before_change
         directory.mkdir(parents=True, exist_ok=True)
         with self._errors():
             self._env = lmdb.open(str(directory), map_size=map_bytes, max_dbs=2, sync=sync, metasync=sync)
@@ -144,7 +137,7 @@ class DiskIndex:
             raise OSError(f"the index in {self._directory}: {error}") from error
 
 
-def _rewrite(directory: Path, new: Path, map_bytes: int) -> str:
+def _rewrite(directory: Path, new: Path) -> str:
     """Checks the database in a subprocess, which LMDB may crash, and copies it to `new`, if there is room.
 
     Returns the damage found; empty if there is none. Raises OSError if a later version wrote the database.
@@ -152,13 +145,12 @@ def _rewrite(directory: Path, new: Path, map_bytes: int) -> str:
     file = directory / _FILE
     if not file.exists() or not file.stat().st_size:
         return ""
-    limit = _REWRITE_SECONDS + file.stat().st_size // _REWRITE_BYTES_A_SECOND
-    argv = [sys.executable, "-P", *_REWRITE, str(directory), str(new), str(map_bytes), str(limit)]
+    argv = [sys.executable, "-P", "-m", "fusionkv.kvcache_service.tiers.index_file", str(directory), str(new)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     reason = done.stdout.strip()
-    ended = f"the process that reads it {process.how_ended(done.returncode)}"
     if done.returncode:
         shutil.rmtree(new, ignore_errors=True)
+    ended = f"the process that reads it {process.how_ended(done.returncode)}"
     if done.returncode == LATER:
         raise OSError(
             f"the index in {directory} was written by a later version of FusionKV ({reason}): start that version "

@@ -28,9 +28,6 @@ class SegmentFiles:
         files = (path for path in self._directory.glob("*.kv") if path.stem.isdecimal() and path.is_file())
         return {int(path.stem): path.stat().st_size for path in files}
 
-    def length(self, segment: int) -> int:
-        return self._path(segment, "kv").stat().st_size
-
     def write(self, place: Place, at: int, data: Sequence[memoryview]) -> None:
         file, offset = self._locate(place, at)
         pieces = [piece for piece in data if len(piece)]

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from fusionkv.kvcache_service.index import record
 from fusionkv.kvcache_service.index.record import EntryRecord
 from fusionkv.kvcache_service.metrics import Counters
-from fusionkv.kvcache_service.store.recovery import Recovery
 from fusionkv.kvcache_service.store.residents import Residents
 from fusionkv.kvcache_service.tiers.base import Place, Recovered
 from fusionkv.kvcache_service.tiers.disk import DiskTier
@@ -167,7 +166,7 @@ def test_the_index_of_a_disk(folder: Path) -> None:
                 txn.put(key, heat or b"-", db=index._heats)
         checked(list(tier.recover()), 1 << 20)
         residents = Residents([MemoryTier(1 << 20), tier], Counters())
-        Recovery(residents).recover(tier.recover())
+        residents.recover()
         residents.check_integrity()
 
     fuzz(index_on_disk, INDEXES, 60)

@@ -1,5 +1,6 @@
 """Heat, extents, tables and leases, each against a model of itself."""
 
+import contextlib
 import hashlib
 import math
 import struct
@@ -120,42 +121,35 @@ def test_random_allocations_tile_the_range(data: st.DataObject, blocks: int, bou
         extents.check_integrity(places(held))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(10))
 def test_the_coldest_range_is_that_of_a_search_of_all(seed: int) -> None:
-    numbers = np.random.default_rng(seed)
-    boundary, pages = int(numbers.integers(16, 40)), int(numbers.integers(20, 90))
-    places: list[Place] = []
-    extents = Extents(pages * 4096, boundary * 4096)
-    while len(places) < 30:
-        try:
-            places.append(extents.reserve(int(numbers.integers(1, 12_000)))[0])
-        except NoSpace:
-            break
-    starts = np.array([place.offset for place in places], np.int64)
-    sizes = np.array([place.size for place in places], np.int64)
-    heats = numbers.permutation(len(places)).astype(np.float64)
-    heats[numbers.random(len(places)) < 0.1] = np.inf
-
-    def hottest(start: int, end: int) -> float:
-        inside = (starts < end) & (starts + sizes > start)
-        return float(heats[inside].max(initial=-np.inf))
-
-    for length in (1, 8, 16):
-        whole = [
-            at * 4096
-            for at in range(pages - length + 1)
-            if at // boundary == (at + length - 1) // boundary and at % boundary % max(1, length // 8) == 0
-        ]
-        best = min((hottest(at, at + length * 4096) for at in whole), default=np.inf)
-        start, end = extents.coldest_range(length * 4096, starts, sizes, heats)
-        assert (end - start == length * 4096) == (best < np.inf)
-        assert end == 0 or hottest(start, end) == best
+    dice = np.random.default_rng(seed)
+    boundary, pages = int(dice.integers(16, 40)), int(dice.integers(20, 90))
+    extents, sizes = Extents(pages * BLOCK, boundary * BLOCK), dict[int, int]()
+    with contextlib.suppress(NoSpace):
+        while len(sizes) < 30:
+            place, _ = extents.reserve(int(dice.integers(1, 3 * BLOCK)))
+            sizes[place.offset] = place.size
+    starts = np.array(sorted(sizes), np.int64)
+    heats = dice.permutation(len(starts)).astype(np.float64)
+    heats[dice.random(len(starts)) < 0.1] = np.inf
+    for length in (BLOCK, 8 * BLOCK, 16 * BLOCK):
+        means = {
+            start: heats[(starts >= start) & (starts < start + length)].mean()
+            for start in starts.tolist()
+            if start + length <= min(pages, (start // BLOCK // boundary + 1) * boundary) * BLOCK
+        }
+        best = min(means.values(), default=np.inf)
+        start, end = extents.coldest_range(length, starts, heats)
+        assert end - start == length * (best < np.inf)
+        assert not end or means[start] == pytest.approx(best)
 
 
 def test_what_can_be_an_extent() -> None:
     extents = Extents(8 * BLOCK, 4 * BLOCK)
     fit = [(0, 2 * BLOCK), (3 * BLOCK, BLOCK), (7 * BLOCK, 1)]
-    unfit = [(BLOCK // 2, 1), (3 * BLOCK, BLOCK + 1), (8 * BLOCK, 1), (-BLOCK, 1), (0, 0)]
+    # Not aligned, across a boundary or the end, without bytes, and over one that begins before.
+    unfit = [(BLOCK // 2, 1), (3 * BLOCK, BLOCK + 1), (8 * BLOCK, 1), (-BLOCK, 1), (0, 0), (BLOCK, 1), (0, 1)]
     starts, sizes = np.array([*fit, *unfit], np.int64).T
     assert extents.fit(starts, sizes).tolist() == [True] * len(fit) + [False] * len(unfit)
 
@@ -175,11 +169,6 @@ def test_restored_extents_leave_the_rest_free(pieces: list[tuple[bool, int]], bo
     for start, size in held:
         extents.free(Place(start, size))
     extents.check_integrity({})
-
-
-def test_overlapping_extents_are_not_restored() -> None:
-    with pytest.raises(AssertionError, match="overlap"):
-        Extents(8 * BLOCK).restore(np.array([0, BLOCK]), np.array([BLOCK + 1, 1]))
 
 
 # Few shards and few homes: long runs of taken slots that wrap around the end.
@@ -210,18 +199,18 @@ def test_table_agrees_with_a_dictionary(steps: list[tuple[bool, bytes, int]]) ->
 
 
 def test_many_rows_are_found_and_no_others() -> None:
-    digests = [hashlib.sha256(str(i).encode()).digest() for i in range(30_000)]
+    digests = [hashlib.sha256(str(i).encode()).digest() for i in range(6000)]
     table = DigestTable()
-    for row, digest in enumerate(digests[:20_000]):
+    for row, digest in enumerate(digests[:4000]):
         table.add(digest, row)
     table.check_integrity()
-    assert all(row in table.rows(digest) for row, digest in enumerate(digests[:20_000]))
-    assert sum(len(list(table.rows(digest))) for digest in digests[20_000:]) <= 1
-    for row, digest in enumerate(digests[:15_000]):
+    assert all(row in table.rows(digest) for row, digest in enumerate(digests[:4000]))
+    assert sum(len(list(table.rows(digest))) for digest in digests[4000:]) <= 1
+    for row, digest in enumerate(digests[:3000]):
         table.remove(digest, row)
     table.check_integrity()
-    assert len(table) == 5_000
-    assert all(row in table.rows(digest) for row, digest in enumerate(digests[15_000:20_000], 15_000))
+    assert len(table) == 1000
+    assert all(row in table.rows(digest) for row, digest in enumerate(digests[3000:4000], 3000))
 
 
 @dataclass(eq=False)

@@ -2,83 +2,77 @@
 
 import asyncio
 import os
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.kvcache_service.tools import MIB, Caller, payload
-from tests.system.cache_process import flags
+from tests.kvcache_service.tools import MIB, Caller, disk_keys, nearby, payload
 from tests.waiting import until
-
-pytestmark = pytest.mark.system
 
 
 @pytest.fixture
-def near(launch: Any, cache_client: Any, tmp_path: Path) -> Any:
-    """`near(*flags)`: a client beside a service with 1 MiB of memory."""
+async def service(start: Any) -> Any:
+    return await start(memory=MIB, disk=64 * MIB)
 
-    def start(*more: str) -> Caller:
-        address = f"unix:{tmp_path}/s"
-        launch(*flags(tmp_path / "data", "--listen", address, *more, memory="1MiB", disk="64MiB"))
-        return Caller(cache_client(address))
 
-    return start
+@pytest.fixture
+async def near(service: Any, tmp_path: Path) -> AsyncIterator[Caller]:
+    """A client beside a service with 1 MiB of memory."""
+    async with nearby(service, tmp_path / "s") as caller:
+        yield caller
 
 
 @pytest.mark.parametrize("size", [2 * MIB, 5 * MIB + 3])
-async def test_what_is_on_disk_is_read_there(near: Any, size: int) -> None:
-    there = near()
+async def test_what_is_on_disk_is_read_there(near: Caller, size: int) -> None:
     for name in "ST":
-        await there.put(name, payload(name, size))
+        await near.put(name, payload(name, size))
     for name in "STS":
-        entry = await there.entry(name)
+        entry = await near.entry(name)
         assert (entry.tier, entry.shared) == ("disk", None)
-        assert await there.fetched(entry) == (payload(name, size), 0)
+        assert await near.fetched(entry) == (payload(name, size), 0)
 
 
-async def test_without_a_lease_it_is_streamed(near: Any) -> None:
-    there, data = near(), payload("x", 2 * MIB)
-    await there.put("S", data)
-    entry = await there.entry("S", lease_ms=1)
+async def test_without_a_lease_it_is_streamed(near: Caller) -> None:
+    data = payload("x", 2 * MIB)
+    await near.put("S", data)
+    entry = await near.entry("S", lease_ms=1)
     await asyncio.sleep(0.01)
-    assert await there.fetched(entry) == (data, len(data))
+    assert await near.fetched(entry) == (data, len(data))
 
 
-async def test_damaged_bytes_are_not_used(near: Any, tmp_path: Path) -> None:
+async def test_damaged_bytes_are_not_used(service: Any, near: Caller) -> None:
     """What does not have its checksum comes by stream, and that finds it damaged."""
-    there = near()
-    await there.put("S", payload("x", 2 * MIB))
-    entry = await there.entry("S")
-    (file,) = (tmp_path / "data/segments").glob("*.kv")
-    with file.open("r+b") as segment:
-        segment.seek(entry.extent[1] + MIB + 7)
-        segment.write(b"damage")
+    key, _ = await near.put("S", payload("x", 2 * MIB))
+    entry, disk = await near.entry("S"), service.store.residents.home
+    disk.write(service.store.entries.get(key).places["disk"], MIB + 7, [memoryview(b"damage")])
     with pytest.raises(Exception, match="damaged"):
-        await there.fetched(entry)
-    assert (await there.client.stats()).checksum_failures == 1
+        await near.fetched(entry)
+    assert (await near.client.stats()).checksum_failures == 1
 
 
-async def test_what_is_hot_rises_while_nobody_waits(near: Any) -> None:
-    there = near()
+async def test_what_is_hot_rises_while_nobody_waits(service: Any, near: Caller) -> None:
     # Memory has room for two: the third, which is new, takes the first one's place.
     for name in "STU":
-        await there.put(name, payload(name, MIB // 2))
-    assert (await there.entry("S", lease_ms=1)).tier == "disk"
-    assert await there.fetched(await there.entry("S")) == (payload("S", MIB // 2), 0)
+        await near.put(name, payload(name, MIB // 2))
+        service.clock.now += 1
+    assert (await near.entry("S", lease_ms=1)).tier == "disk"
+    assert await near.fetched(await near.entry("S")) == (payload("S", MIB // 2), 0)
 
     async def risen() -> bool:
-        return (await there.entry("S")).tier == "memory"
+        return (await near.entry("S")).tier == "memory"
 
     await until(risen)
-    assert await there.fetched(await there.entry("S")) == (payload("S", MIB // 2), 0)
+    assert await near.fetched(await near.entry("S")) == (payload("S", MIB // 2), 0)
 
 
-async def test_encrypted_files_are_not_handed_over(near: Any, tmp_path: Path) -> None:
-    (tmp_path / "keys").write_text(os.urandom(32).hex() + "\n")
-    there, data = near("--disk-keys", str(tmp_path / "keys")), payload("x", 2 * MIB)
-    await there.put("S", data)
-    entry = await there.entry("S")
-    assert entry.extent is None
-    assert await there.fetched(entry) == (data, len(data))
-    assert not (tmp_path / "s.segments").exists()
+async def test_encrypted_files_are_not_handed_over(start: Any, tmp_path: Path) -> None:
+    service = await start(memory=MIB, disk=64 * MIB, keys=disk_keys(tmp_path / "keys", os.urandom(32)))
+    data = payload("x", 2 * MIB)
+    async with nearby(service, tmp_path / "s") as near:
+        await near.put("S", data)
+        entry = await near.entry("S")
+        assert entry.extent is None
+        assert await near.fetched(entry) == (data, len(data))
+        assert not (tmp_path / "s.segments").exists()

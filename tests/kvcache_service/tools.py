@@ -5,18 +5,18 @@ import hashlib
 import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fusionkv.kvcache_service.__main__ import start_file_servers
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.data_plane.listener import DataPlane
 from fusionkv.kvcache_service.index.index import Index
 from fusionkv.kvcache_service.index.record import EntryRecord, make
-from fusionkv.kvcache_service.local import arena_path, share_memory
 from fusionkv.kvcache_service.remote.sharing import Sharing
 from fusionkv.kvcache_service.remote.tier import RemoteEngine, RemoteTier
 from fusionkv.kvcache_service.servicer import KVCacheServicer, handler
@@ -24,7 +24,7 @@ from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.tiers.base import Place, Tier
 from fusionkv.kvcache_service.tiers.disk import DiskTier
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
-from fusionkv.kvcache_service.tiers.sealed_disk import DiskKeys
+from fusionkv.kvcache_service.tiers.sealed_disk import DiskKeys, SealedDiskTier
 from fusionkv.protos.kvcache.v1 import kvcache_pb2_grpc
 from fusionkv.protos.runtime import rpc
 from fusionkv.protos.runtime.checksum import checksum
@@ -123,8 +123,9 @@ class Service(Caller):
         self.store.check_integrity(idle=True)
 
 
-def make_tiers(directory: Path, memory: int, disk: int) -> list[Tier]:
-    return [MemoryTier(memory), *([DiskTier(directory, disk)] if disk else [])]
+def make_tiers(directory: Path, memory: int, disk: int, keys: DiskKeys | None = None) -> list[Tier]:
+    disks = [SealedDiskTier(directory, disk, keys) if keys else DiskTier(directory, disk)] if disk else []
+    return [MemoryTier(memory), *disks]
 
 
 @asynccontextmanager
@@ -147,21 +148,19 @@ async def serving(
     memory: int = 4 * MIB,
     disk: int = 16 * MIB,
     engine: RemoteEngine | None = None,
-    opened: bool = True,
     authority: Authority | None = None,
+    keys: DiskKeys | None = None,
     **more: Any,
 ) -> AsyncIterator[Service]:
-    """engine: what its remote tier stands on, if it is to have one. opened: its index is loaded before it serves.
+    """engine: what its remote tier stands on, if it is to have one. authority: of its certificate, if it has TLS.
 
-    authority: of its certificate, if it has TLS.
+    keys: encrypt its disk tier.
     """
     clock = Clock()
     remote = {"remote_lookup_ms": 5000, "remote_ttl_seconds": 0.4}
     config = Config(memory_bytes=memory, disk_bytes=disk, data_dir=directory, **{**remote, **more})
-    store = Store(config, make_tiers(directory, memory, disk), clock=clock, wall=clock)
-    loading = asyncio.create_task(store.open())
-    if opened:
-        await loading
+    store = Store(config, make_tiers(directory, memory, disk, keys), clock=clock, wall=clock)
+    await store.open()
     sharing = Sharing(store, RemoteTier(engine)) if engine is not None else None
     writing = asyncio.create_task(sharing.run()) if sharing is not None else None
     try:
@@ -184,7 +183,6 @@ async def serving(
             with suppress(asyncio.CancelledError):
                 await writing
             await sharing.close()
-        await loading
         await store.close()
 
 
@@ -212,19 +210,18 @@ def record(
 
 @asynccontextmanager
 async def nearby(service: Service, socket: Path, *, send_file: bool = True) -> AsyncIterator[Caller]:
-    """Serves an open service on a unix socket too, with its memory handed over beside it; a caller there."""
-    address, memory = f"unix:{socket}", service.store.residents.tiers[0]
+    """Serves an open service on a unix socket too, with memory and files handed over beside it; a caller there."""
+    address = f"unix:{socket}"
     servicer = KVCacheServicer(service.store, service.sharing)
     async with listening(handler(servicer), address), data_plane(servicer, address):
-        place = arena_path(address)
-        doorway = share_memory(place, memory.arena, memory.capacity_bytes, memory.file) if send_file else None
+        doors = start_file_servers(replace(service.config, listen=(address,)), service.store) if send_file else []
         client = CacheClient(address)
         try:
             yield Caller(client)
         finally:
             await client.close()
-            if doorway is not None:
-                doorway.close()
+            for door in doors:
+                door.close()
 
 
 def hanging(service: Service, call: str, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
