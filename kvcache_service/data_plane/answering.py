@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 class Answering:
     """The service's end of a connection. near: whether it is a unix socket's.
 
-    If the caller reads nothing, or sends nothing, for 30 s, calls raise TimeoutError.
+    If the caller takes 30 s to read or send a frame of 1 MiB, or less, calls raise TimeoutError.
     """
 
     def __init__(self, wire: Wire, service: KVCacheServicer, near: bool) -> None:
@@ -91,14 +91,14 @@ class Answering:
         try:
             while left:
                 space = writer.space(min(PIECE_BYTES, left))
-                await self._fill(space)
+                await self._wire.fill(space)
                 left -= len(space)
                 await writer.filled(space)
         except ServiceError:
             writer.abort()
             scratch = memoryview(bytearray(min(left, PIECE_BYTES)))
             while left:
-                await self._fill(scratch[:left])
+                await self._wire.fill(scratch[:left])
                 left -= min(left, len(scratch))
             raise
 
@@ -115,17 +115,8 @@ class Answering:
         self._sending = False
 
     async def _send_leased(self, lease: int, **result: Any) -> None:
-        """Sends a response; releases the lease if the caller hung up, who never learns of it."""
-        try:
+        with self._service.leases.kept(lease):
             await self._send(**result)
-        except BaseException:
-            self._service.release(pb.ReleaseRequest(lease=lease))
-            raise
 
     async def _send(self, **result: Any) -> None:
         await self._wire.send(encode(pb.DataResponse(**result)))
-
-    async def _fill(self, into: memoryview) -> None:
-        into = into[self._wire.take(into) :]
-        while into:
-            into = into[await self._wire.receive(into) :]

@@ -218,7 +218,7 @@ class Connections:
         self._places = asyncio.Semaphore(_MAX_CONNECTIONS)
         self._idle: list[Connection] = []
         self._busy: set[Connection] = set()
-        self._opening: set[asyncio.Task[Connection]] = set()
+        self._opening: set[asyncio.Task[None]] = set()
         self._not_before = 0.0
         self._closed = False
 
@@ -264,56 +264,35 @@ class Connections:
                 return connection
             connection.close()
         opening = background(self._opening, self._open())
-        opened = False
-        try:
-            await asyncio.wait([opening], timeout=min(_WAIT_SECONDS, deadline.remaining()))
-            opened = opening.done()
-        finally:
-            if not opening.done():
-                self._not_before = time.monotonic() + _TRY_AGAIN_SECONDS
-            if not opened:  # a caller that was cancelled just when it was done did not get it
-                opening.add_done_callback(self._keep)
-        if not opened:
-            raise Broken("the data plane does not answer at once")
-        if opening.cancelled():
-            raise Broken("the client is closed")
-        return opening.result()
+        await asyncio.wait([opening], timeout=min(_WAIT_SECONDS, deadline.remaining()))
+        if not opening.done():
+            self._not_before = time.monotonic() + _TRY_AGAIN_SECONDS
+        if not self._idle:
+            raise Broken("the data plane does not answer at once, or the client is closed")
+        return self._idle.pop()
 
-    async def _open(self) -> Connection:
-        """Opens a connection. Raises Broken."""
+    async def _open(self) -> None:
+        """Adds an idle connection; if that fails, calls are made by gRPC for a while."""
         deadline = Deadline.after(_CONNECT_SECONDS)
         try:
             granted = await self._grant(deadline)
-        except errors.Unavailable as error:  # a call by gRPC reports it
-            raise Broken(str(error)) from error
-        except errors.ServiceError as error:
-            raise self._unreachable(error) from error
-        tls = self._tls.context() if self._tls is not None else None
-        opening = asyncio.get_running_loop().run_in_executor(
-            self._threads, connect, self._address, granted, deadline.remaining(), tls
-        )
-        try:
-            return Connection(await asyncio.shield(opening), self._threads)
-        except asyncio.CancelledError:
-            opening.add_done_callback(_close_opened)
-            raise
-        except OSError as error:
+            tls = self._tls.context() if self._tls is not None else None
+            opening = asyncio.get_running_loop().run_in_executor(
+                self._threads, connect, self._address, granted, deadline.remaining(), tls
+            )
+            try:
+                connected = await asyncio.shield(opening)
+            except asyncio.CancelledError:
+                opening.add_done_callback(_close_opened)
+                raise
+        except errors.Unavailable:  # a call by gRPC reports it
+            return
+        except (errors.ServiceError, OSError) as error:
             log.info("calls to the cache service at %s are made by gRPC: no data plane: %s", self._address, error)
-            raise self._unreachable(error) from error
-
-    def _keep(self, opening: asyncio.Task[Connection]) -> None:
-        """Keeps a connection for which no call has waited."""
-        if opening.cancelled() or opening.exception() is not None:
+            self._not_before = time.monotonic() + _TRY_AGAIN_SECONDS
             return
         self._not_before = 0.0
-        if self._closed:
-            opening.result().close()
-        else:
-            self._idle.append(opening.result())
-
-    def _unreachable(self, error: Exception) -> Broken:
-        self._not_before = time.monotonic() + _TRY_AGAIN_SECONDS
-        return Broken(str(error))
+        self._idle.append(Connection(connected, self._threads))
 
     def close(self) -> None:
         """Closes all connections; calls get Broken."""

@@ -7,12 +7,21 @@ import os
 import socket
 import ssl
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
 from fusionkv.kvcache_service.data_plane.answering import Answering
-from fusionkv.kvcache_service.data_plane.messages import TICKET_BYTES, HungUp, Wire, prepare, shut_down, socket_path
+from fusionkv.kvcache_service.data_plane.messages import (
+    TICKET_BYTES,
+    HungUp,
+    Wire,
+    accepted,
+    prepare,
+    shut_down,
+    socket_path,
+)
 from fusionkv.kvcache_service.data_plane.tickets import TICKET_SECONDS, Tickets
 from fusionkv.kvcache_service.servicer import KVCacheServicer
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
@@ -25,7 +34,6 @@ _faults = logs.RateLimitedLog(logging.getLogger(__name__))
 
 # Maximum wait for a caller to read or send the next piece of an entry.
 _STALL_SECONDS = 30.0
-_ACCEPT_AGAIN_SECONDS = 0.1
 _MAX_CONNECTIONS = 1024
 # Requests above this size are received few at a time: together, connections could otherwise hold 8 GiB.
 _SMALL_BYTES, _MAX_LARGE = 64 << 10, 16
@@ -123,14 +131,8 @@ class DataPlane:
         self._sockets.clear()
 
     async def _accept(self, listener: socket.socket, *, near: bool) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                caller, _ = await loop.sock_accept(listener)
-            except OSError as error:  # transient, such as too many open files
-                _faults.warning("can't accept a connection to the data plane", error)
-                await asyncio.sleep(_ACCEPT_AGAIN_SECONDS)
-                continue
+        fault = partial(_faults.warning, "can't accept a connection to the data plane")
+        async for caller in accepted(listener, fault):
             if len(self._connections) < _MAX_CONNECTIONS:
                 background(self._connections, self._converse(caller, near))
             else:

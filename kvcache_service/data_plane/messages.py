@@ -5,7 +5,7 @@ import contextlib
 import socket
 import ssl
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ MAX_MESSAGE_BYTES = 8 << 20
 SIZE = struct.Struct("<I")
 # Most messages arrive in one piece.
 _AHEAD_BYTES = 16 << 10
+_ACCEPT_AGAIN_SECONDS = 0.1
 
 
 class HungUp(Exception):
@@ -45,6 +46,18 @@ def prepare(connected: socket.socket) -> None:
     if connected.family is not socket.AF_UNIX:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+async def accepted(listener: socket.socket, fault: Callable[[OSError], None]) -> AsyncIterator[socket.socket]:
+    """Connections to a socket, for ever. fault: told of transient errors, such as too many open files."""
+    while True:
+        try:
+            caller, _ = await asyncio.get_running_loop().sock_accept(listener)
+        except OSError as error:
+            fault(error)
+            await asyncio.sleep(_ACCEPT_AGAIN_SECONDS)
+        else:
+            yield caller
 
 
 def shut_down(connected: socket.socket) -> None:
@@ -176,7 +189,8 @@ class Wire:
             kept = len(self._ahead)
             self._scratch[:kept] = bytes(self._ahead)
             self._ahead = self._scratch[:kept]
-            self._ahead = self._scratch[: kept + await self._some(self._scratch[kept:], seconds)]
+            receive = partial(self._received, self._scratch[kept:])
+            self._ahead = self._scratch[: kept + await self.ready.attempt(receive, seconds)]
         (size,) = SIZE.unpack_from(self._ahead)
         if size > MAX_MESSAGE_BYTES:
             raise HungUp(f"a message of {size} bytes")
@@ -210,13 +224,6 @@ class Wire:
             into[:count] = self._ahead[:count]
             self._ahead = self._ahead[count:]
         return count
-
-    async def receive(self, into: memoryview) -> int:
-        """Receives some bytes, at least one; returns their number."""
-        return await self._some(into, self._seconds)
-
-    async def _some(self, into: memoryview, seconds: float | None) -> int:
-        return await self.ready.attempt(lambda: self._received(into), seconds)
 
     def _received(self, into: memoryview) -> int:
         count = self.socket.recv_into(into)

@@ -20,9 +20,6 @@ class Tickets:
         self._clock = clock
         self._ends: dict[bytes, float] = {}  # in order of the grants
 
-    def __len__(self) -> int:
-        return len(self._ends)
-
     def grant(self) -> bytes:
         """A new ticket, valid for 10 s."""
         if len(self._ends) == _MAX_TICKETS:
