@@ -5,7 +5,6 @@ import hashlib
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,7 +12,7 @@ from fusionkv.kvcache_service import keys as digests
 from fusionkv.kvcache_service.client import CacheClient, Entry
 from fusionkv.protos.contract.limits import MAX_FOUND, MAX_READ
 from fusionkv.protos.deadline import Deadline
-from fusionkv.protos.runtime.errors import ServiceError, Unavailable
+from fusionkv.protos.runtime.errors import Unavailable
 from fusionkv.protos.runtime.tls import ClientTLS
 
 T = TypeVar("T")
@@ -48,12 +47,7 @@ class Blobs:
 
     async def prefix(self, keys: Sequence[bytes]) -> int:
         """How many keys, from the first one on, are stored without a gap. Counts as an access to them."""
-        deadline = Deadline.after(self._timeout)
-        for at in range(0, len(keys), MAX_FOUND):
-            pin = await self._pin(keys[at : at + MAX_FOUND], 1, deadline)
-            if None in pin.entries:
-                return at + pin.entries.index(None)
-        return len(keys)
+        return [*await self.touch(keys), False].index(False)
 
     async def touch(self, keys: Sequence[bytes]) -> list[bool]:
         """Counts as an access to the blobs of these keys; returns which are stored."""
@@ -69,25 +63,18 @@ class Blobs:
     async def _pin(self, keys: Sequence[bytes], lease_ms: int, deadline: Deadline) -> Pin:
         entries: list[Entry | None] = []
         leases: list[int] = []
-        try:
-            for at in range(0, len(keys), MAX_FOUND):
-                names = [*map(_digest, keys[at : at + MAX_FOUND])]
-                remaining = deadline.remaining()
-                lookup = await self._cache.find(self._namespace, names, lease_ms=lease_ms, timeout=remaining)
-                entries += [hit.entry for hit in lookup.hits]
-                leases += [lookup.lease] if lookup.lease else []
-        except BaseException:
-            with suppress(ServiceError):
-                await self._release(leases, deadline)
-            raise
+        for at in range(0, len(keys), MAX_FOUND):
+            names = [*map(_digest, keys[at : at + MAX_FOUND])]
+            remaining = deadline.remaining()
+            lookup = await self._cache.find(self._namespace, names, lease_ms=lease_ms, timeout=remaining)
+            entries += [hit.entry for hit in lookup.hits]
+            leases += [lookup.lease] if lookup.lease else []
         return Pin(tuple(entries), tuple(leases))
 
     async def unpin(self, pin: Pin) -> None:
         """Releases a pin; one that has expired is ignored."""
-        await self._release(pin.leases, Deadline.after(self._timeout))
-
-    async def _release(self, leases: Sequence[int], deadline: Deadline) -> None:
-        for lease in leases:
+        deadline = Deadline.after(self._timeout)
+        for lease in pin.leases:
             await self._cache.release(lease, timeout=deadline.remaining())
 
     async def retrieve(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> list[bool]:
@@ -100,23 +87,6 @@ class Blobs:
         for part in _batches([view.nbytes for view in into]):
             names = [*map(_digest, keys[part])]
             done += await self._cache.retrieve(self._namespace, names, into[part], timeout=deadline.remaining())
-        return done
-
-    async def read(self, pin: Pin, into: Sequence[memoryview]) -> list[bool]:
-        """As `retrieve`, for blobs that are pinned."""
-        deadline, done = Deadline.after(self._timeout), [False] * len(into)
-        _check_each(into, pin.entries)
-        for part in _batches([view.nbytes for view in into]):
-            fits = {
-                i: entry
-                for i, entry in zip(range(*part.indices(len(into))), pin.entries[part], strict=True)
-                if entry is not None and entry.size == into[i].nbytes
-            }
-            fetched = await self._cache.fetch_all(
-                [*fits.values()], [into[i] for i in fits], timeout=deadline.remaining()
-            )
-            for i, filled in zip(fits, fetched, strict=True):
-                done[i] = filled
         return done
 
     async def store(self, keys: Sequence[bytes], data: Sequence[memoryview]) -> list[bool]:

@@ -1,5 +1,6 @@
 """KV events: publishes what is stored and removed in each tier, in vLLM's format over ZeroMQ, for routers."""
 
+import contextlib
 import itertools
 import logging
 import queue
@@ -7,7 +8,6 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -93,7 +93,7 @@ class EventPublisher:
             except zmq.ZMQError as error:
                 self._context.destroy(linger=0)
                 raise OSError(f"events_endpoint can't be used: {place}: {error}") from error
-        self._queue: queue.Queue[tuple[EntryRecord | bytes, str] | None] = queue.Queue(_MAX_EVENTS)
+        self._queue: queue.Queue[tuple[EntryRecord | bytes, str]] = queue.Queue(_MAX_EVENTS)
         self._lost, self._closed = False, False
         self._sequence = itertools.count()
         self._sent: deque[tuple[int, bytes]] = deque()
@@ -136,24 +136,18 @@ class EventPublisher:
 
     def _publish(self) -> None:
         """Sends what waits, or what comes soon."""
-        try:
-            first = self._queue.get(timeout=_POLL_SECONDS)
-        except queue.Empty:
-            return
-        changes = itertools.chain([first], self._waiting())
-        self._send([_event(*change) for change in itertools.islice(changes, _BATCH) if change is not None])
+        changes: list[tuple[EntryRecord | bytes, str]] = []
+        with contextlib.suppress(queue.Empty):
+            changes.append(self._queue.get(timeout=_POLL_SECONDS))
+            while len(changes) < _BATCH:
+                changes.append(self._queue.get_nowait())
+        if changes:
+            self._send([_event(*change) for change in changes])
         if self._lost:
             self._lost = False
             # Subscribers see from the number that is missing that they do.
             next(self._sequence)
             _faults.warning("events were lost", OSError(f"more than {_MAX_EVENTS} events waited"))
-
-    def _waiting(self) -> Iterator[tuple[EntryRecord | bytes, str] | None]:
-        while True:
-            try:
-                yield self._queue.get_nowait()
-            except queue.Empty:
-                return
 
     def _send(self, events: list[Any]) -> None:
         payload = msgspec.msgpack.encode(EventBatch(time.time(), events, 0))

@@ -132,27 +132,11 @@ async def test_of_another_size_or_gone_is_a_miss(service: Service, blobs: Blobs)
     pin = await blobs.pin(names)
     await service.store.delete([pin.entries[2].key])  # type: ignore[union-attr]
     into[0] = into[0][:-1]
-    assert await blobs.read(pin, into) == [False, True, False, True], "deleted ones are not read, even if pinned"
+    assert await blobs.retrieve(names, into) == [False, True, False, True], (
+        "deleted ones are not read, even if pinned"
+    )
     await blobs.unpin(pin)
-    assert await blobs.retrieve(names, into) == [False, True, False, True]
     assert [view == data for view, data in zip(into, given.values(), strict=True)] == [False, True, False, True]
-
-
-async def test_nothing_stays_pinned_after_an_error(service: Service, blobs: Blobs, monkeypatch: Any) -> None:
-    monkeypatch.setattr(module, "MAX_FOUND", 7)
-    given, find = named(20), service.client.find
-    await stored(blobs, given)
-
-    async def fail(namespace: bytes, names: Any, **more: Any) -> Any:
-        if len(names) < 7:  # the third call
-            assert len(service.store.leases) == 2
-            raise errors.Unavailable("the service has ended")
-        return await find(namespace, names, **more)
-
-    monkeypatch.setattr(service.client, "find", fail)
-    with pytest.raises(errors.Unavailable, match="has ended"):
-        await blobs.pin([*given])
-    assert len(service.store.leases) == 0
 
 
 async def test_what_was_read_counts_if_its_lease_is_not_released(start: Any, monkeypatch: Any) -> None:
@@ -178,7 +162,7 @@ async def test_what_is_pinned_is_not_evicted(start: Any) -> None:
     for n in range(8):
         await blobs.store([b"%d" % n], [memoryview(payload(n, MIB))])
     into = memoryview(bytearray(MIB))
-    assert await blobs.read(pin, [into]) == [True]
+    assert await blobs.retrieve([b"kept"], [into]) == [True]
     assert into == payload("kept", MIB)
     await blobs.unpin(pin)
     assert len(service.store.leases) == 0
@@ -293,7 +277,7 @@ async def test_what_is_damaged_in_memory_is_deleted(service: Service, blobs: Blo
     pin = await blobs.pin([*given])
     entry = service.store.entries.get(pin.entries[1].key)  # type: ignore[union-attr]
     service.store.residents.tiers[0].write(entry.places["memory"], 5, [memoryview(b"??")])
-    assert await blobs.read(pin, buffers(given)) == [True, False, True]
+    assert await service.client.fetch_all(pin.entries, buffers(given), timeout=5) == [True, False, True]
     assert await blobs.touch([*given]) == [True, False, True]
     with pytest.raises(errors.InvalidArgument, match="the buffer holds 1 bytes, the entry 1000"):
         await service.client.fetch_all(pin.entries[:1], [memoryview(bytearray(1))], timeout=5)

@@ -1,6 +1,5 @@
 """KV events: read by vLLM's own definitions, in order, replayed, and of no consequence to the service."""
 
-import asyncio
 import contextlib
 import time
 from collections.abc import Iterator
@@ -10,8 +9,8 @@ from typing import Any
 import pytest
 
 from fusionkv.kvcache_service.keys import entry_key, path_keys, primed_variant
-from tests.commands import run_python
-from tests.kvcache_service.tools import MIB, NAMESPACE, digest, payload, record
+from tests.kvcache_service.tools import MIB, NAMESPACE, digest, payload, record, serving
+from tests.system.cache_process import flags
 from tests.waiting import until, wait_until
 
 msgspec = pytest.importorskip("msgspec")
@@ -261,28 +260,17 @@ def test_replays_are_beside_the_events() -> None:
     assert events.replay_endpoint("ipc:///run/kv") == "ipc:///run/kv.replay"
 
 
-@pytest.mark.system
-def test_a_service_does_not_start_if_it_cannot_publish(tmp_path: Path) -> None:
-    own = ("--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "data"))
-    done = run_python("-m", "fusionkv.kvcache_service", *own, "--events-endpoint", "ipc:///nowhere/at/all", status=1)
-    assert "events_endpoint can't be used: ipc:///nowhere/at/all: No such file" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_an_endpoint_that_cannot_be_used_is_named() -> None:
+    with pytest.raises(OSError, match="events_endpoint can't be used: ipc:///nowhere/at/all: No such file"):
+        events.EventPublisher("ipc:///nowhere/at/all", "kv@pod@fusionkv")
 
 
 @pytest.mark.system
 async def test_a_service_publishes_where_it_is_told(launch: Any, tmp_path: Path, endpoint: str) -> None:
     """From its start on, when it publishes what its disk has."""
-    from fusionkv.kvcache_service.client import CacheClient
-    from tests.ports import free_port
-    from tests.system.cache_process import flags, payload, put
-
-    more = ("--listen", f"127.0.0.1:{free_port()}", "--events-endpoint", endpoint)
-    service = launch(*flags(tmp_path / "data", *more))
-    client = CacheClient(service.address)
-    await put(client, "x", payload("x", 1000))
-    await client.close()
-    await asyncio.to_thread(service.stop)
-    launch(*service.argv[3:])
+    async with serving(tmp_path / "data") as service:
+        await service.put("S", b"data")
+    launch(*flags(tmp_path / "data", "--events-endpoint", endpoint))
 
     def stored(subscriber: Subscriber) -> bool:
         first, *others = subscriber.replay(0)
