@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fusionkv.bench.cache import bench, scale
-from fusionkv.bench.cache.simulation import PAPER, SYSTEM, Baseline, Outcome, Service, compare, simulate
+from fusionkv.bench.cache.simulation import PAPER, SYSTEM, Outcome, Service, compare, simulate
 from fusionkv.bench.cache.workload import Workload
 from fusionkv.bench.services.process import running
 from tests.commands import run_python
@@ -80,7 +80,7 @@ async def test_the_store_that_it_opens_is_whole(tmp_path: Path, monkeypatch: pyt
 SMALL = Workload(queries=200, chunks=4, knowledge=20, shared=16, zipf=0.8, topics=2)
 
 
-def outcome(workload: Workload, cache: Service | Baseline) -> Outcome:
+def outcome(workload: Workload, cache: Service) -> Outcome:
     return asyncio.run(simulate(workload, cache, [workload.queries]))[-1][1]
 
 
@@ -95,22 +95,6 @@ def test_queries_are_seeded_and_hold_different_chunks_in_the_shares_asked_for() 
     assert sum(1 for n in times.values() if n == 1) / times.total() == pytest.approx(0.1, abs=0.02)
 
 
-def test_a_query_has_the_chunks_of_one_topic() -> None:
-    half = set(SMALL.corpus()[:10])
-    for query in SMALL:
-        known = set(query) & set(SMALL.corpus())
-        assert known <= half or not known & half
-
-
-def test_the_same_chunks_in_document_order_are_one_path() -> None:
-    drawn, ordered = list(PAPER), list(replace(PAPER, sorted=True))
-    assert [set(query) for query in drawn] == [set(query) for query in ordered]
-    paths: dict[frozenset[bytes], set[tuple[bytes, ...]]] = {}
-    for query in ordered:
-        paths.setdefault(frozenset(query), set()).add(tuple(query))
-    assert all(len(same) == 1 for same in paths.values())
-
-
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("workload", [SMALL, replace(SMALL, topics=1, sorted=True)])
 def test_the_service_computes_each_chunk_once(workload: Workload, in_place: bool) -> None:
@@ -121,28 +105,6 @@ def test_the_service_computes_each_chunk_once(workload: Workload, in_place: bool
     service.store.check_integrity()
     assert (done.stored, done.missed, done.redundant) == (len(asked | known), len(asked - known), 0)
     assert done.exact + done.alternative + done.missed == workload.queries * workload.chunks
-
-
-def test_a_prefix_cache_computes_each_path_once() -> None:
-    paths = {tuple(query[:n]) for query in SMALL for n in range(2, SMALL.chunks + 2)}
-    known = {(SYSTEM, chunk) for chunk in SMALL.corpus()}
-    done = outcome(SMALL, Baseline(backtrack=False))
-    assert (done.stored, done.missed, done.alternative) == (len(paths | known), len(paths - known), 0)
-    assert done.redundant == done.stored - len({path[-1] for path in paths | known})
-
-
-def test_backtracking_finds_what_is_stored_behind_a_shorter_path() -> None:
-    cache = Baseline(backtrack=True)
-
-    def ask(names: str) -> str:
-        path = [SYSTEM, *(name.encode() * 32 for name in names)]
-        return "".join(kind.value[0] for kind in asyncio.run(cache.ask(path))[1:])
-
-    assert ask("ab") == "mm"
-    assert ask("b") == "m"
-    assert ask("cab") == "maa"
-    assert ask("cdb") == "ema"
-    assert ask("d") == "m", "it was stored behind c only: no shorter path has it"
 
 
 def test_rows_compare_the_three_and_follow_growth() -> None:
