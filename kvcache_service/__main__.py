@@ -9,7 +9,8 @@ import resource
 import socket
 import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,8 @@ log = logging.getLogger(__name__)
 NAME = "fusionkv-kvcache"
 # Open files beside those of the disk tier: about 25 of an idle service, and connections.
 _OTHER_FILES = 48
+# Until a service serves that has not loaded its index yet: what a hundred thousand entries take.
+_LOAD_SECONDS = 2.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -155,35 +158,47 @@ async def run(config: Config) -> None:
         remove_stale_socket(address)
     store = make_store(config)
     events = make_events(config, store)
-    await store.open()
+    loading = asyncio.create_task(store.open())
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LOAD_SECONDS):
+            await asyncio.shield(loading)
     observe_tiers(lambda: [(tier.name, tier.used_bytes, tier.capacity_bytes) for tier in store.residents.tiers])
-    background = [asyncio.create_task(sweep(store))]
+    background = [asyncio.create_task(_after(loading, partial(sweep, store)))]
     file_servers = start_file_servers(config, store)
     sharing: Sharing | None = None
     try:
         if config.remote_url:
             sharing = make_sharing(config, store)
-            background.append(asyncio.create_task(sharing.run()))
+            background.append(asyncio.create_task(_after(loading, sharing.run)))
         servicer = KVCacheServicer(store, sharing)
         plane = DataPlane(
             f"{NAME}-data", servicer, config.listen, config.data_port, config.data_host, config.server_tls
         )
         servicer.admit = plane.admit
         on_stop = sharing.write_backs.flush if sharing else None
-        served = rpc.Served({SERVICE.full_name: handler(servicer)}, beside=[plane], on_stop=on_stop)
+        failure = asyncio.create_task(_after(loading, asyncio.Event().wait))
+        served = rpc.Served({SERVICE.full_name: handler(servicer)}, beside=[plane], failure=failure, on_stop=on_stop)
         await rpc.serve(NAME, config, served)
     finally:
         for file_server in file_servers:
             file_server.close()
         for task in background:
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
+            with contextlib.suppress(asyncio.CancelledError, OSError):  # `serve` raises what loading raised
                 await task
         if sharing is not None:
             await sharing.close()
         if events is not None:
             await asyncio.to_thread(events.close)
-        await store.close()
+        # Until the index is loaded, nothing on the disk was changed, and nothing must be closed.
+        if store.ready.is_set():
+            await store.close()
+
+
+async def _after(loading: "asyncio.Task[None]", work: Callable[[], Awaitable[object]]) -> None:
+    """Runs `work` once the index is loaded. Raises OSError if it cannot be loaded."""
+    await asyncio.shield(loading)
+    await work()
 
 
 def start_file_servers(config: Config, store: Store) -> list[FileServer]:

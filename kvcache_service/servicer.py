@@ -112,6 +112,7 @@ class KVCacheServicer:
         try:
             if self._puts > self._config.max_puts:
                 raise ResourceExhausted(f"{self._puts - 1} puts are running: try again, or raise max_puts")
+            await self._store.wait_until_open()
             writer = writing.reserve(self._store, record)
             if writer is not None:
                 await receive(writer)
@@ -151,6 +152,7 @@ class KVCacheServicer:
         check_digests(keys, "a key")
         check_digests([namespace] if namespace else [], "the namespace")
         sharing = None if request.here else self._sharing
+        await self._store.wait_until_open()  # before, not all keys of a namespace are known
         shared = await sharing.records(keys, namespace) if sharing is not None else []
         deleted = await self._store.delete(keys or self._store.entries.index.namespace_keys(namespace))
         if sharing is not None:

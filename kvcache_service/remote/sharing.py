@@ -54,7 +54,7 @@ class Sharing:
             local: Result of `Store.lookup` for the same path.
 
         Returns:
-            Kind of hit and record by element number. Empty if the tier is unreachable.
+            Kind of hit and record by element number. Empty if the tier is unreachable, or the index not loaded yet.
         """
         elements = [i for i, (kind, _) in enumerate(local) if kind is not HitKind.EXACT]
         elements.sort(key=lambda i: local[i][1] is not None)  # misses first: the tier may not look for all
@@ -89,7 +89,7 @@ class Sharing:
         self, elements: Sequence[int], lookup: Callable[..., Sequence[Sequence[EntryRecord]]], *args: Any
     ) -> list[tuple[int, Sequence[EntryRecord]]]:
         """What a lookup of the tier finds that has room here, by element; empty if it can't be asked."""
-        if not elements or not self.reachable:
+        if not elements or not self.reachable or not self._store.ready.is_set():
             return []
         try:
             found = await self._access.run_lookup(lookup, *args)

@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from fusionkv.kvcache_service.index.heat import FrequencySketch
 from fusionkv.kvcache_service.index.record import EntryRecord
@@ -10,7 +10,7 @@ from fusionkv.kvcache_service.index.rows import PROTECTED
 from fusionkv.kvcache_service.metrics import Counters
 from fusionkv.kvcache_service.store.contents import TierContents
 from fusionkv.kvcache_service.store.entries import Entries, StoredEntry
-from fusionkv.kvcache_service.tiers.base import Place, Tier
+from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier
 
 
 class Residents:
@@ -70,10 +70,10 @@ class Residents:
             self._remember(entry)
         return candidates
 
-    def recover(self) -> None:
-        """Makes the entries that the home tier has persisted visible. Raises OSError as `Tier.recover`."""
+    def recover(self, entries: Iterable[Recovered]) -> None:
+        """Makes entries visible that the home tier has persisted."""
         contents = self.contents[self.home.name]
-        for recovered in self.home.recover():
+        for recovered in entries:
             row = self.entries.index.add(recovered.record, recovered.heat)
             contents.tenants.count(recovered.record, 1)
             contents.add(row, recovered.place)

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 from fusionkv.kvcache_service.config import Config
@@ -18,12 +19,16 @@ from fusionkv.kvcache_service.store.reading import Reader
 from fusionkv.kvcache_service.store.residents import Residents
 from fusionkv.kvcache_service.store.work import Work
 from fusionkv.kvcache_service.tiers.base import Place, Tier
-from fusionkv.protos.runtime.errors import ResourceExhausted
+from fusionkv.protos.runtime.errors import ResourceExhausted, Unavailable
 
 log = logging.getLogger(__name__)
 
 # Entries deleted per batch: about 5 ms on the event loop.
 DELETE_BATCH = 1024
+# Entries that a thread reads per batch, and that become visible per slice: 0.3 ms on the event loop.
+_RECOVERY_BATCH, _RECOVERY_SLICE = 512, 32
+# Maximum wait of a Put or Delete for the index, in which a few hundred thousand entries are loaded.
+_OPEN_SECONDS = 10.0
 
 
 class Store:
@@ -57,19 +62,41 @@ class Store:
         self.leases = Leases(config.max_leases, clock, self.residents.reclaim)
         self.heats = Heats(self.residents, config.half_life_seconds, clock, wall)
         self.demand = FrequencySketch()
+        self.ready = asyncio.Event()
+        self.ready.set()
         # Called with the key of every stored entry that is no copy, and of one that a Lookup or a Put finds.
         self.on_stored: Callable[[bytes], None] = lambda key: None
         self.on_used: Callable[[bytes], None] = lambda key: None
 
     async def open(self) -> None:
-        """Loads the index of the home tier, in about 20 s per million entries, before any other call.
+        """Loads the index of the home tier, in about 20 s per million entries.
 
-        Raises OSError if the home tier cannot be used; nothing of it was changed then.
+        Meanwhile, lookups find what is loaded, and changes of the home tier wait (`wait_until_open`). Raises OSError
+        if the home tier cannot be used; nothing of it was changed then.
         """
         home = self.residents.home
-        await self.work.in_thread(self.residents.recover)
+        self.ready.clear()
+        entries = home.recover()
+        while batch := await self.work.in_thread(list, islice(entries, _RECOVERY_BATCH)):
+            for at in range(0, len(batch), _RECOVERY_SLICE):
+                self.residents.recover(batch[at : at + _RECOVERY_SLICE])
+                await asyncio.sleep(0)  # serves calls, each of which takes several rounds of the event loop
+        self.ready.set()
         self.heats.recovered()
         log.info("%d entries, %d bytes in the %s tier", len(self.entries), home.used_bytes, home.name)
+
+    async def wait_until_open(self) -> None:
+        """Waits until `open` has ended. Before, it is unknown which space of the home tier is free.
+
+        Raises Unavailable if `open` has not ended after 10 s.
+        """
+        try:
+            async with asyncio.timeout(_OPEN_SECONDS):
+                await self.ready.wait()
+        except TimeoutError:
+            raise Unavailable(
+                "the index is being loaded; until then nothing is stored or deleted: try again"
+            ) from None
 
     def lookup(
         self, namespace: bytes, path: Sequence[bytes], variants: Sequence[Sequence[bytes]], lease_seconds: float
@@ -153,7 +180,9 @@ class Store:
         """Deletes entries persistently, and returns their number.
 
         Raises ResourceExhausted if the deletion, or an earlier one, cannot be recorded, as `withdraw` does.
+        Raises Unavailable while the index is being loaded.
         """
+        await self.wait_until_open()
         deleted, names = 0, list(dict.fromkeys(keys))
         for at in range(0, max(1, len(names)), DELETE_BATCH):
             batch = names[at : at + DELETE_BATCH]
@@ -167,7 +196,8 @@ class Store:
 
     async def delete_damaged(self, entry: StoredEntry) -> None:
         """Deletes a damaged entry; never raises."""
-        with contextlib.suppress(OSError):  # the next read tries again
+        with contextlib.suppress(OSError, Unavailable):  # the next read tries again
+            await self.wait_until_open()
             if entry.visible:
                 await self.work.to_the_end(self.withdraw([entry]))
 

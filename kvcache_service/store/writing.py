@@ -23,7 +23,7 @@ _BATCH_PIECES = 1024
 
 
 def reserve(store: Store, record: EntryRecord, *, from_remote: bool = False) -> "Writer | None":
-    """Reserves space for an entry; None if it exists, or is offered and superfluous.
+    """Reserves space for an entry, after `Store.wait_until_open`; None if it exists, or is offered and superfluous.
 
     The home tier evicts entries that are not held; faster tiers drop copies of colder entries. An entry copied
     `from_remote`, the remote tier, is always stored, and not written back.
@@ -42,6 +42,7 @@ def reserve(store: Store, record: EntryRecord, *, from_remote: bool = False) -> 
             f"an entry of {record.size} bytes exceeds the limit of {store.config.max_entry_bytes}: "
             "raise max_entry_bytes in [kvcache]"
         )
+    assert store.ready.is_set(), "before `wait_until_open`"
     store.leases.expire()
     home = residents.home
     try:

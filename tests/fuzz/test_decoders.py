@@ -166,7 +166,7 @@ def test_the_index_of_a_disk(folder: Path) -> None:
                 txn.put(key, heat or b"-", db=index._heats)
         checked(list(tier.recover()), 1 << 20)
         residents = Residents([MemoryTier(1 << 20), tier], Counters())
-        residents.recover()
+        residents.recover(tier.recover())
         residents.check_integrity()
 
     fuzz(index_on_disk, INDEXES, 60)

@@ -4,6 +4,10 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import threading
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +20,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from fusionkv.kvcache_service import metrics
 from fusionkv.kvcache_service.client import Entry, HitKind
 from fusionkv.kvcache_service.config import Config
-from fusionkv.kvcache_service.store import contents, reading, upkeep
+from fusionkv.kvcache_service.store import contents, reading, store, upkeep
+from fusionkv.kvcache_service.tiers.base import Recovered
+from fusionkv.kvcache_service.tiers.disk import DiskTier
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime import errors
@@ -213,6 +219,39 @@ async def test_without_a_disk_tier(start: Any) -> None:
     assert service.count("evictions") == 1
     with pytest.raises(errors.ResourceExhausted):
         await service.put("Sd", payload("d", MIB))
+
+
+async def test_while_its_index_is_loaded_a_service_finds_what_there_is(tmp_path: Path, monkeypatch: Any) -> None:
+    names, go, recover = "ABCDEF", threading.Event(), DiskTier.recover
+
+    def held(self: DiskTier) -> Iterator[Recovered]:
+        found = recover(self)
+        yield from islice(found, 3)
+        go.wait(20)
+        yield from found
+
+    async def found() -> int:
+        return sum([await service.entry(name) is not None for name in names])
+
+    async with tools.serving(tmp_path) as service:
+        keys = [(await service.put(name, payload(name, 5000)))[0] for name in names]
+    monkeypatch.setattr(DiskTier, "recover", held)
+    monkeypatch.setattr(store, "_RECOVERY_BATCH", 1)
+    async with tools.serving(tmp_path, opened=False) as service:
+        await until(lambda: len(service.store.entries) == 3)
+        assert await found() == 3
+        with monkeypatch.context() as soon:
+            soon.setattr(store, "_OPEN_SECONDS", 0.01)
+            for call in (service.put("new", b"data"), service.client.delete(keys)):
+                with pytest.raises(errors.Unavailable, match="the index is being loaded"):
+                    await call
+        waiting = asyncio.gather(service.put("new", b"data"), service.client.delete(namespace=tools.NAMESPACE))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        go.set()
+        (_, stored), deleted = await waiting
+        assert (stored, deleted >= 6) == (True, True), "the Put may come first"
+        assert await found() == 0
 
 
 async def put_in_pieces(service: Any, data: bytes, size: int) -> Any:

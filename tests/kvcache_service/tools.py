@@ -148,11 +148,14 @@ async def serving(
     memory: int = 4 * MIB,
     disk: int = 16 * MIB,
     engine: RemoteEngine | None = None,
+    opened: bool = True,
     authority: Authority | None = None,
     keys: DiskKeys | None = None,
     **more: Any,
 ) -> AsyncIterator[Service]:
-    """engine: what its remote tier stands on, if it is to have one. authority: of its certificate, if it has TLS.
+    """engine: what its remote tier stands on, if it is to have one. opened: its index is loaded before it serves.
+
+    authority: of its certificate, if it has TLS.
 
     keys: encrypt its disk tier.
     """
@@ -160,7 +163,9 @@ async def serving(
     remote = {"remote_lookup_ms": 5000, "remote_ttl_seconds": 0.4}
     config = Config(memory_bytes=memory, disk_bytes=disk, data_dir=directory, **{**remote, **more})
     store = Store(config, make_tiers(directory, memory, disk, keys), clock=clock, wall=clock)
-    await store.open()
+    loading = asyncio.create_task(store.open())
+    if opened:
+        await loading
     sharing = Sharing(store, RemoteTier(engine)) if engine is not None else None
     writing = asyncio.create_task(sharing.run()) if sharing is not None else None
     try:
@@ -183,6 +188,7 @@ async def serving(
             with suppress(asyncio.CancelledError):
                 await writing
             await sharing.close()
+        await loading
         await store.close()
 
 
