@@ -114,11 +114,7 @@ class TierContents:
         return rows
 
     def check_integrity(self) -> None:
-        """Checks that tier and entries agree, and that each place has one owner.
-
-        Raises:
-            AssertionError: a check failed.
-        """
+        """Raises AssertionError unless tier and entries agree, and each place has one owner."""
         name = self._tier.name
         owners = [entry for entry in (*self._entries, *self._entries.withdrawn) if name in entry.places]
         places = {entry.places[name]: entry.record.key if entry.visible else None for entry in owners}

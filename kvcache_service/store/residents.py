@@ -127,12 +127,9 @@ class Residents:
         entry.places.clear()
 
     def check_integrity(self, idle: bool = False) -> None:
-        """Checks that index, entries and tiers agree, and that each place has one owner.
+        """Raises AssertionError unless index, entries and tiers agree, and each place has one owner.
 
         idle: no call is in progress, so nothing is reserved or pinned.
-
-        Raises:
-            AssertionError: a check failed.
         """
         self.entries.check_integrity()
         assert all(self.home.name in entry.places for entry in self.entries)

@@ -18,7 +18,7 @@ from fusionkv.kvcache_service.store.heats import Heats
 from fusionkv.kvcache_service.store.reading import Reader
 from fusionkv.kvcache_service.store.residents import Residents
 from fusionkv.kvcache_service.store.work import Work
-from fusionkv.kvcache_service.tiers.base import Place, Tier
+from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier
 from fusionkv.protos.runtime.errors import ResourceExhausted, Unavailable
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class Store:
         """
         home = self.residents.home
         self.ready.clear()
-        entries = home.recover()
+        entries, batch = home.recover(), list[Recovered]()
         while batch := await self.work.in_thread(list, islice(entries, _RECOVERY_BATCH)):
             for at in range(0, len(batch), _RECOVERY_SLICE):
                 self.residents.recover(batch[at : at + _RECOVERY_SLICE])
@@ -133,12 +133,9 @@ class Store:
         return lease
 
     def check_integrity(self, idle: bool = False) -> None:
-        """Checks that index, entries, tiers and leases agree. No thread may be working on the store.
+        """Raises AssertionError unless index, entries, tiers and leases agree. No thread may work on the store.
 
         idle: no call is in progress, so nothing is reserved or pinned.
-
-        Raises:
-            AssertionError: a check failed.
         """
         self.residents.check_integrity(idle)
         self.leases.check_integrity([*self.entries, *self.entries.withdrawn])

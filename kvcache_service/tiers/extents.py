@@ -163,11 +163,7 @@ class Extents:
         return (int(starts[best]), int(starts[best]) + length) if means[best] < np.inf else (0, 0)
 
     def check_integrity(self, held: Mapping[Place, bytes | None]) -> None:
-        """Checks that the allocated places are those in `held`: key by place, None for one that is being written.
-
-        Raises:
-            AssertionError: a check failed.
-        """
+        """Raises AssertionError unless `held` are the allocated places: keys, or None while one is being written."""
         taken = {place.offset: aligned(place.size) for place in held}
         free = list(zip(self._holes.starts, self._holes.ends, strict=True))
         at = 0

@@ -96,7 +96,7 @@ async def test_a_lease_released_during_a_copy_makes_it_void() -> None:
 async def test_nothing_is_copied_once_a_caller_has_left() -> None:
     window = LocalTiers("unix:/nowhere")
     window.add_lease(7, float("inf"))
-    data, into = memoryview(b"\1" * (64 * MIB)), bytearray(64 * MIB)
+    data, into = memoryview(b"\1" * (16 * MIB)), bytearray(16 * MIB)
     copying = asyncio.create_task(window.copy_leased(data, 7, memoryview(into)))
     await asyncio.sleep(0)
     copying.cancel()
@@ -122,11 +122,6 @@ async def test_what_was_not_handed_over_is_asked_for_again(service: Any, tmp_pat
     async with nearby(service, tmp_path / "s"):
         assert await window.open(name) is None, "not at once"
         await asyncio.sleep(0.1)
-        opening = asyncio.create_task(window.open(name))
-        await asyncio.sleep(0)
-        opening.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await opening
         assert await window.open(name) is not None
 
 

@@ -139,21 +139,6 @@ async def test_of_another_size_or_gone_is_a_miss(service: Service, blobs: Blobs)
     assert [view == data for view, data in zip(into, given.values(), strict=True)] == [False, True, False, True]
 
 
-async def test_what_was_read_counts_if_its_lease_is_not_released(start: Any, monkeypatch: Any) -> None:
-    """As of a service that ends at that moment."""
-    service = await start(memory=MIB, disk=16 * MIB)
-    blobs, given = Blobs(service.client, layout="a"), named(3, MIB // 2)
-    await stored(blobs, given)
-
-    async def fail(lease: int, *, timeout: float) -> None:
-        raise errors.Unavailable("the service has ended")
-
-    monkeypatch.setattr(service.client, "release", fail)
-    into = buffers(given)
-    assert await blobs.retrieve([*given], into) == [True] * 3
-    assert into == [*given.values()]
-
-
 async def test_what_is_pinned_is_not_evicted(start: Any) -> None:
     service = await start(memory=1 * MIB, disk=4 * MIB)
     blobs = Blobs(service.client, layout="a")
@@ -249,26 +234,6 @@ async def test_who_waits_while_it_is_closed_gets_an_error(service: Service, monk
     await asyncio.to_thread(blobs.close)
     with pytest.raises(errors.Unavailable, match="the client is closed"):
         found.result(0)
-
-
-def test_nobody_waits_for_a_call_that_begins_as_it_is_closed() -> None:
-    def work(blobs: BlobThread) -> None:
-        told = ""
-        while not told.startswith("the client of the cache service"):
-            with pytest.raises((errors.Unavailable, errors.DeadlineExceeded)) as raised:
-                blobs.run(lambda b: b.prefix([b"a"]))
-            told = str(raised.value)
-
-    threads = []
-    for _ in range(5):
-        blobs = BlobThread("127.0.0.1:1", layout="a", timeout=0.001)
-        threads += [threading.Thread(target=work, args=(blobs,), daemon=True) for _ in range(4)]
-        for thread in threads[-4:]:
-            thread.start()
-        blobs.close()
-    for thread in threads:
-        thread.join(5)
-    assert not any(thread.is_alive() for thread in threads)
 
 
 async def test_what_is_damaged_in_memory_is_deleted(service: Service, blobs: Blobs) -> None:

@@ -32,7 +32,6 @@ from tests.kvcache_service.tools import (
     Service,
     digest,
     hanging,
-    nearby,
     payload,
     reserved,
     serving,
@@ -239,29 +238,20 @@ async def test_large_requests_come_few_at_a_time(service: Service, monkeypatch: 
 
 
 @with_tls_too
-async def test_who_reads_nothing_holds_an_entry_for_a_while_only(start: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(listener, "_STALL_SECONDS", 0.3)
-    service, data = await start(memory=32 * MIB, disk=64 * MIB), payload("x", 24 * MIB)
-    key, _ = await service.put("S", data)
-    async with opened(service) as connected:
-        await asyncio.to_thread(connected.sendall, encode(pb.DataRequest(fetch=pb.FetchRequest(key=key))))
-        await until(lambda: service.store.entries.get(key).pins == 1)
-        await until(lambda: service.store.entries.get(key).pins == 0)
-    assert await service.get("S") == data
-
-
-async def test_who_reads_nothing_of_what_was_found_leaves_no_lease(start: Any, monkeypatch: Any) -> None:
+async def test_who_reads_nothing_holds_entries_and_a_lease_for_a_while_only(start: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(listener, "_STALL_SECONDS", 0.3)
     service, data = await start(memory=32 * MIB, disk=64 * MIB), payload("x", 24 * MIB)
     key, _ = await service.put("S", data)
     # Of the second one, which has another size, the caller would get a lease.
     await service.put("T", b"abc")
     find = pb.FindRequest(namespace=NAMESPACE, digests=[digest("S"), digest("T")], sizes=[len(data), 1])
-    async with opened(service) as connected:
-        await asyncio.to_thread(connected.sendall, encode(pb.DataRequest(find=find)))
-        await until(lambda: service.store.entries.get(key).pins == 1)
-        await until(lambda: service.store.entries.get(key).pins == 0)
+    for request in (pb.DataRequest(find=find), pb.DataRequest(fetch=pb.FetchRequest(key=key))):
+        async with opened(service) as connected:
+            await asyncio.to_thread(connected.sendall, encode(request))
+            await until(lambda: service.store.entries.get(key).pins == 1)
+            await until(lambda: service.store.entries.get(key).pins == 0)
         assert len(service.store.leases) == 0
+    assert await service.get("S") == data
 
 
 @with_tls_too
@@ -317,30 +307,6 @@ async def test_a_cancelled_fetch_writes_nothing_afterwards(start: Any) -> None:
     await until(lambda: service.store.entries.get(key).pins == 0)
     await until(lambda: len(service.plane._connections) <= 1)
     assert await service.fetch(entry) == payload("x", 24 * MIB)
-
-
-async def test_nor_does_one_that_is_cancelled_twice(start: Any, monkeypatch: Any) -> None:
-    """As by a timeout, and by whoever waits for that."""
-    service = await start(memory=8 * MIB)
-    await service.put("S", payload("x", 4 * MIB))
-    entry, at_work, go = await service.entry("S"), threading.Event(), threading.Event()
-    receive = Connection._receive
-
-    def slow(self: Connection, into: memoryview) -> bytes:
-        at_work.set()
-        go.wait(20)
-        return receive(self, into)
-
-    monkeypatch.setattr(Connection, "_receive", slow)
-    task = asyncio.create_task(service.fetch(entry))
-    await until(at_work.is_set)
-    for _ in range(2):
-        task.cancel()
-        await asyncio.wait([task], timeout=0.1)
-        assert not task.done(), "its thread may still write"
-    go.set()
-    with pytest.raises(asyncio.CancelledError):
-        await task
 
 
 @with_tls_too
@@ -450,17 +416,6 @@ async def test_all_ports_of_a_host_share_a_listener(addresses: list[str]) -> Non
     plane = listener.DataPlane("data", Mock(), addresses)
     assert await plane.start() == [f"{addresses[1].rpartition(':')[0]}:{plane.port}"]
     await plane.stop(0)
-
-
-async def test_at_a_unix_socket(service: Service, tmp_path: Any) -> None:
-    data = payload("x", 2 * MIB)
-    async with nearby(service, tmp_path / "s", send_file=False) as near:
-        await near.put("S", data)
-        assert await near.get("S") == data
-        assert (tmp_path / "s.data").is_socket()
-        assert near.client._transport._data is not None
-        assert near.client._transport._data._idle
-    assert not (tmp_path / "s.data").exists()
 
 
 @with_tls_too

@@ -53,7 +53,7 @@ def churn(ledger: DiskIndex, dice: random.Random, steps: int, first: int, longes
 
 
 # Of one chunk a record takes a part of a page; of 150 it takes pages of its own.
-@pytest.mark.parametrize("longest", [1, 3, 150])
+@pytest.mark.parametrize("longest", [1, 150])
 def test_a_whole_index_stays_as_it_is(tmp_path: Path, longest: int) -> None:
     there: list[Any] = []
     for start in range(2):
@@ -190,7 +190,7 @@ def test_keys_out_of_order_are_noticed(copied: Whole, tmp_path: Path) -> None:
 
 def test_a_file_that_ends_too_early_or_is_none_starts_empty(whole: Whole, tmp_path: Path, caplog: Any) -> None:
     data = (whole[0] / "data.mdb").read_bytes()
-    cut = (data[:length] for length in (0, 1, 100, PAGE, PAGE + 100, 2 * PAGE, len(data) // 2))
+    cut = (data[:length] for length in (0, 100, PAGE + 100, len(data) // 2))
     for number, content in enumerate((*cut, b"not a database" * 1000)):
         folder = tmp_path / f"{number}"
         folder.mkdir()
@@ -208,10 +208,3 @@ def test_whoever_ends_the_check_is_said(copied: Whole, monkeypatch: Any, caplog:
     with opened(copied[0]) as index:
         assert {key for key, *_ in index.load()} == copied[1]
     assert "was not checked: the process that reads it was killed by SIGKILL" in caplog.text
-
-
-def test_without_room_for_another_one_it_is_used_as_it_is(copied: Whole, tmp_path: Path, caplog: Any) -> None:
-    (tmp_path / "index.new").write_bytes(b"in the way")
-    with opened(copied[0]) as index:
-        assert {key for key, *_ in index.load()} == copied[1]
-    assert "was not checked" in caplog.text

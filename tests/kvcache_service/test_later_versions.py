@@ -49,8 +49,7 @@ def everything(data: Path) -> dict[str, str]:
     return {str(path.relative_to(data)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-@pytest.mark.parametrize("change", [later_record, later_lmdb])
-@pytest.mark.parametrize("started_on_another_boot", [False, True])
+@pytest.mark.parametrize(("change", "started_on_another_boot"), [(later_record, True), (later_lmdb, False)])
 async def test_it_is_refused_and_stays(tmp_path: Path, change: Any, started_on_another_boot: bool) -> None:
     async with serving(tmp_path) as service:
         await service.put("S", b"data")

@@ -16,7 +16,7 @@ from fusionkv.kvcache_service.tiers.disk import DiskTier
 from fusionkv.kvcache_service.tiers.sealed_disk import BLOCK_BYTES, DiskKeys, SealedDiskTier
 from fusionkv.protos.runtime.watched import ID_BYTES, BadFile
 from tests.kvcache_service import tools
-from tests.system.cache_process import MIB, flags, get, payload, put
+from tests.system.cache_process import MIB, payload
 from tests.waiting import wait_until
 
 SIZES = [1, 4096, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES + 5000]
@@ -166,17 +166,3 @@ def test_a_start_without_the_key_that_encrypted_last_is_refused(tmp_path: Path) 
     with pytest.raises(OSError, match="lacks"):
         start(FIRST)
     start(SECOND)
-
-
-@pytest.mark.system
-async def test_a_service_with_keys(launch: Any, cache_client: Any, tmp_path: Path) -> None:
-    data, more = payload("d", 2 * MIB + 100), ("--disk-keys", str(tmp_path / "keys"))
-    for keys in ((FIRST,), (SECOND, FIRST)):
-        tools.disk_keys(tmp_path / "keys", *keys)
-        service = launch(*flags(tmp_path / "data", *more, memory="1MiB"))
-        client = cache_client(service)
-        if keys == (FIRST,):
-            await put(client, "d", data)
-        assert await get(client, "d") == data
-        assert service.stop() == 0
-        assert FIRST.hex() not in service.log

@@ -130,7 +130,7 @@ async def test_the_coldest_goes_first(start: Any) -> None:
     assert service.chunks("disk") == {a, c, e}
 
 
-@pytest.mark.parametrize("disk", [0, 4 * MIB])
+@pytest.mark.parametrize("disk", [0, 2 * MIB])
 async def test_among_many_small_ones_the_coldest_range_goes(start: Any, monkeypatch: Any, disk: int) -> None:
     monkeypatch.setattr(contents, "_MAX_VICTIMS", 4)
     service, count = await start(memory=1 * MIB, disk=disk), (disk or MIB) // 16_384

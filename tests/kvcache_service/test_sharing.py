@@ -408,7 +408,7 @@ async def test_an_unexpected_error_of_a_renewal_ends_nothing(serve: Any, engine:
 
 async def test_a_deletion_reaches_what_is_being_written(serve: Any, engine: Dictionary) -> None:
     service = await serve()
-    for round in range(20):
+    for round in range(8):
         key, _ = await service.put([f"{round}"], payload(round, 2 * MIB))
         for _ in range(round):
             await asyncio.sleep(0)
@@ -457,7 +457,7 @@ async def test_a_lookup_asks_for_no_more_than_the_engine_takes(serve: Any, engin
 
 async def test_a_deletion_reaches_what_is_being_copied(serve: Any, engine: Dictionary) -> None:
     a, b = await serve(), await serve()
-    for round in range(20):
+    for round in range(8):
         name = f"{round}"
         key = await share(a, [name], payload(round, 2 * MIB))
         entry = await b.entry(name)

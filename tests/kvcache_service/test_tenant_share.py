@@ -10,6 +10,7 @@ import pytest
 
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.blobs import Blobs
+from fusionkv.kvcache_service.store import shares
 from fusionkv.protos.runtime.errors import ResourceExhausted
 from tests.kvcache_service.tools import MIB, payload, serving
 from tests.waiting import until
@@ -112,14 +113,15 @@ async def test_an_entry_larger_than_the_share_is_refused(service: Any) -> None:
     assert there(service, [*busy, large]) == [4]
 
 
-async def test_a_lower_share_after_a_restart(tmp_path: Path) -> None:
-    """What is stored is counted again; the tenant's next puts evict what is too much, a thousand entries each."""
-    tiers, blocks = {"memory": MIB, "disk": 6 * MIB}, 6 * MIB // 4096
+async def test_a_lower_share_after_a_restart(tmp_path: Path, monkeypatch: Any) -> None:
+    """What is stored is counted again; the tenant's next puts evict what is too much, so many entries each."""
+    monkeypatch.setattr(shares, "_MAX_VICTIMS", 16)
+    tiers = {"memory": MIB, "disk": 64 * 4096}
     async with serving(tmp_path, high_watermark=1.0, **tiers) as service:
         quiet = await put(service, "quiet", QUIET)
-        for n in range(1300):
+        for n in range(50):
             await put(service, f"busy {n}", size=n + 1)
-    for share, kept in ((0.9, [1301, 1302]), (0.1, [1302 - 1023, blocks // 10])):
+    for share, kept in ((0.9, [51, 52]), (0.4, [52 - 15, 25])):
         async with serving(tmp_path, high_watermark=1.0, tenant_share=share, **tiers) as service:
             for n, entries in enumerate(kept):
                 await put(service, f"{share} {n}", size=1)
