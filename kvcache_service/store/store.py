@@ -166,8 +166,9 @@ class Store:
             places = [(entry.record.key, entry.places[home.name]) for entry in deleted]
             if places or evicted:
                 await self.work.in_thread(home.forget, [*places, *evicted.items()])
-            for key in evicted:
-                del self.evicted[key]
+            for key, place in evicted.items():
+                if self.evicted[key] == place:  # and not evicted once more
+                    del self.evicted[key]
             for entry in deleted:
                 del self._forgotten[entry]
                 entry.pins -= 1

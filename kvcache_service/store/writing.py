@@ -217,9 +217,6 @@ class Writer:
             if stored:
                 # Lookups that found the replaced entries will find this one.
                 self._entry.heat = max([self._entry.heat, *(other.heat for other in _superseded(store, record))])
-                # Otherwise, the deletion of the record that the entry had might delete the new one.
-                if record.key in store.evicted:
-                    await store.forget()
                 if home.blocking:
                     await store.work.in_thread(finish, places[home])
                 else:

@@ -60,17 +60,13 @@ class Holes:
         return start, end
 
     def take(self, start: int, end: int) -> None:
-        """Removes an interval that lies within one hole."""
-        i = bisect_left(self.starts, start + 1) - 1
-        low, high = self.starts[i], self.ends[i]
-        assert low <= start < end <= high, f"{start}..{end} is not free"
-        del self.starts[i], self.ends[i]
-        if end < high:
-            self.starts.insert(i, end)
-            self.ends.insert(i, high)
-        if low < start:
-            self.starts.insert(i, low)
-            self.ends.insert(i, start)
+        """Removes an interval from the start of a hole on."""
+        i = bisect_left(self.starts, start)
+        assert self.starts[i] == start < end <= self.ends[i], f"{start}..{end} is not free"
+        if end < self.ends[i]:
+            self.starts[i] = end
+        else:
+            del self.starts[i], self.ends[i]
 
 
 class Extents:

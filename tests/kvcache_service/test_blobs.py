@@ -234,6 +234,8 @@ async def test_who_waits_while_it_is_closed_gets_an_error(service: Service, monk
     await asyncio.to_thread(blobs.close)
     with pytest.raises(errors.Unavailable, match="the client is closed"):
         found.result(0)
+    with pytest.raises(errors.Unavailable, match=r"the client of the cache service at .* is closed"):
+        blobs.run(lambda b: b.prefix([b"a"]))
 
 
 async def test_what_is_damaged_in_memory_is_deleted(service: Service, blobs: Blobs) -> None:

@@ -330,6 +330,13 @@ async def test_without_a_data_plane_calls_go_by_grpc(counted: Any) -> None:
     assert (await service.put("SA", payload("x", 3 * MIB)))[1]
     # The first call on a connection that is gone, and then no attempt for a while.
     assert calls == ["Connect", "Lookup", "Connect", "Fetch", "Put"]
+    with pytest.raises(errors.NotFound):
+        await service.fetch(Entry(b"?" * 32, 3, 1, 0, bytes(16), "memory", b""))
+    finding = asyncio.create_task(service.find("S"))
+    await asyncio.sleep(0)
+    finding.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await finding
 
 
 async def test_nobody_waits_for_a_port_that_does_not_answer(counted: Any, monkeypatch: Any) -> None:
@@ -350,6 +357,23 @@ async def test_nobody_waits_for_a_port_that_does_not_answer(counted: Any, monkey
     await until(lambda: bool(service.client._transport._data._idle))
     assert await service.get("S", "A") == b"abc"
     assert len(calls) == 4
+
+
+async def test_what_opens_after_the_client_is_closed_is_closed(counted: Any, monkeypatch: Any) -> None:
+    service, _ = counted
+    monkeypatch.setattr(connections, "_WAIT_SECONDS", 0.05)
+    answers, opened, connect = threading.Event(), list[socket.socket](), connections.connect
+
+    def late(*args: Any) -> socket.socket:
+        answers.wait(20)
+        opened.append(connect(*args))
+        return opened[0]
+
+    monkeypatch.setattr(connections, "connect", late)
+    assert (await service.put("S", b"abc"))[1], "by gRPC"
+    await service.client.close()
+    answers.set()
+    await until(lambda: bool(opened) and opened[0].fileno() < 0)
 
 
 async def test_a_restarted_service_is_served_anew(service: Service) -> None:

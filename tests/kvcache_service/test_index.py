@@ -63,6 +63,11 @@ def test_an_entry_of_another_namespace_is_not_found() -> None:
     assert find(index, "SA") == [("miss", None), ("miss", None)]
 
 
+def test_an_entry_is_added_once() -> None:
+    with pytest.raises(KeyError):
+        index_of(entry("SA"), entry("SA"))
+
+
 paths = st.lists(st.sampled_from("ABC"), max_size=5).map(lambda tail: "S" + "".join(tail))
 
 

@@ -70,7 +70,7 @@ class Counted:
 
     def __init__(self, engine: RemoteEngine) -> None:
         self._engine, self.calls, self.asked = engine, 0, list[str]()
-        self.block_bytes = engine.block_bytes
+        self.block_bytes, self.lookup_values = engine.block_bytes, engine.lookup_values
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         def counted(given: Any, *more: Any) -> Any:

@@ -19,6 +19,7 @@ from fusionkv.kvcache_service.metrics import Counters
 from fusionkv.kvcache_service.remote.access import RemoteAccess
 from fusionkv.kvcache_service.remote.tier import RemoteEngine, RemoteTier
 from fusionkv.kvcache_service.tiers.base import Unreachable
+from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.runtime.errors import NotFound, ResourceExhausted, Unavailable
 from tests.kvcache_service.tools import MIB, NAMESPACE, payload, serving
 from tests.waiting import until
@@ -152,6 +153,25 @@ async def test_it_is_copied_by_being_looked_up(serve: Any) -> None:
     assert (await a.client.stats()).remote.written == 1
 
 
+@contextmanager
+def busy(service: Any) -> Iterator[None]:
+    """While others are pulled: what is found is not pulled at once."""
+    at_work = {bytes([n]): asyncio.get_running_loop().create_future() for n in range(4)}
+    service.sharing.pulls._tasks.update(at_work)
+    yield
+    service.sharing.pulls._tasks.clear()
+
+
+async def test_a_prefetch_copies_what_was_found(serve: Any) -> None:
+    a, b = await serve(), await serve()
+    await share(a, "S", b"data")
+    with busy(b):
+        entry = await b.entry("S")
+    assert entry.tier == "remote"
+    found = await b.stub.Prefetch(pb.PrefetchRequest(keys=[entry.key]), timeout=20)
+    assert found.entries[0].HasField("arena_offset")
+
+
 async def test_a_copy_has_been_used_once(serve: Any) -> None:
     a, b = await serve(), await serve()
     key = await share(a, "S", b"data")
@@ -259,10 +279,8 @@ async def test_it_goes_away_between_lookup_and_fetch(serve: Any, engine: Diction
     a, b = await serve(), await serve()
     for name in "ST":
         await share(a, name, payload("x", MIB))
-    at_work = ((bytes([n]), asyncio.get_running_loop().create_future()) for n in range(4))
-    b.sharing.pulls._tasks.update(at_work)
-    found = [await b.entry(name) for name in "ST"]
-    b.sharing.pulls._tasks.clear()
+    with busy(b):
+        found = [await b.entry(name) for name in "ST"]
     engine.away = True
     asked = engine.calls.count("get")
     for entry in found:

@@ -232,6 +232,8 @@ async def test_client_errors_are_ours(service: Any, cache_client: Any) -> None:
         await service.client.fetch(entry, memoryview(bytearray(2)), timeout=5)
     with pytest.raises(errors.Unavailable, match=r"stats at the cache service at 127\.0\.0\.1:1"):
         await cache_client("127.0.0.1:1").stats(timeout=5)
+    with pytest.raises(errors.Unavailable, match=r"find at the cache service at 127\.0\.0\.1:1"):
+        await cache_client("127.0.0.1:1").find(NAMESPACE, [S], timeout=5)
     for timeout in (0.0, -1.0):
         with pytest.raises(errors.DeadlineExceeded):
             await service.client.stats(timeout=timeout)
@@ -479,7 +481,7 @@ async def test_a_deadline_during_a_write_is_no_failure_of_the_service(service: A
     """gRPC reports the write as an internal error: before, every third of these puts."""
     await service.plane.stop(0)
     data = payload("x", 3 * MIB)
-    for n in range(30):
+    for n in range(60):
         with contextlib.suppress(errors.DeadlineExceeded):
             await service.put([f"{n}"], data, timeout=0.002 * (1 + n % 10))
 

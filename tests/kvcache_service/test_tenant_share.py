@@ -118,7 +118,7 @@ async def test_a_lower_share_after_a_restart(tmp_path: Path, monkeypatch: Any) -
     monkeypatch.setattr(shares, "_MAX_VICTIMS", 16)
     tiers = {"memory": MIB, "disk": 64 * 4096}
     async with serving(tmp_path, high_watermark=1.0, **tiers) as service:
-        quiet = await put(service, "quiet", QUIET)
+        quiet = await put(service, "quiet", QUIET, size=1)
         for n in range(50):
             await put(service, f"busy {n}", size=n + 1)
     for share, kept in ((0.9, [51, 52]), (0.4, [52 - 15, 25])):
