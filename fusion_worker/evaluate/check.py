@@ -18,6 +18,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -43,12 +44,14 @@ PASSAGES = Path(__file__).parent / "data/passages.json"
 _CHUNK_TOKENS = 512
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, questions: Sequence[dict[str, Any]] = ()) -> int:
+    """questions: records of CacheBlend's format to ask in place of those of --data, or none."""
     args = _parser().parse_args(argv)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # asyncio.run's own waits until something is awaited: for minutes, while a model is fetched and loaded.
         signal.signal(signal.SIGINT, lambda number, frame: signal.default_int_handler(number, frame))
-    return command.run("fusionkv check", lambda: asyncio.run(_check(args, Console(stderr=True, highlight=False))))
+    console = Console(stderr=True, highlight=False)
+    return command.run("fusionkv check", lambda: asyncio.run(_check(args, console, questions)))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -72,11 +75,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-async def _check(args: argparse.Namespace, console: Console) -> int:
+async def _check(args: argparse.Namespace, console: Console, questions: Sequence[dict[str, Any]] = ()) -> int:
     args.model, args.auxiliary = resolve(args.model), args.auxiliary and resolve(args.auxiliary)
-    tasks = [
-        replace(task.first(args.n), graded=False) for path in args.data or [PASSAGES] for task in datasets.load(path)
-    ]
+    asked = [datasets.of_questions("corpus", questions)] if questions else []
+    asked = asked or [task for path in args.data or [PASSAGES] for task in datasets.load(path)]
+    tasks = [replace(task.first(args.n), graded=False) for task in asked]
     config = WorkerConfig(model=args.model, pool_bytes=args.pool_bytes)
     model = models.load(args.model, args.device, args.dtype)
     auxiliary = models.load(args.auxiliary, "cpu") if args.auxiliary else None

@@ -32,7 +32,7 @@ from fusionkv.fusion_worker.quality.verdict import Verdict
 from fusionkv.protos.contract.names import DEFAULT, full_name
 from fusionkv.protos.contract.recipes import RECIPES, Versions, find_recipe
 from fusionkv.protos.contract.selectors import SecondModel
-from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
+from fusionkv.protos.runtime.errors import InvalidArgument
 from fusionkv.protos.runtime.process import cores
 from fusionkv.protos.runtime.settings import parse_bytes, positive
 
@@ -70,7 +70,6 @@ def _parser() -> argparse.ArgumentParser:
     add("models", type=Path, nargs="*", metavar="MODEL", help="as `fusionkv check` (default: the reference models)")
     about = "RULER, LongBench or CacheBlend files or folders"
     add("--data", type=Path, nargs="+", action="extend", default=[], metavar="PATH", help=about)
-    add("--prompts", type=Path, metavar="FILE", help="LongBench's dataset2prompt.json, to use its prompts")
     add("--long", action="store_true", help="ask the questions of --data for two or three sentences")
     about = "reference tasks (default: all, or none with --data)"
     add("--tasks", nargs="+", action="extend", choices=TASKS, help=about)
@@ -133,16 +132,15 @@ def _evaluate(args: argparse.Namespace, console: Console) -> int:
 def _plan(args: argparse.Namespace) -> list[tuple[Task, list[Cell]]]:
     """All tasks, each with its cells."""
     given = args.recipes or [*(_UNTRAINED if args.auxiliary else _BY_ITSELF), DEFAULT]
-    verdicts = (Verdict.read(directory, _digest(directory)) for directory in args.models or tasks.shipped())
+    verdicts = (Verdict.read(directory, fingerprint(directory)) for directory in args.models or tasks.shipped())
     defaults = dict.fromkeys(verdict.default.choice.recipe for verdict in verdicts)
     named = (full_name(name, default) for name in given for default in defaults)
     recipes = [find_recipe(name) for name in dict.fromkeys(["full_attention", "full_reuse", *named])]
     if history := [recipe.name for recipe in recipes if isinstance(recipe.encode, Versions)]:
         raise InvalidArgument(f"{history[0]} reuses KV of earlier questions, and each sample is measured by itself")
-    if args.long and (args.prompts or not args.data):
-        raise InvalidArgument("--long says how the questions of --data are asked: give --data, and no --prompts")
-    prompts = datasets.read_prompts(args.prompts) if args.prompts else None
-    asked = [task.first(args.n) for path in args.data for task in datasets.load(path, prompts, args.long)]
+    if args.long and not args.data:
+        raise InvalidArgument("--long says how the questions of --data are asked: give --data")
+    asked = [task.first(args.n) for path in args.data for task in datasets.load(path, args.long)]
     asked += [tasks.reference(name, args.n) for name in dict.fromkeys(args.tasks or (() if args.data else TASKS))]
     _each_once("task", [task.name for task in asked])
     controls = set(TASKS) - set(CROSS_CHUNK)
@@ -165,7 +163,6 @@ def _each_once(what: str, names: Sequence[str]) -> None:
 
 def _measure(todo: Sequence[jobs.Job], processes: int, store: Store, console: Console) -> None:
     """Runs the jobs, and stores each block as soon as it is measured."""
-    left = Counter((job.subject.model, part.block.task.name) for job in todo for part in job.parts)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     live, total, began, said = console.is_terminal, sum(map(_size, todo)), time.monotonic(), 0.0
     # Jobs can take minutes, and the time left is estimated from all of them.
@@ -177,10 +174,6 @@ def _measure(todo: Sequence[jobs.Job], processes: int, store: Store, console: Co
         for job, measured in jobs.run(todo, processes, max(1, cores() // processes)):
             for part, cells in zip(job.parts, measured, strict=True):
                 store.append(job.subject, part.block, zip(part.cells, cells, strict=True))
-                name = (job.subject.model, part.block.task.name)
-                left[name] -= 1
-                if not left[name]:
-                    console.print(f"{name[0]} {name[1]}: done")
             progress.advance(bar, _size(job))
             done, minutes = progress.tasks[0].completed, (time.monotonic() - began) / 60
             if not live and done >= said + _STEP * total:
@@ -194,23 +187,17 @@ def _size(job: jobs.Job) -> int:
 
 
 def _subject(directory: Path, store: str, args: argparse.Namespace) -> Subject:
-    auxiliary = _fingerprint(args.auxiliary) if args.auxiliary else ""
-    name, fingerprint = name_of(directory), _fingerprint(directory)
+    auxiliary = _digest(args.auxiliary) if args.auxiliary else ""
+    name, digest = name_of(directory), _digest(directory)
     if store != "plain":
-        name, fingerprint = f"{name} ({store})", f"{fingerprint}-{store}"
-    # On a GPU, `auto` may be another dtype than on a CPU, and seconds are others in any case.
+        name, digest = f"{name} ({store})", f"{digest}-{store}"
+    # On a GPU, `auto` may be another dtype than on a CPU.
     dtype = args.dtype if on_cpu(args.device) else f"{args.dtype} on a GPU"
-    return Subject(name, fingerprint, dtype, args.chunk_tokens, auxiliary)
+    return Subject(name, digest, dtype, args.chunk_tokens, auxiliary)
 
 
-def _fingerprint(directory: Path) -> str:
-    return _digest(directory).hex()[:16]
-
-
-def _digest(directory: Path) -> bytes:
-    if not (directory / "config.json").is_file():
-        raise FailedPrecondition(f"{directory} holds no config.json: give the directory of a Hugging Face model")
-    return fingerprint(directory)
+def _digest(directory: Path) -> str:
+    return fingerprint(directory).hex()[:16]
 
 
 def _config(directory: Path, store: str, args: argparse.Namespace) -> WorkerConfig:

@@ -4,9 +4,7 @@ Textual answers are measured in three ways, which start from the same prefill an
 another: full attention's answer and the expected one are fed in, and an answer is generated.
 """
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -47,7 +45,6 @@ class Answer:
     """The results of a sample in a cell. given: full attention's answer, where answers are generated."""
 
     values: dict[str, float] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
     first: np.ndarray | None = None
     given: Given | None = None
 
@@ -86,20 +83,18 @@ class Examiner:
         answer: Answer,
         given: Given | None = None,
         keep: SnapKV | None = None,
-        timed: bool = True,
     ) -> None:
         """Prefills, feeds in the expected answer or generates one, and scores it.
 
         Args:
             answer: receives the results.
             given: full attention's answer; None for full attention itself, whose answer is stored in `answer`.
-            keep: the context to keep after the prefill; None keeps all.
-            timed: whether the prefill is a separate, timed step; otherwise an answer is fed in together with the
+            keep: the context to keep after the prefill; None keeps all, and an answer is fed in together with the
                 question where the result is the same.
         """
         first = None
-        if keep is not None or timed:
-            first, plan = await self._prefill(asked, plan, answer, keep)
+        if keep is not None:
+            first, plan = await self._prefill(asked, plan, keep)
         if asked.task.metrics:
             await self._measure(asked, plan, first, answer, given)
         else:
@@ -141,24 +136,18 @@ class Examiner:
             return
         del rows  # 20 MB with Gemma 3, of each cell whose own answer is being generated
         tokens = await self._follow(task, plan, given.tokens, likely)
-        text, known = self._text(task, tokens), (asked.sample.answers, task.classes)
-        answer.values |= {name: metrics.text_score(name, text, *known) for name in task.metrics}
-        full = self._text(task, given.tokens)
-        answer.values |= {f"{name}_full": metrics.text_score(name, text, [full], ()) for name in task.compared}
+        text, full = self._text(task, tokens), self._text(task, given.tokens)
+        answer.values |= {name: metrics.SCORES[name](text, asked.sample.answers) for name in task.metrics}
+        answer.values |= {f"{name}_full": metrics.SCORES[name](text, [full]) for name in task.compared}
 
-    async def _prefill(
-        self, asked: Asked, plan: PrefillPlan, answer: Answer, keep: SnapKV | None
-    ) -> tuple[torch.Tensor, PrefillPlan]:
+    async def _prefill(self, asked: Asked, plan: PrefillPlan, keep: SnapKV) -> tuple[torch.Tensor, PrefillPlan]:
         """Returns the logits of the first answer token, float32 [1, vocabulary], and the plan to decode with."""
-        with clock(answer, "prefill"):
-            votes = len(asked.prompt.question) if keep else 0
-            first = await self._engine.run(plan.prefill(NextToken(GREEDY, logits=True, votes=votes)))
-            assert first.logits is not None
-            logits = first.logits[None].cpu()  # waits for the device
-        if keep is not None:
-            assert first.votes is not None
-            plan = await evict(plan, keep, first.votes, self._pool, self._model, self._engine.tp)
-        return logits, plan
+        output = NextToken(GREEDY, logits=True, votes=len(asked.prompt.question))
+        first = await self._engine.run(plan.prefill(output))
+        assert first.logits is not None
+        assert first.votes is not None
+        plan = await evict(plan, keep, first.votes, self._pool, self._model, self._engine.tp)
+        return first.logits[None].cpu(), plan
 
     async def _feed(self, plan: PrefillPlan, first: torch.Tensor | None, answer: Sequence[int]) -> torch.Tensor:
         """Feeds in an answer.
@@ -215,22 +204,9 @@ class Examiner:
         return task.first_line and "\n" in self._model.tokenizer.decode(tokens).lstrip("\n")
 
 
-@contextmanager
-def clock(answer: Answer, name: str) -> Iterator[None]:
-    """Records the seconds spent inside."""
-    started = time.perf_counter()
-    yield
-    answer.seconds[name] = time.perf_counter() - started
-
-
 def together(answers: Sequence[Answer]) -> Measured:
     """Joins the results of a cell's samples, in order."""
-    values = {name: [a.values[name] for a in answers] for name in answers[0].values}
-    seconds: dict[str, list[float]] = {}
-    for answer in answers:
-        for name, value in answer.seconds.items():
-            seconds.setdefault(name, []).append(value)
-    return Measured(values, seconds)
+    return Measured({name: [a.values[name] for a in answers] for name in answers[0].values})
 
 
 def compared(given: Given, logits: np.ndarray) -> dict[str, float]:

@@ -18,8 +18,6 @@ from fusionkv.protos.runtime import process
 # Samples of a job, which an interrupted run loses at most for each process: of a reference task, and of a file, whose
 # samples can take minutes.
 BLOCK, _DATA_BLOCK = 25, 2
-# One sample of so many runs alone and is timed: 10 of 500. A multiple of both sizes.
-_TIMED = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +26,6 @@ class Part:
 
     block: Block
     cells: tuple[Cell, ...]
-
-    @property
-    def timed(self) -> bool:
-        return self.block.start % _TIMED == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +144,7 @@ class _Bench:
         return cls._current
 
     def measure(self, part: Part) -> list[Measured]:
-        measuring = self._runner.measure(part.block, part.cells, part.timed)
-        return self._loop.run_until_complete(measuring)
+        return self._loop.run_until_complete(self._runner.measure(part.block, part.cells))
 
     def close(self) -> None:
         self._loop.run_until_complete(self._runner.close())

@@ -113,7 +113,7 @@ async def judge(
         if not doubtful or (asked >= LEAST and time.monotonic() - began > seconds):
             break
         measuring = [full, *(tally.cell for tally in doubtful)]
-        measured = await runner.measure(block, measuring, timed=False)
+        measured = await runner.measure(block, measuring)
         for tally, cell in zip(doubtful, measured[1:], strict=True):
             tally.kl += cell.values["answer_kl"]
             tally.agreement += cell.values["answer_agreement"]

@@ -7,7 +7,6 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
-from difflib import SequenceMatcher
 
 import numpy as np
 
@@ -100,42 +99,9 @@ def number_match(answer: str, expected: Sequence[str]) -> float:
     return sum(number in right for number in numbers) / len(numbers) if numbers else 0.0
 
 
-def code_similarity(answer: str, expected: Sequence[str]) -> float:
-    """Ratcliff-Obershelp similarity of the answer's first line that is not a comment, rounded to hundredths.
-
-    The best over the expected lines (LongBench's code_sim_score: fuzzywuzzy's ratio, which is that of difflib).
-    """
-    lines = answer.lstrip("\n").split("\n")
-    line = next((line for line in lines if not any(sign in line for sign in ("`", "#", "//"))), "")
-    return max(
-        (round(100 * SequenceMatcher(None, line, e).ratio()) / 100 if line else 0.0 for e in expected), default=0.0
-    )
-
-
-def class_match(answer: str, expected: Sequence[str], classes: Sequence[str]) -> float:
-    """1 / the number of classes named in the answer if the expected one is among them, otherwise 0.
-
-    Classes whose name is a part of the expected one's do not count (LongBench's classification_score).
-    """
-
-    def share(right: str) -> float:
-        named = [name for name in classes if name in answer and (name == right or name not in right)]
-        return 1 / len(named) if right in named else 0.0
-
-    return max(map(share, expected), default=0.0)
-
-
-_MATCHES = (exact_match, contains, f1, string_match_all, string_match_part)
-_TEXTS = (*_MATCHES, rouge_l, entities, number_match, code_similarity)
-TEXT_METRICS: dict[str, Score] = {score.__name__: score for score in _TEXTS}
-SCORES = (*TEXT_METRICS, class_match.__name__)
-
-
-def text_score(name: str, answer: str, expected: Sequence[str], classes: Sequence[str]) -> float:
-    """Scores an answer by one of TEXT_METRICS, or by class_match, which needs all classes."""
-    if name == class_match.__name__:
-        return class_match(answer, expected, classes)
-    return TEXT_METRICS[name](answer, expected)
+_SCORES = (exact_match, contains, f1, string_match_all, string_match_part, rouge_l, entities, number_match)
+SCORES: dict[str, Score] = {score.__name__: score for score in _SCORES}
+"""Metrics of an answer's text, by name."""
 
 
 def kl(reference: np.ndarray, logits: np.ndarray) -> np.ndarray:

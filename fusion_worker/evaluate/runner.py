@@ -54,11 +54,8 @@ class Runner:
         await self._loader.close()
         self._engine.close()
 
-    async def measure(self, block: Block, cells: Sequence[Cell], timed: bool) -> list[Measured]:
+    async def measure(self, block: Block, cells: Sequence[Cell]) -> list[Measured]:
         """Measures cells over a block's samples. Returns the results in the order of `cells`.
-
-        Args:
-            timed: whether the first sample runs alone, one cell after another, and is timed; others run concurrently.
 
         Raises:
             ResourceExhausted: a group of samples does not fit the pool.
@@ -72,14 +69,11 @@ class Runner:
         groups = [asked[i : i + task.group] for i in range(0, len(asked), task.group)]
         slots = asyncio.Semaphore(self._at_once(task, groups, cells))
 
-        async def one(group: list[Asked], alone: bool) -> list[list[Answer]]:
+        async def one(group: list[Asked]) -> list[list[Answer]]:
             async with slots:
-                return await self._group(group, cells, alone)
+                return await self._group(group, cells)
 
-        # A timed sample runs without concurrent ones.
-        first = [await one(groups.pop(0), True)] if timed else []
-        others = await asyncio.gather(*(one(group, False) for group in groups))
-        answers = [answer for group in (*first, *others) for answer in group]
+        answers = [answer for group in await asyncio.gather(*map(one, groups)) for answer in group]
         self._pool.check_integrity(idle=True)
         return [together([of_sample[i] for of_sample in answers]) for i in range(len(cells))]
 
@@ -116,12 +110,11 @@ class Runner:
         sizes = (self._pool.free.needed(len(chunk)) for chunk in self._neighbours.among(task.library, ()).chunks)
         return primers + sum(sorted(sizes)[-count:])
 
-    async def _group(self, group: Sequence[Asked], cells: Sequence[Cell], alone: bool) -> list[list[Answer]]:
+    async def _group(self, group: Sequence[Asked], cells: Sequence[Cell]) -> list[list[Answer]]:
         prompts = [asked.prompt for asked in group]
         library = group[0].task.library
         ways = encodings(cells)
         about = (self._loader, self._neighbours, library, prompts, ways, self._restored)
         async with hold(*about) as contexts:
             trials = [Trial(self._tools, asked, cells, contexts) for asked in group]
-            first = [await trials.pop(0).timed()] if alone else []
-            return [*first, *await asyncio.gather(*(trial.untimed() for trial in trials))]
+            return await asyncio.gather(*(trial.answers() for trial in trials))

@@ -9,7 +9,7 @@ from typing import Any
 from fusionkv.fusion_worker.compute.planner import Planner, Scored
 from fusionkv.fusion_worker.evaluate import metrics
 from fusionkv.fusion_worker.evaluate.contexts import Contexts, encoded_tokens, encoding, whole
-from fusionkv.fusion_worker.evaluate.examiner import Answer, Asked, Examiner, Given, clock
+from fusionkv.fusion_worker.evaluate.examiner import Answer, Asked, Examiner, Given
 from fusionkv.fusion_worker.evaluate.report.cells import NO_CONTEXT, Cell
 from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.models import Model
@@ -39,21 +39,13 @@ class Trial:
         self._cells = cells
         self._others = [cell for cell in cells if not cell.recipe.lossless]
 
-    async def timed(self) -> list[Answer]:
-        """Answers in one cell after another, with times and the same steps as in a worker."""
-        full = await self._plain()
-        answers = {cell: await self._answer(cell, full.given, timed=True) for cell in self._others}
-        return await self._compared(full, answers)
-
-    async def untimed(self) -> list[Answer]:
+    async def answers(self) -> list[Answer]:
         """Answers in all cells at once: recipes share encodings, scores and full attention's context."""
         full = await self._full_attention()
         scored = await self._scored(dict.fromkeys(cell.recipe for cell in self._others))
         known = [scored.get((cell.recipe.encode, cell.recipe.select)) for cell in self._others]
         answering = (self._answer(cell, full.given, one) for cell, one in zip(self._others, known, strict=True))
         answers = dict(zip(self._others, await asyncio.gather(*answering), strict=True))
-        for answer in (full, *answers.values()):
-            answer.seconds = {}
         return await self._compared(full, answers)
 
     async def _compared(self, full: Answer, others: dict[Cell, Answer]) -> list[Answer]:
@@ -76,20 +68,12 @@ class Trial:
             answer.first = answer.given = None  # logits
         return [answers[cell] for cell in self._cells]
 
-    async def _plain(self) -> Answer:
-        """As `_full_attention`, but with every token a row, as in a worker."""
-        answer = Answer()
-        async with self._tools.loader.plain(self._prompt.tokens + self._asked.answer_tokens) as layout:
-            plan = self._tools.planner.plain(layout, self._prompt)
-            await self._tools.examiner.answer(self._asked, plan, answer)
-        return answer
-
     async def _full_attention(self) -> Answer:
         """Full attention's answer. The context's KV is computed once for all questions about it."""
         one, answer = whole(self._prompt), Answer()
         async with self._contexts.placed(self._prompt, None, len(one.question) + self._asked.answer_tokens) as layout:
             plan = await self._tools.planner.fuse(layout, one, RECIPES["full_reuse"], 0.0)
-            await self._tools.examiner.answer(self._asked, plan, answer, timed=False)
+            await self._tools.examiner.answer(self._asked, plan, answer)
         answer.values |= {"recomputed": one.context_tokens, "stored": 0}
         return answer
 
@@ -99,20 +83,17 @@ class Trial:
         bare = replace(self._asked, prompt=replace(self._prompt, chunks=()))
         async with self._tools.loader.plain(bare.prompt.tokens + bare.answer_tokens) as layout:
             plan = self._tools.planner.plain(layout, bare.prompt)
-            await self._tools.examiner.answer(bare, plan, answer, given, timed=False)
+            await self._tools.examiner.answer(bare, plan, answer, given)
         names = ("gold_nll", *task.metrics, *(f"{name}_full" for name in task.compared))
         return Answer({name: answer.values[name] for name in names})
 
-    async def _answer(
-        self, cell: Cell, given: Given | None, scored: Scored | None = None, timed: bool = False
-    ) -> Answer:
-        """Answers in a cell. scored: what its selector found, if that is known."""
+    async def _answer(self, cell: Cell, given: Given | None, scored: Scored | None) -> Answer:
+        """Answers in a cell. scored: what its selector found, if it has one."""
         answer = Answer()
         keep = cell.recipe.keep if cell.recipe.kept(self._prompt.context_tokens) else None
         async with self._placed(cell.recipe, cell.ratio) as layout:
-            with clock(answer, "select"):
-                plan = await self._tools.planner.fuse(layout, self._prompt, cell.recipe, cell.ratio, scored)
-            await self._tools.examiner.answer(self._asked, plan, answer, given, keep, timed)
+            plan = await self._tools.planner.fuse(layout, self._prompt, cell.recipe, cell.ratio, scored)
+            await self._tools.examiner.answer(self._asked, plan, answer, given, keep)
         return answer
 
     async def _scored(self, recipes: Iterable[Recipe]) -> _Scorings:

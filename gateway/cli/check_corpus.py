@@ -6,13 +6,11 @@ passages say about both. No expected answer is needed. All other flags are those
 
 import argparse
 import asyncio
-import json
 import random
 import re
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from fusionkv.gateway.cli import connect, shown
@@ -51,13 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         return 130
-    # A directory that only this user can read, and that is deleted after the check.
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "corpus.json"
-        file.write_text(json.dumps(records), encoding="utf-8")
-        from fusionkv.fusion_worker.evaluate import check  # loads torch, which takes seconds
+    from fusionkv.fusion_worker.evaluate import check  # loads torch, which takes seconds
 
-        return check.main([*rest, "--n", str(args.n), "--data", str(file)])
+    return check.main([*rest, "--n", str(args.n)], records)
 
 
 async def _fetch(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -79,16 +73,12 @@ async def questions(client: AsyncClient, corpus: str, count: int, seconds: float
             if len(records) == count or not documents:
                 break
             # The document's name retrieves it or a similar document; a sentence of that retrieves its neighbours.
-            name = chance.choice(documents).name
-            nearby = await retry_while_busy(lambda name=name: client.retrieve(corpus, name), seconds)  # type: ignore[misc]
+            nearby = await retry_while_busy(partial(client.retrieve, corpus, chance.choice(documents).name), seconds)
             if not nearby:
                 continue
-            sentence = _sentence(chance.choice(nearby), chance)
             # In the order in which the gateway puts passages into a prompt.
-            together = await retry_while_busy(
-                lambda sentence=sentence: client.retrieve(corpus, sentence, order="ends"),  # type: ignore[misc]
-                seconds,
-            )
+            sentence = _sentence(chance.choice(nearby), chance)
+            together = await retry_while_busy(partial(client.retrieve, corpus, sentence, order="ends"), seconds)
             if len(together) > 1:
                 record = _question(together, chance)
                 records[record["question"]] = record

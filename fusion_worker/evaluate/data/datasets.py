@@ -24,9 +24,8 @@ _SUBSETS = ("validation", "test", "dev")
 _LONGEST_INSTRUCTION = 400
 # Answer tokens of RULER's tasks, by prefix of their names.
 _RULER_TOKENS = {"niah": 128, "vt": 30, "variable_tracking": 30, "cwe": 120, "fwe": 50, "qa": 32}
-# Metrics and answer tokens of LongBench's datasets.
+# Metrics and answer tokens of LongBench's datasets, without those of classes and of code.
 _QA, _SUMMARY, _NUMBER = ("f1", "exact_match", "contains"), ("rouge_l",), ("number_match",)
-_CLASS, _CODE = ("class_match",), ("code_similarity",)
 _LONGBENCH: dict[str, tuple[tuple[str, ...], int]] = {
     **dict.fromkeys(("hotpotqa", "2wikimqa", "musique", "triviaqa", "nq"), (_QA, 32)),
     **dict.fromkeys(("multifieldqa_en", "multifieldqa_zh"), (_QA, 64)),
@@ -34,8 +33,6 @@ _LONGBENCH: dict[str, tuple[tuple[str, ...], int]] = {
     **dict.fromkeys(("gov_report", "qmsum", "multi_news", "vcsum"), (_SUMMARY, 512)),
     **dict.fromkeys(("samsum", "dureader"), (_SUMMARY, 128)),
     **dict.fromkeys(("passage_retrieval_en", "passage_retrieval_zh", "passage_count"), (_NUMBER, 32)),
-    **dict.fromkeys(("trec", "lsht"), (_CLASS, 64)),
-    **dict.fromkeys(("lcc", "repobench-p"), (_CODE, 64)),
 }
 # When a short answer is right, by data set; in others, and if it is a file of one's own, when it contains an expected
 # one, since models answer with more words than were expected: "Columbus, Ohio, USA", or a sentence.
@@ -46,7 +43,7 @@ _RIGHT = {
     "musique": "exact_match",
 }
 # Few-shot tasks: without a chat template, and the end of a line ends the answer.
-_FEW_SHOT = ("triviaqa", "samsum", "trec", "lsht")
+_FEW_SHOT = ("triviaqa", "samsum")
 _ANSWER = "Answer the question using the passages. Give only the answer, in as few words as possible."
 # The same for --long, its answer tokens, and the metrics: against the expected answer, and against full attention's.
 _LONG_ANSWER = "Answer the question using the passages, in two or three sentences."
@@ -55,8 +52,6 @@ _INSTRUCTIONS = {
     _QA: _ANSWER,
     _SUMMARY: "Summarize the text.",
     _NUMBER: "Read the numbered paragraphs.",
-    _CLASS: "Say the class of the last text, as the examples do.",
-    _CODE: "Complete the code.",
 }
 
 
@@ -68,15 +63,13 @@ class UnknownDataset(DatasetError):
     """A file of an unknown format, or of a dataset that can't be scored."""
 
 
-def load(path: Path, prompts: Mapping[str, str] | None = None, long: bool = False) -> list[Task]:
+def load(path: Path, long: bool = False) -> list[Task]:
     """Reads the tasks of a file, or of all .jsonl and .json files below a folder.
 
     In a folder, files of an unknown format or dataset are skipped with a warning.
 
     Args:
         path: the file or folder.
-        prompts: LongBench's prompts (config/dataset2prompt.json) by dataset, with {context} and {input}. Without
-            them, short instructions are used.
         long: whether to ask for two or three sentences, which only questions with short expected answers allow. Other
             files are of an unknown dataset then.
 
@@ -90,7 +83,7 @@ def load(path: Path, prompts: Mapping[str, str] | None = None, long: bool = Fals
         tasks = []
         for file in files:
             try:
-                tasks += load(file, prompts, long)
+                tasks += load(file, long)
             except UnknownDataset as error:
                 log.warning("left out: %s", printable(str(error)))
         if not tasks:
@@ -100,7 +93,7 @@ def load(path: Path, prompts: Mapping[str, str] | None = None, long: bool = Fals
     first_place, first = records[0]
     for needed, read in _FORMATS:
         if all(name in first for name in needed):
-            task = read(path, records, prompts or {})
+            task = read(path, records)
             task = _at_length(task, first_place) if long else task
             return [replace(task, library=Library(task.samples))]
     formats = "; ".join(f"{read.__name__[1:]} has {', '.join(needed)}" for needed, read in _FORMATS)
@@ -108,19 +101,14 @@ def load(path: Path, prompts: Mapping[str, str] | None = None, long: bool = Fals
     raise UnknownDataset(f"{first_place}: a record of none of the known formats ({formats}): it has {has}")
 
 
-def read_prompts(path: Path) -> dict[str, str]:
-    """Reads LongBench's prompts by dataset.
-
-    Raises DatasetError if the file is not a JSON object of strings, or one lacks {context}.
-    """
-    loaded = _parse(path, _text(path), str(path))
-    for name, prompt in loaded.items():
-        if not isinstance(prompt, str) or prompt.count("{context}") != 1:
-            raise DatasetError(f"{path}: the prompt of {name!r} must be a string with {{context}} once")
-    return loaded
+def of_questions(name: str, records: Sequence[dict[str, Any]]) -> Task:
+    """The task of records in CacheBlend's format. Raises DatasetError as `load` does."""
+    places = [(f"{name}: record {i}", record) for i, record in enumerate(records, 1)]
+    task = _cacheblend(Path(name), places)
+    return replace(task, library=Library(task.samples))
 
 
-def _ruler(path: Path, records: Sequence[tuple[str, dict[str, Any]]], prompts: Mapping[str, str]) -> Task:
+def _ruler(path: Path, records: Sequence[tuple[str, dict[str, Any]]]) -> Task:
     name = _name(path)
     samples = []
     for place, record in records:
@@ -140,39 +128,25 @@ def _ruler(path: Path, records: Sequence[tuple[str, dict[str, Any]]], prompts: M
     return Task(f"ruler/{name}", tuple(samples), (metric,), _RULER_TOKENS[kind], chat=True)
 
 
-def _longbench(path: Path, records: Sequence[tuple[str, dict[str, Any]]], prompts: Mapping[str, str]) -> Task:
+def _longbench(path: Path, records: Sequence[tuple[str, dict[str, Any]]]) -> Task:
     place, first = records[0]
     dataset = _string(place, first, "dataset") if first.get("dataset") else path.stem
     name = dataset.removesuffix("_e")
     if name not in _LONGBENCH:
-        raise UnknownDataset(f"{place}: dataset {dataset!r} is none of LongBench's: {', '.join(_LONGBENCH)}")
+        known = ", ".join(_LONGBENCH)
+        raise UnknownDataset(f"{place}: dataset {dataset!r} is none of LongBench's that can be scored: {known}")
     metrics, max_tokens = _LONGBENCH[name]
-    instruction = _INSTRUCTIONS[metrics]
-    asks = "\n\n{input}" if metrics != _QA or name in _FEW_SHOT else "\n\nQuestion: {input}\nAnswer:"
-    if metrics == _CODE:
-        asks = "{input}Next line of code:\n"
-    prompt = prompts.get(name, f"{instruction}\n\n{{context}}{asks}")
-    before, after = prompt.split("{context}")
-    samples = []
+    asks = "\n\nQuestion: {}\nAnswer:" if metrics == _QA and name not in _FEW_SHOT else "\n\n{}"
+    instruction, samples = f"{_INSTRUCTIONS[metrics]}\n\n", []
     for place, record in records:
         context, question = _string(place, record, "context"), _string(place, record, "input", empty=True)
         answers = _strings(place, record, "answers")
-        samples.append(Sample(before, (context,), after.replace("{input}", question), answers, whole=True))
-    few, classes = name in _FEW_SHOT, _strings(place, first, "all_classes") if metrics == _CLASS else ()
-    chat = not few and metrics != _CODE
-    return Task(
-        f"longbench/{dataset}",
-        tuple(samples),
-        metrics,
-        max_tokens,
-        chat,
-        first_line=few,
-        classes=classes,
-        right=_right(metrics, name),
-    )
+        samples.append(Sample(instruction, (context,), asks.format(question), answers, whole=True))
+    few, right = name in _FEW_SHOT, _right(metrics, name)
+    return Task(f"longbench/{dataset}", tuple(samples), metrics, max_tokens, not few, first_line=few, right=right)
 
 
-def _cacheblend(path: Path, records: Sequence[tuple[str, dict[str, Any]]], prompts: Mapping[str, str]) -> Task:
+def _cacheblend(path: Path, records: Sequence[tuple[str, dict[str, Any]]]) -> Task:
     name = _name(path)
     summary = name.startswith(("samsum", "multi_news", "multinews"))
     samples = []
@@ -221,7 +195,7 @@ def _right(metrics: tuple[str, ...], name: str) -> str:
     return next(known, "contains") if metrics == _QA else ""
 
 
-Reader = Callable[[Path, Sequence[tuple[str, dict[str, Any]]], Mapping[str, str]], Task]
+Reader = Callable[[Path, Sequence[tuple[str, dict[str, Any]]]], Task]
 _FORMATS: tuple[tuple[tuple[str, ...], Reader], ...] = (
     (("input", "outputs"), _ruler),
     (("context", "input", "answers"), _longbench),

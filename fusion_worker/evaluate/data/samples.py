@@ -48,17 +48,16 @@ class Task:
     """Samples that are scored together.
 
     Attributes:
-        metrics: metrics of metrics.text_score for generated answers. Without metrics, the first expected answer is
-            fed in and compared token by token.
+        metrics: of metrics.SCORES for generated answers. Without metrics, the first expected answer is fed in and
+            compared token by token.
         max_tokens: maximum tokens of a generated answer.
         chat: whether prompts use the model's chat template.
         first_line: whether only the answer's first line counts.
         group: number of samples among whose contexts neighbours are found without a library.
-        classes: possible answers of class_match.
         contexts: tasks with the same name here have the same contexts, sample by sample.
         library: passages among which neighbours are found.
         graded: whether answers are compared with the expected ones, besides full attention's.
-        compared: metrics of metrics.text_score against full attention's own answer.
+        compared: those against full attention's own answer.
         right: one of `metrics`, which is 1 for right answers and 0 for wrong ones; empty if these are not counted.
     """
 
@@ -69,7 +68,6 @@ class Task:
     chat: bool = False
     first_line: bool = False
     group: int = 1
-    classes: tuple[str, ...] = ()
     contexts: str = ""
     library: Library | None = None
     graded: bool = True
@@ -103,7 +101,7 @@ class Block:
         """Identifies the samples' text and scoring, independent of their file."""
         task = self.task
         how: list[Any] = [_DEFINITION, task.metrics, task.max_tokens, task.chat, task.first_line, task.group]
-        how += [names for names in (task.classes, task.compared) if names]
+        how += [task.compared] if task.compared else []
         return _digest([how, [astuple(sample) for sample in self.samples]])
 
 

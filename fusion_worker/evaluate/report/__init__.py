@@ -1,1 +1,1 @@
-"""The report of an evaluation: stored results, rows, confidence intervals, charts and the page."""
+"""The report of an evaluation: stored results, rows, confidence intervals and the page."""

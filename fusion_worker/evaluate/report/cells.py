@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from fusionkv.fusion_worker.evaluate.data.samples import Block
@@ -49,15 +49,9 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The results of a cell over a block of samples.
-
-    Attributes:
-        values: by metric, one number per sample.
-        seconds: of selection and prefill, for timed samples.
-    """
+    """The results of a cell over a block of samples: by metric, one number per sample."""
 
     values: Mapping[str, Sequence[float]]
-    seconds: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 # The question without passages, which shows how much answers depend on the context.
@@ -123,7 +117,7 @@ class Store:
 def _read(line: str) -> tuple[Key, Measured] | None:
     try:
         record = json.loads(line)
-        return tuple(record["key"]), Measured(record["values"], record["seconds"])
+        return tuple(record["key"]), Measured(record["values"])
     except (json.JSONDecodeError, KeyError, TypeError):
         return None
 
@@ -143,16 +137,7 @@ def table(
     for cell in cells:
         names = [key(subject, block, cell) for block in blocks]
         if all(name in store for name in names):
-            parts = [store[name] for name in names]
-            values = _joined([p.values for p in parts])
+            parts = [store[name].values for name in names]
             # Lines of an earlier version may lack a metric, which then is dropped: its mean would have fewer samples.
-            known = {name: values[name] for name in values if all(name in p.values for p in parts)}
-            yield cell, Measured(known, _joined([p.seconds for p in parts]))
-
-
-def _joined(parts: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
-    together: dict[str, list[float]] = {}
-    for part in parts:
-        for name, values in part.items():
-            together.setdefault(name, []).extend(values)
-    return together
+            known = [metric for metric in parts[0] if all(metric in part for part in parts)]
+            yield cell, Measured({metric: [value for part in parts for value in part[metric]] for metric in known})

@@ -1,4 +1,4 @@
-"""The report: a self-contained HTML page with charts and tables."""
+"""The report: a self-contained HTML page of tables, tables for a terminal, and advice."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import resources
@@ -8,18 +8,18 @@ from jinja2 import Environment
 from rich.table import Table
 
 from fusionkv.fusion_worker.evaluate.metrics import SCORES
-from fusionkv.fusion_worker.evaluate.report import charts
 from fusionkv.fusion_worker.evaluate.report.cells import NO_CONTEXT
 from fusionkv.fusion_worker.evaluate.report.rows import Row, untested
 
+# Metrics in nats; all others are shares, or differences of shares.
+_IN_NATS = {"answer_kl", "answer_kl_median", "answer_kl_p90", "gold_nll"}
+# Recipes between which all others lie.
+_ENDS = ("full_attention", "full_reuse")
 # Right answers of full attention from which a recipe is advised.
 _LEAST = 12
 # The ratio of the first table, or the measured one closest to it.
 _RATIO = 0.15
-_COSTS = (
-    *("encoded_tokens_per_chunk", "stored_tokens", "recomputed_tokens"),
-    *("scored_rows", "select_seconds", "prefill_seconds"),
-)
+_COSTS = ("encoded_tokens_per_chunk", "stored_tokens", "recomputed_tokens", "scored_rows")
 # Columns of a model's answers to a set in a terminal, and their titles.
 _COLUMNS = {
     "right": "right",
@@ -51,7 +51,7 @@ class Figures:
         self.models = list(dict.fromkeys(model for model, *_ in self.by))
         self.tasks = list(dict.fromkeys(task for _, task, *_ in self.by))
         self.recipes = list(dict.fromkeys(recipe for _, _, recipe, *_ in self.by))
-        self.ratios = sorted({r for _, _, recipe, r, _ in self.by if recipe not in charts.ENDS})
+        self.ratios = sorted({r for _, _, recipe, r, _ in self.by if recipe not in _ENDS})
         """Ratios of recipes other than full attention and full reuse."""
         self.middle = min(self.ratios, key=lambda r: abs(r - _RATIO), default=_RATIO)
 
@@ -79,19 +79,13 @@ class Figures:
         names = [name for name in (*_ANSWERS, *SCORES) if name in known] if "gold_nll" in known else []
         cells = dict.fromkeys((recipe, r) for m, t, recipe, r, _ in self.by if (m, t) == (model, task))
         rows = [(recipe, r, [self.by.get((model, task, recipe, r, name)) for name in names]) for recipe, r in cells]
-        return names, [(recipe, r, [charts.shown(row) if row else "" for row in found]) for recipe, r, found in rows]
+        return names, [(recipe, r, [_shown(row) if row else "" for row in found]) for recipe, r, found in rows]
 
-    def ratios_of(self, task: str, recipe: str) -> list[float]:
-        return sorted({r for _, t, name, r, _ in self.by if (t, name) == (task, recipe)})
-
-    def worst(
-        self, task: str, recipe: str, r: float, models: Sequence[str] = (), metric: str | None = None
-    ) -> Row | None:
-        """The lowest score over the models; None unless all have one. metric: by default the task's main metric."""
-        asked, name = models or self.models, metric or self.judged[task]
-        rows = [self.by.get((model, task, recipe, r, name)) for model in asked]
+    def worst(self, task: str, recipe: str, r: float, metric: str) -> Row | None:
+        """The lowest score over the models; None unless all have one."""
+        rows = [self.by.get((model, task, recipe, r, metric)) for model in self.models]
         known = [row for row in rows if row is not None and row.score is not None]
-        return min(known, key=lambda row: row.score or 0.0) if len(known) == len(asked) else None
+        return min(known, key=lambda row: row.score or 0.0) if len(known) == len(rows) else None
 
     def cost(self, recipe: str, r: float, metric: str) -> float | None:
         """A cost's mean over models and tasks."""
@@ -102,32 +96,14 @@ class Figures:
         ]
         return sum(costs) / len(costs) if costs else None
 
-    def lines(self, task: str, models: Sequence[str] = ()) -> dict[str, list[charts.Point]]:
-        """Each recipe's curve: its worst score at each ratio, with the cost on the model that has it."""
-        curves = {}
-        for recipe in self.recipes:
-            worst = (self.worst(task, recipe, r, models) for r in self.ratios_of(task, recipe))
-            curves[recipe] = [self._point(row) for row in worst if row is not None]
-        return curves
-
-    def _point(self, row: Row) -> charts.Point:
-        def mean(recipe: str, r: float, metric: str) -> float:
-            cost = self.by.get((row.model, row.task, recipe, r, metric))
-            return cost.score or 0.0 if cost is not None else 0.0
-
-        # Full attention computes the whole context.
-        context = mean("full_attention", 1.0, "recomputed_tokens")
-        share = mean(row.recipe, row.r, "recomputed_tokens") / context if context else row.r
-        return charts.Point(row, share, mean(row.recipe, row.r, "scored_rows"))
-
     def table(self, r: float) -> list[tuple[str, float, list[Row | None]]]:
         """Each recipe, its ratio (or fixed ratio), and its worst row in every column."""
         lines = []
         for recipe in self.recipes:
-            known = {ratio for task in self.tasks for ratio in self.ratios_of(task, recipe)}
+            known = {ratio for _, _, name, ratio, _ in self.by if name == recipe}
             at = r if r in known else next(iter(known)) if len(known) == 1 else None
             if at is not None:
-                worst = [self.worst(task, recipe, at, metric=name) for task, name in self.columns]
+                worst = [self.worst(task, recipe, at, name) for task, name in self.columns]
                 lines.append((recipe, at, worst))
         return lines
 
@@ -135,25 +111,23 @@ class Figures:
 def page(rows: Sequence[Row], judged: Mapping[str, str]) -> str:
     """The report as HTML."""
     figures = Figures(rows, judged)
-    sections: list[tuple[str, list[str]]] = [("Worst case over the models", [])] if len(figures.models) > 1 else []
-    sections += [(model, [model]) for model in figures.models]
-    names = figures.recipes
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
         resources.files(__package__).joinpath("report.html").read_text(encoding="utf-8")
     )
     return template.render(
         figures=figures,
-        styles=[charts.hue(names, name) for name in names],
-        sections=[
-            (title, [(task, charts.curves(figures.lines(task, models), names)) for task in figures.tasks])
-            for title, models in sections
-        ],
         ratios=sorted(figures.ratios, key=lambda r: r != figures.middle),
         costs=_COSTS,
-        ends=charts.ENDS,
         remarks=[*warnings(figures), *advice(figures)],
         n=sorted({row.n for row in rows if row.metric in judged.values()}),
     )
+
+
+def _shown(row: Row) -> str:
+    """A score in percent or in nats with its interval, as "81.2 (77.6 to 84.4)"."""
+    scale, digits = (1, 3) if row.metric in _IN_NATS else (100, 1)
+    score, low, high = ("" if x is None else f"{scale * x:.{digits}f}" for x in (row.score, row.low, row.high))
+    return f"{score} ({low} to {high})" if low and high else score
 
 
 def tables(rows: Sequence[Row], judged: Mapping[str, str]) -> Iterator[Table | str]:
@@ -228,7 +202,7 @@ def _answers(figures: Figures, model: str, task: str) -> Table:
 
 def _stacked(row: Row) -> str:
     """A score, and its interval in the next line."""
-    scale, digits = (1, 2) if row.metric in charts.IN_NATS else (100, 0)
+    scale, digits = (1, 2) if row.metric in _IN_NATS else (100, 0)
     score, low, high = ("" if x is None else f"{scale * x:.{digits}f}" for x in (row.score, row.low, row.high))
     return f"{score}\n[dim]{low}..{high}[/dim]" if low else score
 

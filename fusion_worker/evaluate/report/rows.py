@@ -66,8 +66,6 @@ def rows(model: str, task: Task, table: Mapping[Cell, Measured]) -> Iterator[Row
         for name, values in measured.values.items():
             estimate = statistics.mean if name in _SHARES else statistics.average
             yield row(_NAMES.get(name, name), estimate(values))
-        for name, values in measured.seconds.items():
-            yield row(f"{name}_seconds", statistics.average(values))
         for name, share in (*_brought_back(measured, full, reuse), *_answers(task, measured, full)):
             yield row(name, share)
         scores = measured.values[scored]

@@ -24,6 +24,8 @@ from fusionkv.protos.contract.recipes import find_recipe
 from tests.fusion_worker.oracle import saved
 
 PAGES = [f"The {a} stands by the {b}, and {a}s are counted there. " for a, b in zip("abcd", "efgh", strict=True)]
+# Two over four short passages each: a model of bytes takes many tokens for a word.
+QUESTIONS = [{"question": f"Where is {i}?", "answers": ["e"], "ctxs": [{"text": t} for t in PAGES]} for i in range(2)]
 
 
 @pytest.fixture
@@ -33,9 +35,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Two questions over four short passages each: a model of bytes takes many tokens for a word."""
-    asked = [{"question": f"Where is {i}?", "answers": ["e"], "ctxs": [{"text": t} for t in PAGES]} for i in range(2)]
-    (tmp_path / "own.json").write_text(json.dumps(asked))
+    (tmp_path / "own.json").write_text(json.dumps(QUESTIONS))
     return tmp_path / "own.json"
 
 
@@ -200,7 +200,10 @@ async def test_a_check_of_own_questions(model: Path, data: Path, capsys: pytest.
 async def test_what_was_found_is_said_where_it_cannot_be_written(
     model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    asked_for: list[Any] = []
+
     async def judged(runner: Any, tasks: Any, cells: Sequence[Cell], *_: Any) -> list[Tally]:
+        asked_for.append(tasks)
         return [Tally(cell, [0.0] * 12, [1.0] * 12) for cell in cells]
 
     monkeypatch.setattr(check, "judge", judged)
@@ -211,7 +214,9 @@ async def test_what_was_found_is_said_where_it_cannot_be_written(
     assert said["recipes"]["epic"][0]["verdict"] == "safe"
     assert said["default"]["choice"]["recipe"] == "full_reuse", "the cheapest"
     own = tmp_path / "verdict.json"
-    assert await check._check(parsed(*asked, own), console) == 0
+    assert await check._check(parsed(model, "--out", own), console, QUESTIONS) == 0
+    samples, others = ([sample for task in tasks for sample in task.samples] for tasks in asked_for)
+    assert samples == others, "questions of a corpus are asked as those of a file"
     assert json.loads(own.read_text())["recipes"] == said["recipes"]
     assert not (model / FILE).exists()
     assert "cacheclip" not in said["recipes"]
@@ -229,13 +234,6 @@ async def test_nothing_is_safe_with_an_engine_that_is_off(
     said = json.loads(capsys.readouterr().out)["recipes"].values()
     assert {judged["verdict"] for (judged,) in said} == {"unsafe"}
     assert all("from those of the model's own code" in judged["why"] for (judged,) in said)
-
-
-@pytest.mark.parametrize("count", ["0", "-1"])
-def test_no_samples_are_no_check(count: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        check._parser().parse_args(["m", "--n", count])
-    assert "--n" in capsys.readouterr().err
 
 
 def test_questions_that_cannot_be_read(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,25 +54,9 @@ def test_longbench(tmp_path: Path) -> None:
     sample = task.samples[1]
     assert (sample.passages, sample.answers, sample.whole) == ((STORY["context"],), ("Bob", "bob"), True)
     assert sample.question == "\n\nQuestion: Who left?\nAnswer:"
-    (own,) = load(tmp_path / "x.jsonl", {"musique": "Read.\n{context}\nNow: {input}"})
-    assert (own.samples[0].instruction, own.samples[0].question) == ("Read.\n", "\nNow: Who left?")
     (few,) = load(lines(tmp_path / "s.jsonl", {**STORY, "dataset": "samsum_e", "input": "Dialogue: a"}))
     assert (few.name, few.metrics, few.chat, few.first_line) == ("longbench/samsum_e", ("rouge_l",), False, True)
     assert few.samples[0].question == "\n\nDialogue: a"
-
-
-def test_longbench_s_classes_and_code(tmp_path: Path) -> None:
-    classes = {"dataset": "trec", "input": "Question: Who?\nType:", "all_classes": ["Person", "Place"]}
-    (trec,) = load(lines(tmp_path / "trec.jsonl", STORY | classes))
-    assert (trec.metrics, trec.max_tokens, trec.chat, trec.first_line) == (("class_match",), 64, False, True)
-    assert trec.classes == ("Person", "Place")
-    other = load(lines(tmp_path / "other.jsonl", STORY | classes | {"all_classes": ["Person"]}))[0]
-    assert {block.digest for block in trec.blocks(1)} != {block.digest for block in other.blocks(1)}
-    code = {**STORY, "input": "def f():\n", "answers": ["    return 1"], "dataset": "repobench-p_e"}
-    (code_task,) = load(lines(tmp_path / "code.jsonl", code))
-    assert (code_task.metrics, code_task.max_tokens) == (("code_similarity",), 64)
-    assert (code_task.chat, code_task.first_line) == (False, False)
-    assert code_task.samples[0].question == "def f():\nNext line of code:\n"
 
 
 def test_cacheblend(tmp_path: Path) -> None:
@@ -84,17 +68,11 @@ def test_cacheblend(tmp_path: Path) -> None:
     assert (summary.metrics, summary.chat, summary.samples[0].question) == (("rouge_l",), False, "\n\nWhat is oak?")
 
 
-@pytest.mark.parametrize(
-    ("name", "rule"),
-    [("nq", "contains"), ("wikimqa_s", "exact_match"), ("musique", "exact_match"), ("samsum", "")],
-)
-def test_a_data_set_says_when_an_answer_is_right(tmp_path: Path, name: str, rule: str) -> None:
-    assert load(lines(tmp_path / f"{name}.json", json.dumps([PAGES])))[0].right == rule
-
-
-def test_each_data_set_of_questions_counts_right_answers(tmp_path: Path) -> None:
-    assert load(lines(tmp_path / "mine.json", json.dumps([PAGES])))[0].right == "contains"
-    rules = {"hotpotqa": "contains", "2wikimqa_e": "exact_match", "gov_report": "", "lcc": ""}
+def test_a_data_set_says_when_an_answer_is_right(tmp_path: Path) -> None:
+    rules = {"nq": "contains", "mine": "contains", "wikimqa_s": "exact_match", "musique": "exact_match", "samsum": ""}
+    for name, rule in rules.items():
+        assert load(lines(tmp_path / f"{name}.json", json.dumps([PAGES])))[0].right == rule
+    rules = {"hotpotqa": "contains", "2wikimqa_e": "exact_match", "gov_report": ""}
     for name, rule in rules.items():
         assert load(lines(tmp_path / "x.jsonl", {**STORY, "dataset": name}))[0].right == rule
 
@@ -161,21 +139,17 @@ def without(record: dict[str, Any], name: str) -> dict[str, Any]:
             r"f\.jsonl:1: a record of none of the known formats \(ruler has .*text, label$",
         ),
         ([NEEDLE, without(NEEDLE, "outputs")], r"f\.jsonl:2: 'outputs' must be a list of strings, and not empty"),
-        ([{**NEEDLE, "outputs": []}], r"f\.jsonl:1: 'outputs' must be"),
-        ([{**NEEDLE, "outputs": [41]}], r"f\.jsonl:1: 'outputs' must be"),
         ([{**NEEDLE, "input": "one line"}], r"f\.jsonl:1: the input is one line"),
         ([STORY, {**STORY, "context": ""}], r"f\.jsonl:2: 'context' must be a string that is not empty"),
         ([STORY, without(STORY, "input")], r"f\.jsonl:2: 'input' must be a string$"),
-        ([{**STORY, "dataset": "new"}], r"f\.jsonl:1: dataset 'new' is none of LongBench's: hotpotqa, "),
-        ([{**STORY, "dataset": ["new"]}], r"f\.jsonl:1: 'dataset' must be a string"),
-        ([{**STORY, "dataset": "trec"}], r"f\.jsonl:1: 'all_classes' must be a list of strings"),
+        (
+            [{**STORY, "dataset": "new"}],
+            r"f\.jsonl:1: dataset 'new' is none of LongBench's that can be scored: hotpotqa",
+        ),
         ([json.dumps([PAGES, {**PAGES, "ctxs": []}])], r"f\.jsonl: record 2: 'ctxs' must be a list of objects"),
-        ([json.dumps([{**PAGES, "ctxs": [{"title": "x"}]}])], r"f\.jsonl: record 1: 'ctxs' must be"),
         ([json.dumps([PAGES, 3])], r"f\.jsonl: record 2: a record must be a JSON object, not int"),
         (['[{"a": 1},\n {"b"}]'], r"f\.jsonl:2: no JSON at column"),
         ([STORY, {**STORY, "input": "\ud83d"}], r"f\.jsonl:2: a string contains half of a surrogate pair"),
-        ([json.dumps([PAGES, {**PAGES, "ctxs": [{"text": "\ud83d"}]}])], r"record 2: a string contains half of a"),
-        ([STORY, f'{{"input": {"1" * 5000}}}'], r"f\.jsonl:2: can't be read: Exceeds the limit"),
         ([STORY, '{"input": ' + "[" * 100_000], r"f\.jsonl:2: can't be read: maximum recursion depth"),
     ],
 )
@@ -195,6 +169,3 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         load(tmp_path)
     with pytest.raises(DatasetError, match=r"gone\.jsonl: can't be read"):
         load(tmp_path / "gone.jsonl")
-    with pytest.raises(DatasetError, match=r"the prompt of 'qmsum' must be a string with \{context\} once"):
-        datasets.read_prompts(lines(tmp_path / "p.json", {"qmsum": "no context"}))
-    assert datasets.read_prompts(lines(tmp_path / "q.json", {"a": "{context}{input}"})) == {"a": "{context}{input}"}

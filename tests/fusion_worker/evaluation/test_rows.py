@@ -2,7 +2,6 @@
 
 import math
 import re
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from dataclasses import replace
 from io import StringIO
@@ -12,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from fusionkv.fusion_worker.evaluate.data.samples import Sample, Task
-from fusionkv.fusion_worker.evaluate.report import charts, report, statistics
+from fusionkv.fusion_worker.evaluate.report import report, statistics
 from fusionkv.fusion_worker.evaluate.report.cells import NO_CONTEXT, Cell, Measured
 from fusionkv.fusion_worker.evaluate.report.rows import Row, _recovered, judged, rows, untested
 from fusionkv.protos.contract.recipes import find_recipe
@@ -32,8 +31,7 @@ def cell(name: str, r: float) -> Cell:
 
 
 def measured(right: list[float], tokens: float) -> Measured:
-    values = {"exact_match": right, "recomputed": [tokens] * 8, "scored_rows": [16.0] * 8}
-    return Measured(values, {"select": [0.5, 1.5]})
+    return Measured({"exact_match": right, "recomputed": [tokens] * 8, "scored_rows": [16.0] * 8})
 
 
 def table(shift: int) -> dict[Cell, Measured]:
@@ -64,8 +62,6 @@ def test_scores_differences_and_shares_brought_back(figures: list[Row]) -> None:
     assert find(figures, "b", "prophetkv", 0.15, "normalised_exact_match").score == pytest.approx(4 / 7, abs=1e-6)
     tokens = find(figures, "a", "prophetkv", 0.2, "recomputed_tokens")
     assert (tokens.score, tokens.low, tokens.high) == (20.0, 20.0, 20.0)
-    seconds = find(figures, "a", "epic", 0.15, "select_seconds")
-    assert (seconds.score, seconds.n) == (1.0, 2)
     # Full reuse brings nothing back of what it lost itself.
     assert ("full_reuse", "normalised_exact_match") not in {(r.recipe, r.metric) for r in figures}
 
@@ -103,11 +99,6 @@ def test_what_comes_back_is_a_ratio_of_means() -> None:
     assert back.score == pytest.approx(1 - 0.1 / 0.2)
     assert find(figures, "a", "epic", 0.15, "gold_nll_back").score == pytest.approx(0.75 / 1.5)
     assert find(figures, "a", "no_context", 0.0, "gold_nll_back").score == pytest.approx((3 - 5) / 1.5, rel=1e-5)
-    # The same draws of samples for both means of a ratio.
-    draws = np.random.default_rng(statistics._SEED).integers(0, 4, (statistics.RESAMPLES, 4))
-    columns = {name: np.array(KL[name])[draws].mean(1) for name in KL}
-    shares = 1 - columns["epic"] / columns["full_reuse"]
-    assert (back.low, back.high) == pytest.approx(tuple(np.quantile(shares, (0.025, 0.975))), abs=1e-5)
     for name, r, score in (("full_attention", 1.0, 1.0), ("full_reuse", 0.0, 0.0)):
         for metric in ("answer_kl_back", "gold_nll_back"):
             end = find(figures, "a", name, r, metric)
@@ -164,11 +155,6 @@ def test_right_answers_that_were_kept_and_gained_and_the_worst_ones() -> None:
     assert (by["kept"].n, by["gained"].n) == (6, 8)
     wilson = statistics.wilson(4, 6)
     assert (by["kept"].low, by["kept"].high) == pytest.approx((wilson.low, wilson.high), abs=1e-6)
-    # The same draws for both, so that what they have in common does not count.
-    draws = np.random.default_rng(statistics._SEED).integers(0, 8, (statistics.RESAMPLES, 8))
-    differences = np.array([0, 0, 0, 0, -1, -1, 1, 0])[draws].mean(1)
-    bounds = tuple(np.quantile(differences, (0.025, 0.975)))
-    assert (by["right_minus_full_attention"].low, by["right_minus_full_attention"].high) == pytest.approx(bounds)
     own = {row.metric for row in figures if row.recipe == "full_attention"}
     assert "right" in own
     assert not {"kept", "gained"} & own
@@ -204,14 +190,12 @@ def test_a_set_that_a_model_answers_without_passages_is_no_test(bare: list[int],
 
 def test_the_worst_model_counts_and_a_program_gets_the_same_table(figures: list[Row]) -> None:
     found = report.Figures(figures, BY)
-    worst = found.worst("chain2", "prophetkv", 0.2)
+    worst = found.worst("chain2", "prophetkv", 0.2, "exact_match")
     assert (worst.model, worst.score) == ("b", 0.75)
-    assert found.worst("chain2", "prophetkv", 0.2, ["a"]) == find(figures, "a", "prophetkv", 0.2, "exact_match")
     assert found.cost("prophetkv", 0.2, "recomputed_tokens") == 20.0
     table = [("full_attention", 1.0), ("full_reuse", 0.0), ("epic", 0.15), ("prophetkv", 0.2)]
     assert [(name, r) for name, r, _ in found.table(0.2)] == table
     one_sided = [row for row in figures if row.model == "a" or row.recipe != "epic"]
-    assert report.Figures(one_sided, BY).worst("chain2", "epic", 0.15) is None
     lines = [(line["recipe"], line["r"], line["scores"]["chain2"]) for line in report.worst(one_sided, BY)]
     assert lines[:3] == [("full_attention", 1.0, 1.0), ("full_reuse", 0.0, 0.125), ("epic", 0.15, None)]
     assert lines[3:] == [("prophetkv", 0.15, 0.625)]
@@ -226,51 +210,10 @@ def test_the_page_is_whole_and_holds_everything(figures: list[Row]) -> None:
     assert "http" not in text
     assert "url(" not in text
     said = " ".join(page.text)
-    assert said.count(HARD) >= 4, "names are escaped"
+    assert HARD in said, "names are escaped"
     assert "Worst case over the models" in said
     assert re.search(r"prophetkv\s+0\.15\s+62\.5\s+30\.6\s+to\s+86\.3", said)
-    alone = report.page([r for r in figures if r.model == "a"], BY)
-    assert "Worst case over the models: score by" not in alone
-
-
-def ticks_of(root: ElementTree.Element) -> dict[float, float]:
-    """Where the numbers of the horizontal axis stand."""
-    texts = (e for e in root.iter("text") if e.get("text-anchor") == "middle")
-    return {float(e.text or ""): float(e.get("x") or "") for e in texts}
-
-
-def test_a_chart_is_well_formed_and_to_scale(figures: list[Row]) -> None:
-    found = report.Figures(figures, BY)
-    root = ElementTree.fromstring(charts.curves(found.lines("chain2", ["a"]), found.recipes))
-    (line,) = (e for e in root.iter("polyline") if len((e.get("points") or "").split()) == 2)
-    (x1, y1), (x2, y2) = (map(float, p.split(",")) for p in (line.get("points") or "").split())
-    grid = [float(re.split("[ H]", e.get("d") or "")[1]) for e in root.iter("path") if e.get("class") == "grid"]
-    zero, hundred = max(grid), min(grid)
-    assert (zero - y1) / (zero - hundred) == pytest.approx(0.75, abs=1e-3)
-    assert (zero - y2) / (zero - hundred) == pytest.approx(0.875, abs=1e-3)
-    assert x2 > x1
-    ticks = ticks_of(root)
-    assert (x1, x2) == (ticks[0.15], ticks[0.2])
-    titles = [e.text for e in root.iter("title")]
-    assert "prophetkv, r = 0.15: 75.0 (40.9 to 92.9) (a); 15.0% recomputed, 16 rows for scores" in titles
-    assert len(titles) == 5
-    hues = [charts.hue([str(i) for i in range(12)], str(i)) for i in range(12)]
-    assert min(min((a - b) % 360, (b - a) % 360) for a in hues for b in hues if a != b) > 15
-    assert not math.isnan(sum(hues))
-
-
-def test_a_point_stands_at_what_was_recomputed_not_at_what_was_asked_for() -> None:
-    windows = {**table(0), cell("prophetkv+window", 0.2): measured(exact(0, 1, 2), 5)}
-    found = report.Figures(rows("a", TASK, windows), BY)
-    (point,) = found.lines("chain2")["prophetkv+window"]
-    assert (point.row.r, point.share, point.scored) == (0.2, 0.05, 16.0)
-    root = ElementTree.fromstring(charts.curves(found.lines("chain2"), found.recipes))
-    circles = [(g.findtext("title") or "", g.find("circle")) for g in root.iter("g")]
-    dots = {title: float(circle.get("cx") or "") for title, circle in circles if circle is not None}
-    (x,) = (at for title, at in dots.items() if title.startswith("prophetkv+window, r = 0.2: "))
-    ticks = ticks_of(root)
-    zero = ticks[0.15] - 3 * (ticks[0.2] - ticks[0.15])
-    assert x == pytest.approx(zero + 0.25 * (ticks[0.2] - zero), abs=0.5)
+    assert re.search(r"prophetkv\s+0\.15\s+\d*\s*15\s+16", said), "recomputed tokens, and rows for scores"
 
 
 def test_advice_is_the_recipe_that_keeps_most_and_then_the_cheapest() -> None:

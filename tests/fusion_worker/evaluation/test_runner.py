@@ -20,7 +20,6 @@ from fusionkv.fusion_worker.evaluate.data.samples import Block, Library, Sample,
 from fusionkv.fusion_worker.evaluate.data.stories import Sample as Story
 from fusionkv.fusion_worker.evaluate.report.cells import NO_CONTEXT, Cell, Measured
 from fusionkv.fusion_worker.evaluate.runner import Runner
-from fusionkv.fusion_worker.load import chunk_loads
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.request import Request
 from fusionkv.fusion_worker.servicer import FusionServicer
@@ -39,7 +38,6 @@ def measure(
     model: Model,
     task: Task,
     asked: Sequence[Cell],
-    timed: bool = True,
     pool_bytes: int = 64 << 20,
     auxiliary: Model | None = None,
     store: str = "plain",
@@ -47,14 +45,14 @@ def measure(
     async def run() -> list[Measured]:
         runner = Runner(model, WorkerConfig(pool_bytes=pool_bytes, store=store), 512, auxiliary)
         try:
-            return await runner.measure(Block(task, 0, len(task.samples)), asked, timed)
+            return await runner.measure(Block(task, 0, len(task.samples)), asked)
         finally:
             await runner.close()
 
     return dict(zip(asked, asyncio.run(run()), strict=True))
 
 
-CHAIN, SAMPLES = "chain2", 6
+CHAIN, SAMPLES = "chain2", 3
 
 
 def same(a: Measured, b: Measured, turned: bool = False, tolerance: float = 2e-4) -> None:
@@ -96,12 +94,11 @@ def test_full_attention_and_full_reuse_are_the_oracles(
     assert reuse.values["exact_match"] == by_evaluate["exact_reuse"].tolist()
     np.testing.assert_allclose(reuse.values["kl"], by_evaluate["kl"], atol=1e-3, rtol=1e-3)
     assert min(by_evaluate["kl"]) > 0.01, "samples on which reuse changes nothing test nothing"
-    assert len(full.seconds["prefill"]) == 1
 
 
 def test_everything_recomputed_is_full_attention_however_it_was_encoded(model: models.Model) -> None:
     asked = cells(("full_attention", 1.0), ("fusionrag", 1.0), ("cacheblend", 1.0), ("fusionrag", 0.0))
-    full, guided, blended, stale = measure(model, tasks.reference(CHAIN, 5), asked).values()
+    full, guided, blended, stale = measure(model, tasks.reference(CHAIN, 2), asked).values()
     for everything in (guided, blended):
         assert max(everything.values["kl"]) < 1e-4
         assert everything.values["exact_match"] == full.values["exact_match"]
@@ -124,30 +121,13 @@ def test_a_sample_gives_the_same_alone_and_among_others(model: models.Model) -> 
     assert [m > f for m, f in zip(many["recomputed"], few["recomputed"], strict=True)] == [True] * 4
 
 
-@pytest.mark.slow
-def test_generated_answers_are_those_that_feeding_in_predicts(model: models.Model) -> None:
-    asked = cells(("full_attention", 1.0), ("full_reuse", 0.0), ("fusionrag", 0.2), ("prophetkv", 0.1))
-    fed = tasks.reference(CHAIN, SAMPLES)
-    generated = dataclasses.replace(fed, metrics=("exact_match", "f1"), max_tokens=6)
-    expected, found = measure(model, fed, asked), measure(model, generated, asked)
-    for cell in asked:
-        ours, theirs = found[cell].values, expected[cell].values
-        assert (ours["exact_match"], ours["agreement"]) == (theirs["exact_match"], theirs["agreement"])
-        for metric in ("recomputed", "scored_rows"):
-            right = zip(theirs["exact_match"], ours[metric], theirs[metric], strict=True)
-            assert all(a == b for exact, a, b in right if exact)
-        assert all(f >= e for f, e in zip(ours["f1"], ours["exact_match"], strict=True))
-    _, reuse, guided, _ = (sum(found[cell].values["exact_match"]) for cell in asked)
-    assert 0 < guided < SAMPLES or reuse < SAMPLES
-
-
 def test_link_tokens_are_counted_as_computed(model: models.Model) -> None:
     """Any tokens serve as link tokens here: the model was not trained with some."""
     linked = dataclasses.replace(model, links=(tuple(range(300, 305)),) * 8)
-    task = tasks.reference(CHAIN, 4)
+    task = tasks.reference(CHAIN, 2)
     asked = cells(("full_reuse", 0.0), ("kvlink", 0.0), ("kvlink+linked(0)", 0.0), ("a3", 0.1), ("a3+linked(2)", 0.1))
     reuse, five, none, some, both = measure(linked, task, asked).values()
-    assert five.values["recomputed"] == [5 * 8] * 4
+    assert five.values["recomputed"] == [5 * 8] * 2
     same(none, reuse)
     assert min(abs(a - b) for a, b in zip(five.values["kl"], reuse.values["kl"], strict=True)) > 1e-3
     assert both.values["recomputed"] == [count + 2 * 8 for count in some.values["recomputed"]]
@@ -157,7 +137,7 @@ def test_link_tokens_are_counted_as_computed(model: models.Model) -> None:
 
 def test_a_second_model_chooses(model: models.Model, reference_model: Path) -> None:
     """Here the model is its own second one."""
-    task, asked = tasks.reference(CHAIN, 4), cells(("full_reuse", 0.0), ("cacheclip", 0.3))
+    task, asked = tasks.reference(CHAIN, 2), cells(("full_reuse", 0.0), ("cacheclip", 0.3))
     with pytest.raises(FailedPrecondition, match="--auxiliary"):
         measure(model, task, asked)
     reuse, clip = measure(model, task, asked, auxiliary=models.load(reference_model)).values()
@@ -172,7 +152,7 @@ def test_what_does_not_fit_the_pool_says_what_would(model: models.Model) -> None
         measure(model, tasks.reference(CHAIN, 4), cells(("full_reuse", 0.0)), pool_bytes=4 << 20)
 
 
-COUNT, LENGTH = 3, 6
+COUNT, LENGTH = 2, 6
 
 
 @pytest.fixture(scope="module")
@@ -220,19 +200,18 @@ def test_metrics_are_those_of_transformers_logits(model: models.Model, task: Tas
 NAMES = ("full_reuse", "epic", "cacheblend", "prophetkv", "prophetkv+snapkv(100)")
 
 
-@pytest.mark.parametrize("timed", [True, False])
 def test_generated_answers_are_plain_greedy_ones(
-    model: models.Model, task: Task, timed: bool, monkeypatch: pytest.MonkeyPatch
+    model: models.Model, task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     texts: list[str] = []
 
-    def number(_: str, answer: str, *__: object) -> float:
+    def number(answer: str, _: object) -> float:
         texts.append(answer)
         return len(texts) - 1.0
 
-    monkeypatch.setattr(metrics, "text_score", number)
+    monkeypatch.setitem(metrics.SCORES, "f1", number)
     asked = cells(*((name, 0.0 if name == "full_reuse" else 0.1) for name in NAMES))
-    found = measure(model, dataclasses.replace(task, metrics=("f1",)), asked, timed)
+    found = measure(model, dataclasses.replace(task, metrics=("f1",)), asked)
     said = {cell.recipe.name: [texts[int(i)] for i in found[cell].values["f1"]] for cell in asked}
     assert said == asyncio.run(plainly(model, task))
     assert len({tuple(answers) for answers in said.values()}) > 1, "answers differ between recipes"
@@ -254,15 +233,6 @@ async def plainly(model: models.Model, task: Task, names: Sequence[str] = NAMES)
         await servicer.close()
 
 
-@pytest.mark.slow
-def test_a_sample_gives_the_same_timed_and_among_others(model: models.Model, task: Task) -> None:
-    library = dataclasses.replace(task, library=Library(tasks.reference("chain2", COUNT + 2).samples))
-    asked = [*cells(("full_attention", 1.0), *((name, 0.1) for name in (*NAMES[1:], "fusionrag"))), NO_CONTEXT]
-    alone, together = measure(model, library, asked), measure(model, library, asked, timed=False)
-    for cell in asked:
-        same(together[cell], alone[cell], tolerance=3e-4)
-
-
 def test_the_question_alone_is_a_row_of_its_own(model: models.Model, task: Task) -> None:
     asked = [*cells(("full_attention", 1.0)), NO_CONTEXT]
     full, bare = measure(model, task, asked).values()
@@ -277,14 +247,13 @@ def test_the_question_alone_is_a_row_of_its_own(model: models.Model, task: Task)
 def test_long_answers_are_compared_with_full_attention_s(
     model: models.Model, task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[tuple[str, str, list[str]]] = []
-    score = metrics.text_score
+    seen: list[str] = []
 
-    def kept(name: str, answer: str, expected: Sequence[str], classes: Sequence[str]) -> float:
-        seen.append((name, answer, [*expected]))
-        return score(name, answer, expected, classes)
+    def kept(answer: str, expected: Sequence[str]) -> float:
+        seen.append(expected[0])
+        return metrics.rouge_l(answer, expected)
 
-    monkeypatch.setattr(metrics, "text_score", kept)
+    monkeypatch.setitem(metrics.SCORES, "rouge_l", kept)
     long = dataclasses.replace(task, metrics=("contains", "entities"), compared=("rouge_l", "entities"))
     asked = [*cells(("full_attention", 1.0), ("full_reuse", 0.0)), NO_CONTEXT]
     full, reuse, bare = measure(model, long, asked).values()
@@ -294,35 +263,20 @@ def test_long_answers_are_compared_with_full_attention_s(
         assert min(bare.values[name]) < 1.0
     # The reference is what full attention itself says.
     whole = asyncio.run(plainly(model, task, ("full_attention",)))["full_attention"]
-    assert {expected[0] for name, _, expected in seen if name == "rouge_l"} == {*whole}
+    assert {*seen} == {*whole}
 
 
-def test_neighbours_come_from_the_whole_file_and_only_those_needed_are_encoded(
-    model: models.Model, task: Task, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_neighbours_come_from_the_whole_file(model: models.Model, task: Task) -> None:
     others = tasks.reference("chain2", COUNT + 8).samples[COUNT:]
     small = dataclasses.replace(task, samples=task.samples[:1])
     asked = cells(("full_attention", 1.0), ("full_reuse+similarity_guided(2)", 0.0))
-    encoded: list[object] = []
-    start = chunk_loads.ChunkLoads.start
-
-    def counted(self: chunk_loads.ChunkLoads, part: chunk_loads.LoadedChunk, *rest: object) -> None:
-        encoded.append(part.source.chunk.digest)
-        start(self, part, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(chunk_loads.ChunkLoads, "start", counted)
-    found = {}
-    for name, more in (("own", ()), ("file", others)):
-        encoded.clear()
-        wide = dataclasses.replace(small, library=Library((*small.samples, *more)))
-        found[name] = measure(model, wide, asked)[asked[1]].values
-        pages = len(small.samples[0].passages)
-        # System prompt, the chunks as one, each alone, all but the first behind two neighbours, and those neighbours.
-        assert len(set(encoded)) - 2 - pages <= (2 * (pages - 1) if more else 0)
-        assert len(encoded) <= 2 + pages + (pages - 1) * (3 if more else 1)
-    assert found["own"]["answer_kl"] != found["file"]["answer_kl"]
-    assert found["file"]["encoded_tokens"] == [2.0 * found["file"]["stored"][0]]
-    assert found["file"]["encoded_tokens_per_chunk"] == [found["file"]["encoded_tokens"][0] / pages]
+    own, file = (
+        measure(model, dataclasses.replace(small, library=Library((*small.samples, *more))), asked)[asked[1]].values
+        for more in ((), others)
+    )
+    assert own["answer_kl"] != file["answer_kl"]
+    assert file["encoded_tokens"] == [2.0 * file["stored"][0]]
+    assert file["encoded_tokens_per_chunk"] == [file["encoded_tokens"][0] / len(small.samples[0].passages)]
 
 
 def test_chunks_are_encoded_after_a_primer_of_the_file(model: models.Model, task: Task) -> None:
@@ -331,8 +285,7 @@ def test_chunks_are_encoded_after_a_primer_of_the_file(model: models.Model, task
     one = dataclasses.replace(task, samples=task.samples[:1], library=None)
     primed, plain = cells(("full_reuse+primed", 0.0), ("full_reuse", 0.0))
     alone, filed = (
-        measure(model, each, [primed, plain], timed=False)
-        for each in (one, dataclasses.replace(one, library=library))
+        measure(model, each, [primed, plain]) for each in (one, dataclasses.replace(one, library=library))
     )
     assert len({found[primed].values["answer_kl"][0] for found in (alone, filed)}) == 2
     same(alone[plain], filed[plain])
