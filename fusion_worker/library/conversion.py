@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fusionkv.protos.runtime.errors import FailedPrecondition, first_line
+from fusionkv.protos.runtime.errors import FailedPrecondition, first_line, printable
 
 # Raise it when a conversion changes.
 VERSION = 3
@@ -42,13 +42,12 @@ def convert(parts: Sequence[Path], into: Path) -> None:
     check_packages()
     from fusionkv.fusion_worker.library import gguf_file
 
-    model = gguf_file.read(parts)
     try:
-        _convert(model, into)
-    except FailedPrecondition as error:
-        raise FailedPrecondition(f"can't convert {parts[0]}: {error}") from error
+        _convert(gguf_file.read(parts), into)
     except Exception as error:  # libraries may raise anything for values that nobody expected
-        raise FailedPrecondition(f"can't convert {parts[0]}: {first_line(error)}") from error
+        why = str(error) if isinstance(error, FailedPrecondition) else first_line(error)
+        # It quotes keys and values of the file.
+        raise FailedPrecondition(printable(f"can't convert {parts[0]}: {why}")) from error
 
 
 def _convert(model: Any, into: Path) -> None:

@@ -1,7 +1,6 @@
 """Reads GGUF files, whole or split: metadata and tensors, with every length bounded by the file's bytes."""
 
 import hashlib
-import mmap
 import re
 import struct
 from collections.abc import Sequence
@@ -19,7 +18,6 @@ _NAMED = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})")
 # struct's formats of the metadata's value types; 8 is a string, 9 an array.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_LONGEST_NAME = 1000
 _ALIGNMENT = "general.alignment"
 
 
@@ -92,145 +90,107 @@ def read(parts: Sequence[Path]) -> GgufModel:
     """
     metadata: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
-    stated: dict[Path, Any] = {}
+    counts = list[int]()
     for index, part in enumerate(parts):
         check_fetched(part)
-        with part.open("rb") as stream:
-            mapped: Any = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) if stream.seek(0, 2) else b""
         try:
-            parsed = parse(np.frombuffer(mapped, dtype=np.uint8))
+            parsed = parse(np.asarray(np.memmap(part, mode="r")))
+            stated, number = (_number(parsed.metadata, f"split.{key}", 0) for key in ("count", "no"))
+            counts.append(_number(parsed.metadata, "split.tensors.count", -1))
         except ValueError as error:
-            raise FailedPrecondition(f"{part} is not a GGUF file, or is damaged: {error}") from error
-        _check_place(part, parsed.metadata, index, len(parts))
+            raise FailedPrecondition(f"{part.name} is not a GGUF file, or is damaged: {error}") from error
+        if (max(1, stated), number) != (len(parts), index):
+            raise FailedPrecondition(
+                f"{part.name} holds part {number + 1} of {max(1, stated)} (split.no, split.count), but is not named "
+                "so: give all parts their names, NAME-00001-of-00003.gguf, and put them into one folder"
+            )
         described = {key: value for key, value in parsed.metadata.items() if not key.startswith("split.")}
         for key, value in described.items():
             if index and key != _ALIGNMENT and not np.array_equal(metadata.get(key, ""), value):
                 raise FailedPrecondition(
-                    f"{part} has another {key} than {parts[0].name}: they are of different models"
+                    f"{part.name} has another {key} than {parts[0].name}: they are of different models"
                 )
         metadata = metadata or described
         if twice := tensors.keys() & parsed.tensors:
-            raise FailedPrecondition(f"{part} holds tensor {min(twice)}, which an earlier part holds too")
+            raise FailedPrecondition(f"{part.name} holds tensor {min(twice)}, which an earlier part holds too")
         tensors |= parsed.tensors
-        stated[part] = parsed.metadata.get("split.tensors.count")
-    for part, count in stated.items():
-        if count not in (None, len(tensors)):
-            raise FailedPrecondition(
-                f"{part} says that the model has {count} tensors (split.tensors.count), but there are {len(tensors)} "
-                f"in its {len(parts)} part(s)"
-            )
+    if wrong := {*counts} - {-1, len(tensors)}:
+        raise FailedPrecondition(
+            f"a part says that the model has {min(wrong)} tensors (split.tensors.count), but all hold {len(tensors)}"
+        )
     return GgufModel(metadata, tensors)
 
 
-def _check_place(part: Path, metadata: dict[str, Any], index: int, count: int) -> None:
-    """Raises FailedPrecondition unless a part's metadata says what its name says."""
-    stated, number = metadata.get("split.count", 0), metadata.get("split.no", 0)
-    if not (isinstance(stated, int) and isinstance(number, int)):
-        raise FailedPrecondition(
-            f"{part} has split.count = {stated!r} and split.no = {number!r}, which are no numbers"
-        )
-    if (max(1, stated), number) == (count, index):
-        return
-    if stated in (0, 1):
-        raise FailedPrecondition(f"{part} is named as part {index + 1} of {count}, but says that it is whole")
-    raise FailedPrecondition(
-        f"{part} holds part {number + 1} of {stated} (split.no, split.count), but is not named so: give all parts "
-        f"their names, this one NAME-{number + 1:05}-of-{stated:05}.gguf, and put them into one folder"
-    )
+def _number(metadata: dict[str, Any], key: str, default: int) -> int:
+    value = metadata.get(key, default)
+    if type(value) is not int:
+        raise ValueError(f"{key} is {value!r}, no number")
+    return value
 
 
 class _Cursor:
-    """Takes values from a file's bytes, front to back. Raises ValueError behind the end."""
+    """Takes values from a file's bytes, front to back. Raises ValueError behind the end, before it takes memory."""
 
     def __init__(self, data: np.ndarray) -> None:
         self._data, self.at = data, 0
 
-    @property
-    def left(self) -> int:
-        return len(self._data) - self.at
-
-    def take(self, size: int, what: str) -> np.ndarray:
-        if size > self.left:
-            raise ValueError(f"{what} at byte {self.at} takes {size} bytes, and the file ends after {self.left}")
-        self.at += size
-        return self._data[self.at - size : self.at]
-
-    def number(self, form: str, what: str) -> Any:
-        return struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}"), what).data)[0]
-
-    def count(self, form: str, size: int, what: str) -> int:
-        """A number of things of at least `size` bytes each that follow."""
-        number: int = self.number(form, what)
-        if number * size > self.left:
-            raise ValueError(f"{what} is {number}, and the file ends {self.left} bytes later")
-        return number
-
-    def text(self, what: str) -> str:
-        taken = self.take(self.count("Q", 1, f"the length of {what}"), what).tobytes()
+    def take(self, form: str) -> tuple[Any, ...]:
+        """Values in a format of struct."""
         try:
-            return taken.decode()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{what} is not UTF-8") from error
+            found = struct.unpack_from(f"<{form}", self._data, self.at)
+        except struct.error as error:
+            raise ValueError(f"what begins at byte {self.at} ends behind the file") from error
+        self.at += struct.calcsize(f"<{form}")
+        return found
 
-    def name(self, what: str) -> str:
-        """Of a key or a tensor; errors show it in a terminal."""
-        name = self.text(what)
-        if not name.isprintable() or len(name) > _LONGEST_NAME:
-            raise ValueError(f"{what} at byte {self.at} is no name: {name[:50]!r}")
-        return name
+    def text(self) -> str:
+        (size,) = self.take("Q")
+        text: bytes = self.take(f"{size}s")[0]
+        return text.decode()
 
-    def value(self, kind: int, what: str) -> Any:
+    def value(self) -> Any:
+        (kind,) = self.take("I")
         if kind == _STRING:
-            return self.text(what)
-        if kind in _SCALARS:
-            return self.number(_SCALARS[kind], what)
+            return self.text()
         if kind != _ARRAY:
-            raise ValueError(f"{what} has the unknown type {kind}")
-        kind = self.number("I", what)
+            return self.take(_form(kind))[0]
+        kind, size = self.take("IQ")
         if kind == _STRING:
-            return [self.text(what) for _ in range(self.count("Q", 8, f"the length of {what}"))]
-        if kind not in _SCALARS:
-            raise ValueError(f"{what} is an array of the unknown type {kind}")
-        form = np.dtype(f"<{_SCALARS[kind]}" if kind != 7 else "?")
-        size = self.count("Q", form.itemsize, f"the length of {what}")
-        return self.take(size * form.itemsize, what).view(form)
+            return [self.text() for _ in range(size)]
+        return np.array(self.take(f"{size}{_form(kind)}"))
+
+
+def _form(kind: int) -> str:
+    if kind not in _SCALARS:
+        raise ValueError(f"a value has the unknown type {kind}")
+    return _SCALARS[kind]
 
 
 def parse(data: np.ndarray) -> GgufModel:
     """Reads the bytes of one file, `[bytes]` of uint8. Raises ValueError if they make no sense."""
     cursor = _Cursor(data)
-    if bytes(cursor.take(4, "the magic number")) != b"GGUF":
-        raise ValueError("it does not begin with GGUF")
-    version = cursor.number("I", "the version")
-    if version not in (2, 3):
-        raise ValueError(f"its version is {version}; versions 2 and 3 of little-endian machines can be read")
-    # A tensor's name, shape, type and offset take at least 32 bytes, and a key with its value 13.
-    tensor_count = cursor.count("Q", 32, "the number of tensors")
+    magic, version, tensor_count, key_count = cursor.take("4sIQQ")
+    if magic != b"GGUF" or version not in (2, 3):
+        raise ValueError("it does not begin with GGUF and a version of 2 or 3")
     metadata: dict[str, Any] = {}
-    for _ in range(cursor.count("Q", 13, "the number of keys")):
-        key = cursor.name("a key")
+    for _ in range(key_count):
+        key = cursor.text()
         if key in metadata:
             raise ValueError(f"it has {key} twice")
-        metadata[key] = cursor.value(cursor.number("I", f"the type of {key}"), key)
-    entries = [_entry(cursor) for _ in range(tensor_count)]
-    alignment = metadata.get(_ALIGNMENT, 32)
-    if not isinstance(alignment, int) or alignment < 1 or alignment & alignment - 1:
-        raise ValueError(f"{_ALIGNMENT} is {alignment!r}, not a power of two")
+        metadata[key] = cursor.value()
+    entries = []
+    for _ in range(tensor_count):
+        name, (dimensions,) = cursor.text(), cursor.take("I")
+        shape = cursor.take(f"{dimensions}Q")
+        entries.append((name, shape[::-1], *cursor.take("IQ")))
+    if (alignment := _number(metadata, _ALIGNMENT, 32)) < 1:
+        raise ValueError(f"{_ALIGNMENT} is {alignment}")
     start = -(-cursor.at // alignment) * alignment
     return GgufModel(metadata, _tensors(entries, data[start:]))
 
 
-def _entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-    """Name, shape with the outermost dimension first, ggml type, and offset of a tensor."""
-    name = cursor.name("the name of a tensor")
-    dimensions = cursor.number("I", f"the number of dimensions of {name}")
-    if not 1 <= dimensions <= 4:
-        raise ValueError(f"{name} has {dimensions} dimensions")
-    shape = tuple(cursor.number("Q", f"the shape of {name}") for _ in range(dimensions))
-    return name, shape[::-1], cursor.number("I", f"the type of {name}"), cursor.number("Q", f"the offset of {name}")
-
-
 def _tensors(entries: Sequence[tuple[str, tuple[int, ...], int, int]], data: np.ndarray) -> dict[str, Tensor]:
+    """entries: name, shape with the outermost dimension first, ggml type and offset of each tensor."""
     from gguf import GGML_QUANT_SIZES
 
     sizes: dict[int, tuple[int, int]] = {int(kind): size for kind, size in GGML_QUANT_SIZES.items()}
@@ -241,7 +201,7 @@ def _tensors(entries: Sequence[tuple[str, tuple[int, ...], int, int]], data: np.
         if kind not in sizes:
             raise ValueError(f"{name} has the type {kind}, which this version of the package gguf does not know")
         block, block_bytes = sizes[kind]
-        if not prod(shape) or shape[-1] % block:
+        if not shape or not prod(shape) or shape[-1] % block:
             raise ValueError(f"{name} has the shape {list(shape)}, which its type can't have")
         size = prod(shape) // block * block_bytes
         if name in tensors or offset < end or offset + size > len(data):

@@ -58,27 +58,26 @@ def refusal(file: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     ("architecture", "model_type", "config", "also"),
     [
-        ("llama", "llama", {"attention_bias": True}, {}),
-        ("llama", "llama", {"head_dim": 24, "mlp_bias": True}, {}),
-        ("llama", "llama", {"rms_norm_eps": 0.3}, {"llama.vocab_size": None}),
+        ("llama", "llama", {"attention_bias": True, "tie_word_embeddings": True}, {}),
+        ("llama", "llama", {"head_dim": 24, "mlp_bias": True}, {"llama.vocab_size": None}),
         ("llama", "llama", {"num_key_value_heads": HEADS}, {"llama.attention.head_count_kv": None}),
-        ("llama", "llama", {}, {"llama.attention.key_length": None, "llama.rope.freq_base": None}),
-        ("qwen2", "qwen2", {}, {}),
+        ("llama", "llama", {"rms_norm_eps": 0.3}, {"llama.attention.key_length": None, "llama.rope.freq_base": None}),
+        ("qwen2", "qwen2", {"tie_word_embeddings": True}, {}),
         ("qwen3", "qwen3", {"head_dim": 32}, {}),
-        ("gemma3", "gemma3_text", {"num_hidden_layers": 7, "sliding_window": 40, "query_pre_attn_scalar": 16}, {}),
+        (
+            "gemma3",
+            "gemma3_text",
+            {"num_hidden_layers": 7, "sliding_window": 40, "query_pre_attn_scalar": 16}
+            | {"rope_parameters": {"full_attention": {"rope_type": "default"} | THETA}},
+            {"gemma3.attention.sliding_window": 40},
+        ),
     ],
 )
-def test_every_family_and_size(
-    architecture: str, model_type: str, config: Any, also: Any, tied: bool, tmp_path: Path
-) -> None:
-    if model_type == "gemma3_text":
-        config = config | {"rope_parameters": {"full_attention": {"rope_type": "default"} | THETA}}
-        also = {"gemma3.attention.sliding_window": 40}
-    network = network_of(model_type, **config, tie_word_embeddings=tied)
+def test_every_family_and_size(architecture: str, model_type: str, config: Any, also: Any, tmp_path: Path) -> None:
+    network = network_of(model_type, **config)
     file = gguf_files.write(tmp_path / "some.gguf", architecture, also=also, made_of=network)
     check_same(file, network)
     assert models.load(resolve(file), "cpu").family == model_type
@@ -93,6 +92,7 @@ def test_gemmas_own_keys(tmp_path: Path) -> None:
         num_hidden_layers=4,
         sliding_window=40,
         query_pre_attn_scalar=100,
+        tie_word_embeddings=True,
         layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
         rope_parameters={"full_attention": rope, "sliding_attention": local},
     )
@@ -111,13 +111,10 @@ def test_gemmas_own_keys(tmp_path: Path) -> None:
 
 ROPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "yarn": ({"type": "yarn", "factor": 4.0, "original_context_length": 128}, YARN),
-    "yarn, betas": (
-        {"type": "yarn", "factor": 4.0, "original_context_length": 128, "yarn_beta_fast": 8.0, "yarn_beta_slow": 2.0},
-        YARN | {"beta_fast": 8.0, "beta_slow": 2.0},
-    ),
-    "yarn, attention": (
-        {"type": "yarn", "factor": 4.0, "original_context_length": 128, "attn_factor": 1.5, "finetuned": True},
-        YARN | {"attention_factor": 1.5 * (0.1 * math.log(4) + 1)},
+    "yarn, all": (
+        {"type": "yarn", "factor": 4.0, "original_context_length": 128, "yarn_beta_fast": 8.0, "yarn_beta_slow": 2.0}
+        | {"attn_factor": 1.5, "finetuned": True},
+        YARN | {"beta_fast": 8.0, "beta_slow": 2.0, "attention_factor": 1.5 * (0.1 * math.log(4) + 1)},
     ),
     "yarn, original length unsaid": (
         {"type": "yarn", "factor": 4.0},
@@ -125,25 +122,19 @@ ROPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "linear": ({"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0} | THETA),
     "a factor without a type": ({"factor": 4.0}, {"rope_type": "linear", "factor": 4.0} | THETA),
+    "the old name of linear": ({"scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0} | THETA),
     "none": ({"type": "none", "factor": 4.0}, {"rope_type": "default"} | THETA),
-    "linear by 1": ({"type": "linear", "factor": 1.0}, {"rope_type": "default"} | THETA),
 }
 
 
 @pytest.mark.parametrize("name", ROPES)
 def test_rope_scaling(name: str, tmp_path: Path) -> None:
     said, rope = ROPES[name]
-    also = {f"llama.rope.scaling.{key}": value for key, value in said.items()}
+    also = {f"llama.rope.{key if key == 'scale_linear' else f'scaling.{key}'}": value for key, value in said.items()}
     check_same(gguf_files.write(tmp_path / "some.gguf", also=also), network_of("llama", rope_parameters=rope))
 
 
-def test_the_old_name_of_linear_scaling(tmp_path: Path) -> None:
-    rope = {"rope_type": "linear", "factor": 4.0} | THETA
-    file = gguf_files.write(tmp_path / "some.gguf", also={"llama.rope.scale_linear": 4.0})
-    check_same(file, network_of("llama", rope_parameters=rope))
-
-
-@pytest.mark.parametrize("original", [64, 100, 128, 400])
+@pytest.mark.parametrize("original", [100, 400])
 def test_llama3_comes_as_a_tensor_of_factors(original: int, tmp_path: Path) -> None:
     network = network_of("llama", rope_parameters=LLAMA3 | {"original_max_position_embeddings": original})
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](network.config)
@@ -167,51 +158,32 @@ def test_factors_of_any_kind(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, Any] = {
-    "llama.rope.scaling.type": ["longrope", "dynamic", 3],
-    "llama.rope.scaling.factor": [-2.0, math.nan, math.inf, "4"],
+    "llama.rope.scaling.type": ["longrope", 3],
+    "llama.rope.scaling.factor": [-2.0, math.nan],
     "llama.rope.scaling.attn_factor": [1.5],
     "llama.rope.scaling.yarn_ext_factor": [0.5],
-    "llama.rope.scaling.yarn_log_multiplier": [0.1],
-    "llama.rope.scaling.alpha": [1000.0],
-    "llama.rope.freq_base": [0.0, math.nan],
-    "llama.rope.freq_base_swa": [10000.0],
+    "llama.rope.freq_base": [0.0],
     "llama.rope.dimension_count": [8],
-    "llama.rope.dimension_sections": [[4, 4, 0, 0]],
     "llama.attention.sliding_window": [256],
     "llama.attention.scale": [0.1],
     "llama.attention.value_length": [24],
     "llama.attention.causal": [False],
-    "llama.attention.clamp_kqv": [8.0],
-    "llama.attention.max_alibi_bias": [8.0],
-    "llama.attention.head_count": [0, [4, 4], 4.0, True],
-    "llama.attention.head_count_kv": [[2, 4]],
-    "llama.attention.layer_norm_epsilon": [1e-5],
-    "llama.attn_logit_softcapping": [50.0],
+    "llama.attention.head_count": [0, [4, 4], True],
     "llama.final_logit_softcapping": [30.0],
     "llama.expert_count": [8],
-    "llama.expert_used_count": [2],
     "llama.logit_scale": [0.5],
-    "llama.embedding_scale": [12.0],
-    "llama.residual_scale": [0.22],
-    "llama.use_parallel_residual": [True],
     "llama.block_count": [1 << 31],
     "llama.vocab_size": [300],
     "llama.something_new": [0],
     "qwen2.rope.scaling.type": ["yarn"],
-    "clip.projector_type": ["mlp"],
-    "general.type": ["adapter", "mmproj"],
+    "general.type": ["adapter"],
     "general.quantization_version": [1],
-    "general.architecture": ["bert", 3],
-    "tokenizer.ggml.model": ["bert", "t5"],
-    "tokenizer.ggml.pre": ["default", "something-new"],
+    "general.architecture": ["bert"],
+    "tokenizer.ggml.model": ["bert"],
+    "tokenizer.ggml.pre": ["something-new"],
     "tokenizer.ggml.add_eos_token": [True],
-    "tokenizer.ggml.add_space_prefix": [True],
-    "tokenizer.ggml.remove_extra_whitespaces": [True],
     "tokenizer.ggml.eos_token_id": [len(TOKENS), "2"],
-    "tokenizer.ggml.precompiled_charsmap": [[1, 2, 3]],
     "tokenizer.ggml.something_new": [1],
-    "tokenizer.ggml.token_type": [[1, 1]],
-    "tokenizer.ggml.merges": [["h e x"], ["h 東"]],
 }
 
 
@@ -224,14 +196,7 @@ def test_what_changes_the_computation_and_cannot_be_said_otherwise(key: str, val
         assert f"{key} = {said!r}: " in told
 
 
-REQUIRED = (
-    *("llama.block_count", "llama.context_length", "llama.embedding_length", "llama.feed_forward_length"),
-    *("llama.attention.head_count", "llama.attention.layer_norm_rms_epsilon"),
-    *("tokenizer.ggml.tokens", "tokenizer.ggml.pre"),
-)
-
-
-@pytest.mark.parametrize("key", REQUIRED)
+@pytest.mark.parametrize("key", ["llama.block_count", "tokenizer.ggml.tokens"])
 def test_keys_that_are_missing(key: str, tmp_path: Path) -> None:
     assert f"it lacks {key}" in refusal(gguf_files.write(tmp_path / "some.gguf", also={key: None}))
 
@@ -264,13 +229,9 @@ def names(file: Path) -> list[str]:
     return [tensor.name for tensor in GGUFReader(file).tensors]
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
-def test_no_tensor_may_be_missing_or_left_over(architecture: str, tmp_path: Path) -> None:
-    network = network_of({"gemma3": "gemma3_text"}.get(architecture, architecture), num_hidden_layers=1)
-    also = {"gemma3.attention.sliding_window": 40} if architecture == "gemma3" else {}
-    said: dict[str, Any] = {"family": architecture, "also": also, "made_of": network}
-    whole = names(gguf_files.write(tmp_path / "whole.gguf", **said))
-    for name in whole:
+def test_no_tensor_may_be_missing_or_left_over(tmp_path: Path) -> None:
+    said: dict[str, Any] = {"made_of": network_of("llama", num_hidden_layers=1)}
+    for name in names(gguf_files.write(tmp_path / "whole.gguf", **said)):
         file = gguf_files.write(tmp_path / "some.gguf", **said, tensors={name: None})
         if name == "output.weight":
             assert converted(file).config.tie_word_embeddings
@@ -278,51 +239,40 @@ def test_no_tensor_may_be_missing_or_left_over(architecture: str, tmp_path: Path
         else:
             assert name in refusal(file)
     some = np.zeros(HIDDEN, np.float32)
-    more = ("blk.0.attn_k.something", "blk.1.attn_norm.weight", "blk.0.attn_output.bias", "rope_factors_long.weight")
-    for name in more:
+    for name in ("blk.0.attn_k.something", "blk.1.attn_norm.weight", "blk.0.attn_output.bias"):
         assert name in refusal(gguf_files.write(tmp_path / "some.gguf", **said, tensors={name: some}))
     wrong = np.zeros((HIDDEN, 95), np.float32)
     told = refusal(gguf_files.write(tmp_path / "some.gguf", **said, tensors={"blk.0.ffn_down.weight": wrong}))
     assert "blk.0.ffn_down.weight has the shape [64, 95]" in told
 
 
-def test_two_conversions_are_the_same(tmp_path: Path) -> None:
+def test_two_conversions_are_the_same_and_kept_for_their_converter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = gguf_files.write(tmp_path / "some.gguf")
-    digests = set()
-    for name in ("first", "second"):
-        (tmp_path / name).mkdir()
-        conversion.convert([file], tmp_path / name)
-        digests.add(cache.fingerprint(tmp_path / name))
-    assert len(digests) == 1
-
-
-def test_a_conversion_is_kept_for_its_converter_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = gguf_files.write(tmp_path / "some.gguf")
-    first = resolve(file)
-    assert resolve(file) == first
-    monkeypatch.setattr(conversion, "VERSION", conversion.VERSION + 1)
-    second = resolve(file)
-    assert second != first
+    found = [resolve(file)]
+    assert resolve(file) == found[0]
     installed = conversion.importlib.metadata.version
     for package in ("transformers", "gguf"):
-        other = {package: "9"}
-        with monkeypatch.context() as patch:
-            versions = lambda name, other=other: other.get(name) or installed(name)  # noqa: E731
-            patch.setattr(conversion.importlib.metadata, "version", versions)
-            assert resolve(file) not in (first, second)
+        monkeypatch.setattr(
+            conversion.importlib.metadata, "version", lambda name, p=package: "9" if name == p else installed(name)
+        )
+        found.append(resolve(file))
+    monkeypatch.setattr(conversion, "VERSION", conversion.VERSION + 1)
+    found.append(resolve(file))
+    assert len({*found}) == 4
+    assert len({cache.fingerprint(directory) for directory in found}) == 1
 
 
-@pytest.mark.parametrize("named", [1, 2, 3])
-def test_a_split_file_is_read_whole(named: int, tmp_path: Path) -> None:
-    """Its head is in the last part."""
+def test_a_split_file_is_read_whole(tmp_path: Path) -> None:
+    """Whichever part is named. Its head is in the last one."""
     first = gguf_files.write(tmp_path / "some.gguf", parts=3)
     assert "output.weight" not in names(first)
-    part = first.with_name(f"some-{named:05}-of-00003.gguf")
-    directory = resolve(part)
-    check_same(part, network_of("llama"))
+    directory = resolve(first)
+    check_same(first.with_name("some-00003-of-00003.gguf"), network_of("llama"))
     assert directory.name == "some"
+    assert directory == resolve(first.with_name("some-00002-of-00003.gguf"))
     assert cache.fingerprint(directory) == cache.fingerprint(resolve(gguf_files.write(tmp_path / "whole.gguf")))
-    assert directory == resolve(first), "whichever part is named"
 
 
 def test_links_to_the_parts_of_a_split_file(tmp_path: Path) -> None:
@@ -346,16 +296,15 @@ def other_model(folder: Path) -> None:
     ("spoil", "told"),
     [
         (lambda f: (f / "some-00002-of-00003.gguf").unlink(), r"lacks some-00002-of-00003\.gguf: put all parts"),
-        (lambda f: (f / "some-00003-of-00003.gguf").unlink(), r"lacks some-00003-of-00003\.gguf"),
         (lambda f: shutil.copy(f / "some-00002-of-00003.gguf", f / "some-00003-of-00003.gguf"), "holds part 2 of 3"),
         (other_model, "holds part 2 of 3"),
         (
             lambda f: gguf_files.write(f / "some-00001-of-00003.gguf"),
-            "named as part 1 of 3, but says that it is whole",
+            "holds part 1 of 1 .*, but is not named so",
         ),
         (lambda f: (f / "some-00003-of-00003.gguf").write_bytes(b"GGUF"), "some-00003.* is damaged"),
     ],
-    ids=["second missing", "last missing", "second twice", "of another model", "whole", "damaged"],
+    ids=["second missing", "second twice", "of another model", "whole", "damaged"],
 )
 def test_split_files_that_are_refused(spoil: Any, told: str, tmp_path: Path) -> None:
     gguf_files.write(tmp_path / "some.gguf", parts=3)
@@ -447,13 +396,11 @@ def test_a_tokenizer_of_pieces(tmp_path: Path) -> None:
     assert with_prefix("h").input_ids == [1, last]
     also["tokenizer.ggml.add_space_prefix"] = False
     assert template_of(gguf_files.write(tmp_path / "some.gguf", also=also))("h").input_ids == [1, last - 1]
-    also["tokenizer.ggml.scores"] = [0.0]
-    assert "tokenizer.ggml.scores has 1 values" in refusal_of(tmp_path, also)
-
-
-def refusal_of(folder: Path, also: Any) -> str:
-    shutil.rmtree(cache.root())
-    return refusal(gguf_files.write(folder / "some.gguf", also=also))
+    # Numbers of other counts than the tokens', and pairs of what is no token.
+    for wrong in ({"scores": [0.0]}, {"token_type": [1, 1]}, {"merges": ["h x"]}):
+        shutil.rmtree(cache.root())
+        spoilt = also | {f"tokenizer.ggml.{key}": value for key, value in wrong.items()}
+        refusal(gguf_files.write(tmp_path / "some.gguf", also=spoilt))
 
 
 def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
@@ -482,18 +429,13 @@ U32 = np.array([9, 4], "<u4").tobytes()  # an array of 32-bit numbers
     "data",
     [
         b"",
-        b"GGUF",
         hostile(1 << 60, 0, tail=bytes(70)),
         hostile(0, 1 << 60, tail=bytes(70)),
         hostile(0, 1, tail=np.array([1 << 62], "<u8").tobytes() + bytes(70)),
         hostile(0, 1, tail=KEY + U32 + np.array([1 << 40], "<u8").tobytes() + bytes(33)),
         hostile(0, 1, tail=KEY + np.array([9, 9], "<u4").tobytes() + bytes(53)),
-        hostile(
-            0, 1, tail=KEY + np.array([9, 8], "<u4").tobytes() + np.array([6, 1 << 61], "<u8").tobytes() + bytes(50)
-        ),
         hostile(1, 0, tail=KEY + np.array([1 << 31], "<u4").tobytes() + bytes(60)),
         hostile(1, 0, tail=KEY + np.array([4], "<u4").tobytes() + np.full(4, 1 << 62, "<u8").tobytes() + bytes(60)),
-        hostile(1, 0, tail=KEY + np.array([1, 0], "<u4").tobytes() + bytes(60)),
     ],
 )
 def test_counts_beyond_the_end_of_a_file(data: bytes, tmp_path: Path) -> None:
@@ -524,10 +466,8 @@ def test_tensors_that_share_their_bytes(tmp_path: Path) -> None:
 
 
 def test_names_that_would_reach_a_terminal(tmp_path: Path) -> None:
-    for also, tensors in (({"general.\x1b[31mname": "x"}, {}), ({}, {"blk.0.\nsome": np.zeros(1, np.float32)})):
-        told = refusal(gguf_files.write(tmp_path / "some.gguf", also=also, tensors=tensors))
-        assert "is no name: " in told
-        assert told.isprintable()
+    for also, tensors in (({"llama.\x1b[31mname": "x"}, {}), ({}, {"blk.0.\nsome": np.zeros(1, np.float32)})):
+        assert refusal(gguf_files.write(tmp_path / "some.gguf", also=also, tensors=tensors)).isprintable()
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0"])
