@@ -98,15 +98,9 @@ def test_weights_of_four_bits(tmp_path: Path) -> None:
             {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"},
             "awq, which needs pip install nowhere",
         ),
-        (
-            {"quant_method": "compressed-tensors"},
-            "by 'compressed-tensors'; supported methods: awq, bitsandbytes, fp8",
-        ),
         ({"bits": 4}, "by None; supported methods"),
-        ([4], "by None; supported methods"),
         ({**FP8, "kv_cache_scheme": {}}, "by fp8, with the key 'kv_cache_scheme', which transformers ignores"),
         ({"quant_method": "fp8", "load_in_8bit": True}, "8 bits, with which tokens change the products of other"),
-        ({"quant_method": "fp8", "_load_in_8bit": True}, "8 bits, with which tokens change the products of other"),
         ({**FP8, "fmt": "e5m2"}, "with the format 'e5m2', which transformers takes for e4m3"),
     ],
 )
