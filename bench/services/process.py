@@ -1,36 +1,62 @@
-"""Runs a service as a process, with the first reference model; and what a process computes."""
+"""Runs servers as processes; and what a process computes."""
 
-import shlex
+import os
+import re
+import socket
 import subprocess
-import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-MODEL = min(file.parent for file in (ROOT / "models").glob("*/config.json"))
+from fusionkv.protos.runtime.process import listens
+
+_START_SECONDS = 60.0
 
 
-@contextmanager
-def running(
-    module: str, *flags: str, listen: str = "127.0.0.1:0", env: Mapping[str, str] | None = None
-) -> Iterator[tuple[list[str], int]]:
-    """Runs a service until SIGTERM at the end; yields its addresses and process id.
+class Process:
+    """A server process, whose output goes to a file in the folder."""
 
-    Raises:
-        OSError: it ended before it served.
-    """
-    command = [sys.executable, "-P", "-m", f"fusionkv.{module}", "--listen", listen, *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env) as process:
-        assert process.stdout is not None
+    def __init__(self, folder: Path, *command: str, env: Mapping[str, str] | None = None) -> None:
+        """env: environment variables besides this process's."""
+        self._command = command
+        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as out:
+            self._log = Path(out.name)
+            given = {**os.environ, **(env or {})}
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=given)
+        self.pid = self._process.pid
+
+    @property
+    def addresses(self) -> list[str]:
+        """Addresses of a service of ours, from its output, once it serves. Raises OSError if it does not start."""
+        self._wait(lambda: re.search(r" serving on .*\n", self._log.read_text()) is not None)
+        return self._log.read_text().partition(" serving on ")[2].partition("\n")[0].split()
+
+    def listens(self, port: int, seconds: float = _START_SECONDS) -> "Process":
+        """Waits until something listens at the port. Raises OSError if nothing does."""
+        self._wait(lambda: listens(f"127.0.0.1:{port}"), seconds)
+        return self
+
+    def stop(self) -> None:
+        self._process.terminate()
         try:
-            line = next((line for line in process.stdout if " serving on " in line), "")
-            if not line:
-                raise OSError(f"{module} did not start; to see why, run {shlex.join(command)}")
-            yield shlex.split(line.partition(" serving on ")[2]), process.pid
-        finally:
-            process.terminate()
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:  # a peer that hangs
+            self._process.kill()
+            self._process.wait()
+
+    def _wait(self, ready: Callable[[], bool], seconds: float = _START_SECONDS) -> None:
+        end = time.monotonic() + seconds
+        while not ready():
+            if self._process.poll() is not None or time.monotonic() > end:
+                raise OSError(f"{self._command[0]} did not start:\n{self._log.read_text()}")
+            time.sleep(0.02)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def cpu_seconds(pid: int) -> float:

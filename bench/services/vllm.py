@@ -1,4 +1,4 @@
-"""Time to first token with real passages: vLLM alone, with LMCache, with FusionKV in two ways, and FusionKV alone.
+"""Time to first token with real passages: vLLM alone, with FusionKV in two ways, and FusionKV alone.
 
 Each prompt has a question and eight passages. It is asked once (cold), again (same order), with its passages in
 another order, and with half of them replaced by passages of earlier prompts (other neighbours). All systems get the
@@ -29,7 +29,7 @@ import aiohttp
 from rich.progress import Progress
 
 from fusionkv.bench import command
-from fusionkv.bench.cache.peers import Process, free_port
+from fusionkv.bench.services.process import Process, free_port
 from fusionkv.bench.worker.passages import questions
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.fusion_worker.evaluate.command import run as run_command
@@ -210,19 +210,6 @@ class Servers:
         self.start(*command, **env).listens(port, _START_SECONDS)
         return f"http://127.0.0.1:{port}"
 
-    def lmcache(self) -> dict[str, Any]:
-        """Starts an LMCache server in multiprocess mode; returns the configuration of its connector.
-
-        Raises RuntimeError on a CPU, where vLLM with this connector never answers.
-        """
-        if not on_gpu():
-            raise RuntimeError("vLLM does not start with LMCache's connector on a CPU")
-        port = free_port()
-        flags = ("--host", "127.0.0.1", "--port", str(port), "--l1-size-gb", "4", "--eviction-policy", "LRU")
-        self.start(str(VLLM), "-P", "-m", "lmcache.v1.multiprocess.server", *flags).listens(port, 60.0)
-        more = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
-        return {"kv_connector": "LMCacheMPConnector", "kv_connector_extra_config": more}
-
     def fusionkv(self, cache: str, pool_bytes: int = 0, **more: Any) -> dict[str, Any]:
         """The configuration of FusionKV's connector.
 
@@ -283,12 +270,6 @@ class Bench:
         with self._servers() as s:
             async with over_http(s.vllm(None), self._vocabulary) as ask:
                 await self._measure("vllm prefix cache", ask)
-        try:
-            with self._servers() as s:
-                async with over_http(s.vllm(s.lmcache()), self._vocabulary) as ask:
-                    await self._measure("lmcache in vllm", ask)
-        except (RuntimeError, OSError, aiohttp.ClientError) as error:
-            print(f"lmcache in vllm is not measured: {error or type(error).__name__}", file=sys.stderr)
 
     async def _reference(self, ask: Ask) -> None:
         different = list(dict.fromkeys(prompt for cases in self._asked for prompt in cases.values()))
@@ -349,4 +330,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command("vllm", main, RuntimeError))
+    sys.exit(run_command("vllm", main))

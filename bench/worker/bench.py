@@ -1,4 +1,4 @@
-"""TTFT by prompt length: recipes against full attention in the same run, and the ideal by operations.
+"""TTFT by prompt length: recipes against full attention in the same run.
 
 A real model answers over real passages; `--model shape` and `--model shape-7b` use random weights of the shapes of
 Qwen2.5-0.5B and Qwen2.5-7B, and random tokens, instead. Chunks come from a real cache service over a unix socket, and
@@ -10,12 +10,11 @@ import argparse
 import asyncio
 import itertools
 import random
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ from rich.progress import Progress
 
 from fusionkv.bench import command
 from fusionkv.bench.kernels.clock import busy_ms
-from fusionkv.bench.services.process import running
+from fusionkv.bench.services.process import Process
 from fusionkv.bench.worker.passages import Passages
 from fusionkv.bench.worker.shapes import SHAPES, build
 from fusionkv.fusion_worker import models
@@ -42,11 +41,10 @@ from fusionkv.fusion_worker.prompt import Prompt
 from fusionkv.fusion_worker.quality.verdict import PRIMED
 from fusionkv.fusion_worker.request import Request
 from fusionkv.fusion_worker.servicer import FusionServicer
-from fusionkv.protos.answer.v1.answer_pb2 import Explanation
 from fusionkv.protos.contract.recipes import find_recipe
 
 CHUNK = 512
-COLUMNS = ("name", "context", "r", "baseline_s", "value_s", "resident_s", "ratio", "mean_position", "ideal")
+COLUMNS = ("name", "context", "r", "baseline_s", "value_s", "resident_s", "ratio")
 # On a busy machine, a slow cache must not count as a failed one.
 PATIENT: dict[str, Any] = {"lookup_timeout": 60.0, "fetch_timeout": 60.0, "cache_seconds": 120.0}
 # Recipe and ratio of each row; full_attention is the baseline of the same run.
@@ -54,33 +52,17 @@ _DEFAULT = (PRIMED.recipe, PRIMED.ratio)
 ROWS = (("full_reuse", 0.0), ("epic", 0.15), ("cacheblend", 0.15), ("prophetkv", 0.15), _DEFAULT)
 
 
-def cache_service(
-    directory: str, memory_bytes: int, disk_bytes: int = 8 << 30
-) -> AbstractContextManager[tuple[list[str], int]]:
-    """Runs a cache service with these tiers; as `running`."""
-    flags = ("--data-dir", f"{directory}/kv", "--memory-bytes", str(memory_bytes), "--disk-bytes", str(disk_bytes))
-    return running("kvcache_service", *flags, listen=f"unix:{directory}/cache.sock")
-
-
-def ideal(model: models.Model, prompt: Prompt, chosen: Sequence[int]) -> float:
-    """Floating-point operations of full attention over those of computing only the chosen tokens and the question.
-
-    chosen: positions of the recomputed tokens; each attends to all tokens before it.
-    """
-    config = model.network.config
-    hidden, kv_width = config.hidden_size, model.kv.kv_heads * model.kv.head_dim
-    weights = config.num_hidden_layers * hidden * (2 * hidden + 2 * kv_width + 3 * config.intermediate_size)
-
-    def operations(rows: float, keys: float) -> float:
-        head_dim = config.hidden_size // config.num_attention_heads
-        attention = 4 * config.num_hidden_layers * config.num_attention_heads * head_dim * rows * keys
-        return 2 * weights * rows + attention
-
-    head = 2 * config.vocab_size * config.hidden_size
-    full = operations(prompt.tokens, prompt.tokens / 2)
-    question = operations(len(prompt.question), prompt.tokens)
-    recomputed = operations(len(chosen), statistics.mean(chosen)) if chosen else 0.0
-    return (full + head) / (recomputed + question + head)
+@contextmanager
+def cache_service(memory_bytes: int) -> Iterator[str]:
+    """Runs a cache service with a memory tier of this size, and a disk tier; yields its address."""
+    with tempfile.TemporaryDirectory() as folder:
+        tiers = ("--memory-bytes", str(memory_bytes), "--disk-bytes", "8GiB", "--data-dir", f"{folder}/kv")
+        command = (sys.executable, "-P", "-m", "fusionkv.kvcache_service", "--listen", f"unix:{folder}/cache.sock")
+        process = Process(Path(folder), *command, *tiers)
+        try:
+            yield process.addresses[0]
+        finally:
+            process.stop()
 
 
 async def bench(
@@ -97,30 +79,28 @@ async def bench(
     recipes: their names and ratios.
     """
     rows: list[dict[str, object]] = []
-    with tempfile.TemporaryDirectory() as directory:
-        pool_bytes = 3 * max(contexts) * model.kv.token_bytes
-        stored = 3 * passages.tokens * model.kv.token_bytes
-        with cache_service(directory, max(stored, 1 << 20)) as ((address,), _), Progress(console=console) as progress:
-            async with _servicer(model, address, pool_bytes) as servicer:
-                task = progress.add_task("ttft", total=len(contexts) * (1 + repeats * (1 + len(recipes))))
-                await passages.store(servicer)
-                for context in contexts:
-                    prompt = _prompt(passages, context, 0)
-                    chosen = {row: await _chosen(servicer, prompt, *row) for row in recipes}
-                    resident = {row: await first_token(servicer, prompt, *row) for row in recipes}
+    pool_bytes = 3 * max(contexts) * model.kv.token_bytes
+    stored = 3 * passages.tokens * model.kv.token_bytes
+    with cache_service(max(stored, 1 << 20)) as address, Progress(console=console) as progress:
+        async with _servicer(model, address, pool_bytes) as servicer:
+            task = progress.add_task("ttft", total=len(contexts) * (1 + repeats * (1 + len(recipes))))
+            await passages.store(servicer)
+            for context in contexts:
+                prompt = _prompt(passages, context, 0)
+                resident = {row: await first_token(servicer, prompt, *row) for row in recipes}
+                progress.advance(task)
+                pairs: dict[tuple[str, float], list[_Pair]] = {row: [] for row in recipes}
+                for _ in range(repeats):
+                    baseline = await _ttft(servicer, prompt, "full_attention", 1.0)
                     progress.advance(task)
-                    pairs: dict[tuple[str, float], list[_Pair]] = {row: [] for row in recipes}
-                    for _ in range(repeats):
-                        baseline = await _ttft(servicer, prompt, "full_attention", 1.0)
+                    for row in recipes:
+                        pairs[row].append(_Pair(baseline, await _ttft(servicer, prompt, *row)))
                         progress.advance(task)
-                        for row in recipes:
-                            pairs[row].append(_Pair(baseline, await _ttft(servicer, prompt, *row)))
-                            progress.advance(task)
-                    made = {r: _row(model, prompt, _middle(pairs[r]), resident[r], chosen[r], r) for r in recipes}
-                    if servicer.pool.kv.is_cuda and _DEFAULT in made:
-                        made[_DEFAULT]["busy_ms"] = await _busy(servicer, prompt)
-                    rows += made.values()
-                    done(rows)
+                made = {row: _row(prompt, _middle(pairs[row]), resident[row], row) for row in recipes}
+                if servicer.pool.kv.is_cuda and _DEFAULT in made:
+                    made[_DEFAULT]["busy_ms"] = await _busy(servicer, prompt)
+                rows += made.values()
+                done(rows)
     return rows
 
 
@@ -140,9 +120,7 @@ def _middle(pairs: Sequence[_Pair]) -> _Pair:
     return sorted(pairs, key=lambda pair: pair.ratio)[(len(pairs) - 1) // 2]
 
 
-def _row(
-    model: models.Model, prompt: Prompt, pair: _Pair, warm: Summary, chosen: Sequence[int], row: tuple[str, float]
-) -> dict[str, object]:
+def _row(prompt: Prompt, pair: _Pair, warm: Summary, row: tuple[str, float]) -> dict[str, object]:
     summary, seconds, (name, ratio) = pair.run, pair.run.seconds, row
     return {
         "name": name,
@@ -152,23 +130,10 @@ def _row(
         "value_s": round(seconds["ttft"], 4),
         "resident_s": round(warm.seconds["ttft"], 4),
         "ratio": round(pair.ratio, 2),
-        "ideal": round(ideal(model, prompt, chosen), 2),
-        "mean_position": round(statistics.mean(chosen)) if chosen else None,
         "stages_s": {stage: round(seconds.get(stage, 0.0), 4) for stage in ("lookup", "load", "select", "prefill")},
         "bytes_fetched": summary.prefill.loaded.bytes_fetched,
         "tokens_recomputed": summary.prefill.recomputed,
     }
-
-
-async def _chosen(servicer: FusionServicer, prompt: Prompt, name: str, ratio: float) -> list[int]:
-    """Positions of the tokens that a recipe recomputes."""
-    request = Request(prompt, find_recipe(name), ratio, SamplingParams(max_tokens=1), explained=True)
-    async with aclosing(servicer.answerer.answer(request)) as events:
-        async for event in events:
-            if isinstance(event, Explanation):
-                starts = zip(prompt.starts[1:], event.chunks, strict=True)
-                return [start + index for start, chunk in starts for index in chunk.recomputed]
-    raise RuntimeError("no explanation")
 
 
 async def _ttft(servicer: FusionServicer, prompt: Prompt, name: str, ratio: float) -> Summary:
@@ -224,8 +189,7 @@ def _lines(rows: list[dict[str, object]]) -> Iterator[list[object]]:
     for row in rows:
         stages = row["stages_s"]
         assert isinstance(stages, dict)
-        share = float(str(row["ratio"])) / float(str(row["ideal"]))
-        yield [*(row[column] for column in COLUMNS), f"{share:.0%}", *(f"{v:.3f}" for v in stages.values())]
+        yield [*(row[column] for column in COLUMNS), *(f"{seconds:.3f}" for seconds in stages.values())]
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -267,7 +231,7 @@ def main() -> None:
     started = time.perf_counter()
     rows = asyncio.run(_run(args))
     seconds = time.perf_counter() - started
-    columns = (*COLUMNS, "of ideal", "lookup", "load", "select", "prefill")
+    columns = (*COLUMNS, "lookup", "load", "select", "prefill")
     title = f"TTFT, {args.model}, {processor(args.device)} ({seconds:.0f} s)"
     command.show(command.table(title, columns, _lines(rows)))
 

@@ -6,7 +6,6 @@ Chunks are encoded and stored in a cache service: four at a time, as `ingest --p
 
 import asyncio
 import sys
-import tempfile
 import time
 
 from fusionkv.bench import command
@@ -38,19 +37,18 @@ async def measure(model: models.Model, count: int, prompt_chunks: int) -> list[d
     """Prefills prompts of `prompt_chunks` chunks in full, then encodes `count` chunks; returns one row."""
     random = model.name in {shape.name for shape in SHAPES.values()}
     passages = Passages.random(count, CHUNK) if random else await Passages.of(model, [], count)
-    with tempfile.TemporaryDirectory() as directory:
-        stored = 2 * passages.tokens * model.kv.token_bytes
-        with cache_service(directory, stored) as ((address,), _):
-            servicer = FusionServicer(WorkerConfig(cache=address, pool_bytes=stored, **PATIENT), model)
-            try:
-                starts = range(0, count - prompt_chunks + 1, prompt_chunks)
-                prompts = [passages.prompt(range(start, start + prompt_chunks), start) for start in starts]
-                await first_token(servicer, prompts[0], "full_attention", 1.0)  # warms up
-                plain = [await first_token(servicer, prompt, "full_attention", 1.0) for prompt in prompts]
-                seconds = await _encode(servicer, passages)
-                again = await first_token(servicer, prompts[0], "full_reuse", 0.0)
-            finally:
-                await servicer.close()
+    stored = 2 * passages.tokens * model.kv.token_bytes
+    with cache_service(stored) as address:
+        servicer = FusionServicer(WorkerConfig(cache=address, pool_bytes=stored, **PATIENT), model)
+        try:
+            starts = range(0, count - prompt_chunks + 1, prompt_chunks)
+            prompts = [passages.prompt(range(start, start + prompt_chunks), start) for start in starts]
+            await first_token(servicer, prompts[0], "full_attention", 1.0)  # warms up
+            plain = [await first_token(servicer, prompt, "full_attention", 1.0) for prompt in prompts]
+            seconds = await _encode(servicer, passages)
+            again = await first_token(servicer, prompts[0], "full_reuse", 0.0)
+        finally:
+            await servicer.close()
     rate = passages.tokens / seconds
     floor = sum(prompt.tokens for prompt in prompts) / sum(each.seconds["prefill"] for each in plain)
     return [

@@ -5,31 +5,25 @@ ones. Each has its own choice and order of chunks, drawn by Zipf's law from pass
 the worker's pool holds a part of them. Each system has its own worker and cache service; a prefix cache stores
 everything that it computes. The rate starts at half of a system's sequential rate, and rises until the p99 of the
 time to the first token exceeds a bound: four times that of full attention without load. Capacity is the rate where
-that happens. vLLM with its prefix cache is measured too where `make vllm` has installed it.
+that happens.
 """
 
 import argparse
 import asyncio
 import itertools
-import math
 import random
 import statistics
 import sys
-import tempfile
 import time
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import aiohttp
 from rich.console import Console
 from rich.progress import Progress
 
 from fusionkv.bench import command
-from fusionkv.bench.services import vllm
 from fusionkv.bench.worker.bench import PATIENT, cache_service, show
 from fusionkv.bench.worker.passages import Passages
 from fusionkv.fusion_worker import models
@@ -48,15 +42,8 @@ from fusionkv.protos.contract.recipes import find_recipe
 
 ANSWER = 16
 Systems = Sequence[tuple[str, float]]
-VLLM = "vllm_prefix_cache"
-# Name of a recipe or VLLM, and the share of tokens that it recomputes.
-SYSTEMS = (
-    ("full_attention", 1.0),
-    ("prefix_cache", 0.0),
-    (VLLM, 0.0),
-    ("full_reuse", 0.0),
-    (PRIMED.recipe, PRIMED.ratio),
-)
+# Names of recipes, and the share of tokens that each recomputes.
+SYSTEMS = (("full_attention", 1.0), ("prefix_cache", 0.0), ("full_reuse", 0.0), (PRIMED.recipe, PRIMED.ratio))
 _BOUND = 4.0
 # With few requests, a queue stays short at any rate: at each rate, requests arrive for five times the bound.
 _LASTING = 5.0
@@ -88,7 +75,7 @@ class Traffic:
 
 @dataclass(slots=True)
 class Load:
-    """The results of a load. ttft: seconds by request. busy: share of the time that the engine computed, or NaN."""
+    """The results of a load. ttft: seconds by request. busy: share of the time that the engine computed."""
 
     ttft: list[float]
     tokens: int
@@ -99,54 +86,11 @@ class Load:
         return statistics.quantiles(self.ttft, n=1000, method="inclusive")[round(1000 * share) - 1]
 
 
-class Station(ABC):
-    """A system under load."""
+class Station:
+    """A fusion worker under load, which answers by one recipe.
 
-    busy = math.nan
-    """Seconds that the engine has computed so far; NaN if unknown."""
-
-    @abstractmethod
-    async def ask(self, prompt: Prompt) -> tuple[float, int]:
-        """Answers a prompt. Returns the seconds to the first token, and the number of generated tokens."""
-
-    @abstractmethod
-    async def settle(self) -> None:
-        """Waits for work that a system does after answers."""
-
-    async def alone(self, traffic: Traffic) -> tuple[float, float]:
-        """Mean seconds to the first and to the last token of single requests, without load.
-
-        As many requests before them are a warm-up.
-        """
-        warming, measured = (traffic.prompts(4, seed=(1 << 20) + half) for half in range(2))
-        for prompt in warming:
-            await self.ask(prompt)
-        await self.settle()
-        times = []
-        for prompt in measured:
-            started = time.perf_counter()
-            first, _ = await self.ask(prompt)
-            times.append((first, time.perf_counter() - started))
-        return statistics.mean(first for first, _ in times), statistics.mean(whole for _, whole in times)
-
-    async def load(self, prompts: Sequence[Prompt], rate: float, seed: int) -> Load:
-        """Asks all questions at `rate` per second on average."""
-        chance = random.Random(seed)
-        arrivals = list(itertools.accumulate(chance.expovariate(rate) for _ in prompts))
-        started, busy = time.perf_counter(), self.busy
-
-        async def one(prompt: Prompt, at: float) -> tuple[float, int]:
-            await asyncio.sleep(started + at - time.perf_counter())
-            return await self.ask(prompt)
-
-        done = await asyncio.gather(*map(one, prompts, arrivals))
-        seconds = time.perf_counter() - started
-        tokens = sum(generated for _, generated in done)
-        return Load([first for first, _ in done], tokens, seconds, (self.busy - busy) / seconds)
-
-
-class WorkerStation(Station):
-    """A fusion worker that answers by one recipe."""
+    busy: seconds that the engine has computed so far.
+    """
 
     def __init__(self, servicer: FusionServicer, recipe: str, ratio: float) -> None:
         self._servicer, self._recipe, self._ratio = servicer, find_recipe(recipe), ratio
@@ -163,10 +107,6 @@ class WorkerStation(Station):
 
         engine.step = timed  # type: ignore[method-assign]
 
-    async def ask(self, prompt: Prompt) -> tuple[float, int]:
-        first, summary = await self.answer(prompt)
-        return first, summary.generated
-
     async def answer(self, prompt: Prompt) -> tuple[float, Summary]:
         """Answers a prompt. Returns the seconds to the first token, and the summary."""
         started, first = time.perf_counter(), 0.0
@@ -181,26 +121,40 @@ class WorkerStation(Station):
                     return first, event
         raise RuntimeError("no summary")
 
-    async def settle(self) -> None:
+    async def alone(self, traffic: Traffic) -> tuple[float, float]:
+        """Mean seconds to the first and to the last token of single requests, without load.
+
+        As many requests before them are a warm-up.
+        """
+        warming, measured = (traffic.prompts(4, seed=(1 << 20) + half) for half in range(2))
+        for prompt in warming:
+            await self.answer(prompt)
         await self._servicer.wait_idle()
+        times = []
+        for prompt in measured:
+            started = time.perf_counter()
+            first, _ = await self.answer(prompt)
+            times.append((first, time.perf_counter() - started))
+        return statistics.mean(first for first, _ in times), statistics.mean(whole for _, whole in times)
 
+    async def load(self, prompts: Sequence[Prompt], rate: float, seed: int) -> Load:
+        """Asks all questions at `rate` per second on average."""
+        chance = random.Random(seed)
+        arrivals = list(itertools.accumulate(chance.expovariate(rate) for _ in prompts))
+        started, busy = time.perf_counter(), self.busy
 
-class VllmStation(Station):
-    """A vLLM server."""
+        async def one(prompt: Prompt, at: float) -> tuple[float, Summary]:
+            await asyncio.sleep(started + at - time.perf_counter())
+            return await self.answer(prompt)
 
-    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
-        self._session, self._url = session, url
-
-    async def ask(self, prompt: Prompt) -> tuple[float, int]:
-        answer = await vllm.complete(self._session, self._url, prompt.ids.tolist(), ANSWER)
-        return answer.ttft, len(answer.ids)
-
-    async def settle(self) -> None:
-        """A server is done when it has answered."""
+        done = await asyncio.gather(*map(one, prompts, arrivals))
+        seconds = time.perf_counter() - started
+        tokens = sum(summary.generated for _, summary in done)
+        return Load([first for first, _ in done], tokens, seconds, (self.busy - busy) / seconds)
 
 
 async def bench(
-    model: models.Model, directory: Path, traffic: Traffic, systems: Systems, requests: int, console: Console
+    model: models.Model, traffic: Traffic, systems: Systems, requests: int, console: Console
 ) -> list[dict[str, object]]:
     """Measures a row for each system and rate. The bound comes from the first system without load."""
     rows: list[dict[str, object]] = []
@@ -208,7 +162,10 @@ async def bench(
     with Progress(console=console) as progress:
         task = progress.add_task("throughput", total=len(systems))
         for name, ratio in systems:
-            async with _station(model, directory, traffic.passages, name, ratio) as station:
+            async with worker(model, traffic.passages) as servicer:
+                if name == "prefix_cache":
+                    store_at_once(servicer)
+                station = Station(servicer, name, ratio)
                 alone = await station.alone(traffic)
                 bound = bound or _BOUND * alone[0]
                 for number in range(_MAX_RATES):
@@ -225,32 +182,12 @@ async def bench(
 
 
 @asynccontextmanager
-async def _station(
-    model: models.Model, directory: Path, passages: Passages, name: str, ratio: float
-) -> AsyncIterator[Station]:
-    """Starts a system."""
-    if name == VLLM:
-        timeout = aiohttp.ClientTimeout(PATIENT["cache_seconds"])
-        with vllm.servers(directory) as servers:
-            async with aiohttp.ClientSession(timeout=timeout) as session:
-                yield VllmStation(session, servers.vllm(None))
-        return
-    async with worker(model, passages) as servicer:
-        if name == "prefix_cache":
-            store_at_once(servicer)
-        yield WorkerStation(servicer, name, ratio)
-
-
-@asynccontextmanager
 async def worker(model: models.Model, passages: Passages) -> AsyncIterator[FusionServicer]:
     """Runs a worker with its own cache service, which stores the passages."""
     base_bytes = passages.tokens * model.kv.token_bytes
     # Half of the knowledge base's KV, and room for requests in flight.
     pool_bytes = max(1 << 20, base_bytes)
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        cache_service(directory, 3 * pool_bytes) as ((address,), _),
-    ):
+    with cache_service(3 * pool_bytes) as address:
         config = WorkerConfig(cache=address, pool_bytes=pool_bytes, max_requests=8, max_queue=1 << 20, **PATIENT)
         servicer = FusionServicer(config, model)
         try:
@@ -282,7 +219,7 @@ def _row(name: str, ratio: float, rate: float, load: Load, bound: float) -> dict
         "ttft_p50_s": round(load.percentile(0.5), 3),
         "ttft_p99_s": round(load.percentile(0.99), 3),
         "tokens_per_s": round(load.tokens / load.seconds, 1),
-        "engine_idle": None if math.isnan(load.busy) else round(1 - load.busy, 3),
+        "engine_idle": round(1 - load.busy, 3),
         "bound_s": round(bound, 3),
     }
 
@@ -316,14 +253,11 @@ def main() -> None:
     parser.add_argument("--base", type=int, default=64, help="passages of the knowledge base (%(default)s)")
     parser.add_argument("--chunks", type=int, default=8, help="chunks in each prompt (%(default)s)")
     names = [name for name, _ in SYSTEMS[1:]]
-    parser.add_argument(
-        "--against", nargs="+", choices=names, help="systems to compare with full attention (all that are installed)"
-    )
+    about = "systems to compare with full attention (default: all)"
+    parser.add_argument("--against", nargs="+", choices=names, default=names, help=about)
     args = parser.parse_args()
     if not 1 <= args.chunks <= args.base:
         parser.error("--chunks must be between 1 and --base")
-    if args.against is None:
-        args.against = [name for name in names if name != VLLM or vllm.VLLM.exists()]
     systems = [SYSTEMS[0], *(system for system in SYSTEMS if system[0] in args.against)]
     rows = asyncio.run(_run(args, systems))
     show(f"TTFT and tokens a second under load, {args.model}", rows, args.json)
@@ -332,11 +266,10 @@ def main() -> None:
 
 
 async def _run(args: argparse.Namespace, systems: Systems) -> list[dict[str, object]]:
-    directory = resolve(args.model)
-    model = models.load(directory, "cpu")
+    model = models.load(resolve(args.model), "cpu")
     traffic = Traffic(await Passages.of(model, args.data, args.base), args.chunks)
-    return await bench(model, directory, traffic, systems, args.requests, Console(stderr=True))
+    return await bench(model, traffic, systems, args.requests, Console(stderr=True))
 
 
 if __name__ == "__main__":
-    sys.exit(run_command("throughput", main, RuntimeError, aiohttp.ClientError))
+    sys.exit(run_command("throughput", main, RuntimeError))

@@ -32,7 +32,6 @@ SYSTEMS = {
     "vllm prefix cache": "vLLM's prefix cache",
     "fusionkv in vllm": "FusionKV, vLLM decodes",
     "fusionkv inside vllm": "FusionKV inside vLLM",
-    "lmcache in vllm": "LMCache in vLLM",
     "fusionkv": "FusionKV alone",
 }
 PAGES = ("README.md", *(f"docs/{name}.md" for name in ("performance", "comparison", "vllm", "quality")))

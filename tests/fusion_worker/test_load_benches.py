@@ -1,7 +1,5 @@
 """The worker's benches at a small size: everything is answered, and what is worked out of it is right."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from rich.console import Console
@@ -46,7 +44,7 @@ async def test_rates_rise_until_questions_are_late(monkeypatch: pytest.MonkeyPat
     systems = (("full_attention", 1.0), ("prophetkv", 0.3))
     monkeypatch.setattr(throughput, "_MAX_RATES", 2)
     traffic = Traffic(Passages.random(4, 16), 2)
-    rows = await throughput.bench(small(), Path(), traffic, systems, 4, Console(quiet=True))
+    rows = await throughput.bench(small(), traffic, systems, 4, Console(quiet=True))
     for name, _ in systems:
         mine = [row for row in rows if row["name"] == name]
         assert 1 <= len(mine) <= 2
@@ -71,7 +69,7 @@ async def test_a_prefix_cache_has_every_path_from_the_second_time_on() -> None:
     passages = Passages.random(4, 16)
     async with throughput.worker(small(), passages) as servicer:
         throughput.store_at_once(servicer)
-        station = throughput.WorkerStation(servicer, "prefix_cache", 0.0)
+        station = throughput.Station(servicer, "prefix_cache", 0.0)
         found = []
         for question in range(2):
             servicer.pool.clear()
@@ -94,8 +92,6 @@ async def test_a_stopped_run_keeps_the_contexts_before() -> None:
 async def test_times_to_the_first_token() -> None:
     rows = await bench.bench(small(), Passages.random(2, bench.CHUNK), [2 * bench.CHUNK], 1, Console(quiet=True))
     assert [(row["name"], row["r"]) for row in rows] == list(bench.ROWS)
-    ideals = [float(str(row["ideal"])) for row in rows]
-    assert ideals[0] > 2 * max(ideals[1:]), "nothing but the question is computed at r = 0"
     for row in rows:
         baseline, value = float(str(row["baseline_s"])), float(str(row["value_s"]))
         # Times are rounded to 0.1 ms, which is much of what a fast machine takes.
@@ -103,5 +99,3 @@ async def test_times_to_the_first_token() -> None:
         assert row["ratio"] == pytest.approx(baseline / value, abs=rounding)
         assert 0 < float(str(row["resident_s"])) < baseline
         assert row["tokens_recomputed"] == round(float(str(row["r"])) * 2 * bench.CHUNK)
-        # The first chunk stands where it was encoded: what is computed is in the second.
-        assert row["mean_position"] is None or int(str(row["mean_position"])) > 32 + bench.CHUNK

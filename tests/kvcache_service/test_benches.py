@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from fusionkv.bench.cache import bench, scale
-from fusionkv.bench.cache.simulation import PAPER, SYSTEM, Outcome, Service, compare, simulate
+from fusionkv.bench.cache.simulation import PAPER, SYSTEM, Outcome, PrefixCache, Service, compare, simulate
 from fusionkv.bench.cache.workload import Workload
-from fusionkv.bench.services.process import running
+from fusionkv.bench.services.process import Process
 from tests.commands import run_python
 
 
@@ -22,11 +23,8 @@ def test_every_row_has_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(bench, "SIZES", [(8 * bench.MIB, 2)])
     assert bench.main(["--rounds", "1", "--json", str(tmp_path / "rows.json")]) == 0
     rows = json.loads((tmp_path / "rows.json").read_text())
-    operations = ["put", "fetch memory", "fetch disk"]
-    expected = [(name, "tcp") for name in operations]
-    expected += [(name, "unix") for name in (*operations, "fetch shared", "fetch extent", "fetch cold")]
-    assert [(row["operation"], row["transport"]) for row in rows] == expected
-    assert all(min(row["gb_per_s"], row["grpc_gb_per_s"], row["memcpy_gb_per_s"]) > 0 for row in rows)
+    assert [row["way"] for row in rows] == ["shared", "extent", "cold"]
+    assert all(min(row["gb_per_s"], row["limit_gb_per_s"]) > 0 for row in rows)
 
 
 @pytest.mark.long
@@ -58,10 +56,9 @@ def test_a_small_row(tmp_path: Path) -> None:
     assert all(0 < median <= high for median, high in row.lookup_us.values())
 
 
-def test_a_service_that_does_not_start_is_told() -> None:
-    said = pytest.raises(OSError, match=r"kvcache_service did not start; to see why, run .* --nothing$")
-    with said, running("kvcache_service", "--nothing"):
-        pass
+def test_a_server_that_does_not_start_is_told(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"python\S* did not start:\nfor a reason"):
+        _ = Process(tmp_path, sys.executable, "-c", "print('for a reason')").addresses
 
 
 async def test_the_store_that_it_opens_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +77,7 @@ async def test_the_store_that_it_opens_is_whole(tmp_path: Path, monkeypatch: pyt
 SMALL = Workload(queries=200, chunks=4, knowledge=20, shared=16, zipf=0.8, topics=2)
 
 
-def outcome(workload: Workload, cache: Service) -> Outcome:
+def outcome(workload: Workload, cache: Service | PrefixCache) -> Outcome:
     return asyncio.run(simulate(workload, cache, [workload.queries]))[-1][1]
 
 
@@ -95,30 +92,36 @@ def test_queries_are_seeded_and_hold_different_chunks_in_the_shares_asked_for() 
     assert sum(1 for n in times.values() if n == 1) / times.total() == pytest.approx(0.1, abs=0.02)
 
 
-@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("workload", [SMALL, replace(SMALL, topics=1, sorted=True)])
-def test_the_service_computes_each_chunk_once(workload: Workload, in_place: bool) -> None:
+def test_the_service_computes_each_chunk_once(workload: Workload) -> None:
     asked = {chunk for query in workload for chunk in query[1:]}
     known = set(workload.corpus())
-    service = Service.with_room(2000, in_place=in_place)
+    service = Service.with_room(2000)
     done = outcome(workload, service)
     service.store.check_integrity()
     assert (done.stored, done.missed, done.redundant) == (len(asked | known), len(asked - known), 0)
     assert done.exact + done.alternative + done.missed == workload.queries * workload.chunks
 
 
-def test_rows_compare_the_three_and_follow_growth() -> None:
-    rows = asyncio.run(compare(SMALL, [50, 200], backtracking=True))
+def test_a_prefix_cache_computes_each_path_once() -> None:
+    paths = {tuple(query[:n]) for query in SMALL for n in range(2, SMALL.chunks + 2)}
+    known = {(SYSTEM, chunk) for chunk in SMALL.corpus()}
+    done = outcome(SMALL, PrefixCache())
+    assert (done.stored, done.missed, done.alternative) == (len(paths | known), len(paths - known), 0)
+    assert done.redundant == done.stored - len({path[-1] for path in paths | known})
+
+
+def test_rows_compare_both_and_follow_growth() -> None:
+    rows = asyncio.run(compare(SMALL, [50, 200]))
     assert [row["workload"]["queries"] for row in rows] == [50, 200]
     last = rows[-1]
     assert last["service"]["storage"] == last["service"]["stored"] / last["prefix"]["stored"] - 1 < 0
-    assert last["service"]["stored"] <= last["backtracking"]["stored"] <= last["prefix"]["stored"]
     assert rows[0]["prefix"]["stored"] < last["prefix"]["stored"]
 
 
 def test_the_goals_are_met_at_the_paper_s_point() -> None:
     """FusionRAG 5.3.3; queries are seeded, so that this is the same on every machine."""
-    (row,) = asyncio.run(compare(PAPER, [PAPER.queries], backtracking=False))
+    (row,) = asyncio.run(compare(PAPER, [PAPER.queries]))
     service = row["service"]
     assert service["storage"] <= -0.71
     assert service["redundant_saved"] >= 0.823
