@@ -1,6 +1,6 @@
-"""Speed of the kernels and of a disk on a GPU, against other kernels and ways to read.
+"""Speed of the kernels on a GPU, against torch's.
 
-Needs torch and triton; this package need not be installed. Ceilings and baselines are measured in the same run.
+Ceilings and baselines are measured in the same run.
 """
 
 import argparse
@@ -8,29 +8,20 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from types import ModuleType
 
 import torch
+
+from fusionkv.bench.gpu.report import Machine, Report, said
+from fusionkv.bench.gpu.setup import FULL, TINY, Setup
+from fusionkv.bench.kernels import decode, prefill, rates, scores
+from fusionkv.bench.kernels.clock import Clock
 
 ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "docs" / "benchmarks" / "gpu.csv"
 
 
-def _name_packages() -> None:
-    """Makes the folders of this checkout importable as `fusionkv.<folder>`, as pyproject.toml maps them."""
-    package = ModuleType("fusionkv")
-    package.__path__ = [str(ROOT)]
-    sys.modules["fusionkv"] = package
-
-
 def _run(args: argparse.Namespace) -> int:
     """Runs all parts. A part that fails is reported and does not stop the others."""
-    from fusionkv.bench.gpu import disk
-    from fusionkv.bench.gpu.report import Machine, Report, said
-    from fusionkv.bench.gpu.setup import FULL, TINY, Setup
-    from fusionkv.bench.kernels import decode, prefill, rates, scores
-    from fusionkv.bench.kernels.clock import Clock
-
     torch.manual_seed(0)
     if args.tiny:
         torch.set_num_threads(1)  # at toy sizes, a second thread waits longer than it computes
@@ -47,7 +38,7 @@ def _run(args: argparse.Namespace) -> int:
         report=report,
     )
     started = time.perf_counter()
-    for part in (rates, decode, scores, disk, prefill):
+    for part in (rates, decode, scores, prefill):
         name = part.__name__.rpartition(".")[2]
         print(f"[{time.perf_counter() - started:.0f} s] {name}", file=sys.stderr, flush=True)
         try:
@@ -63,7 +54,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -P bench/gpu/gpu.py",
+        prog="python -m fusionkv.bench.gpu.gpu",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Exit status: 0 all checks passed, 1 a check or a part failed, 2 no CUDA device.",
@@ -89,7 +80,6 @@ def main() -> int:
         return 2
     if args.out is None and not args.tiny:
         args.out = OUT
-    _name_packages()
     return _run(args)
 
 

@@ -41,7 +41,7 @@ part ttft 140 -m fusionkv.bench.worker.bench --model shape-7b --contexts 4096,16
   --json "$out/ttft.json"
 part decode 70 -m fusionkv.bench.worker.decode --model shape-7b --tokens 16384 --repeats 5 --json "$out/decode.json"
 part tuning 50 -m fusionkv.bench.gpu.tuning --head-dims 128
-part kernels 120 bench/gpu/gpu.py --budget-seconds 100 --commit "$commit" --out "$out/gpu.csv"
+part kernels 120 -m fusionkv.bench.gpu.gpu --budget-seconds 100 --commit "$commit" --out "$out/gpu.csv"
 part encode 60 -m fusionkv.bench.worker.encode --model shape-7b --json "$out/encode.json"
 "$python" -P -m fusionkv.bench.gpu.summary "$out" --commit "$commit" --csv "$out/gpu.csv" || failed+=(summary)
 for name in "${failed[@]}"; do
