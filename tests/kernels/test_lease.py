@@ -123,8 +123,5 @@ def test_figures_beside_what_is_expected(tmp_path: Path) -> None:
     assert [row["share"] for row in rows] == ["", "", "", "0.9", "0.75", "", "0.8", ""]
     shown = {line.split()[0]: line.split()[-3:] for line in reversed(done.stdout.splitlines()) if "shape-7b" in line}
     assert shown["ttft"] == ["100", "56", "132"]
-    assert shown["load"] == ["30", "18", "20"]
     assert shown["choose"] == ["2.7", "0.9", "0.85"]
-    assert shown["compute"][-2:] == ["34", "0.75"]
     assert shown["step"][-3:] == ["10.5", "0.8", "0.85"]
-    assert shown["encode"][-2:] == ["400", "400"]
