@@ -69,14 +69,9 @@ def quantile(values: Sequence[float], q: float) -> Estimate:
     n = len(values)
     if n == 0:
         raise ValueError("no values")
-    data = np.sort(np.array(values, dtype=np.float64))
-    order = np.argsort(values, kind="stable")
-    # How many values of each draw are at or below each one.
-    drawn = np.rint(_weights(n)[order] * n).cumsum(0)
-    at = q * (n - 1)
-    low, high = (data[(drawn <= place).sum(0)] for place in (np.floor(at), np.ceil(at)))
-    bounds = np.quantile(low + (at % 1) * (high - low), (0.025, 0.975))
-    return Estimate(float(np.quantile(data, q)), float(bounds[0]), float(bounds[1]), n)
+    data = np.array(values, dtype=np.float64)
+    low, high = np.quantile(np.quantile(data[_draws(n)], q, axis=1), (0.025, 0.975))
+    return Estimate(float(np.quantile(data, q)), float(low), float(high), n)
 
 
 def bootstrap(
@@ -110,6 +105,10 @@ def bootstrap(
 @lru_cache(maxsize=4)
 def _weights(n: int) -> np.ndarray:
     """float64 [n, RESAMPLES]: how often each sample is drawn, with replacement, divided by n."""
-    draws = np.random.default_rng(_SEED).integers(0, n, (RESAMPLES, n))
-    counts = [np.bincount(row, minlength=n) for row in draws]
+    counts = [np.bincount(row, minlength=n) for row in _draws(n)]
     return np.ascontiguousarray(np.stack(counts, axis=1) / n)
+
+
+def _draws(n: int) -> np.ndarray:
+    """int64 [RESAMPLES, n]: the numbers of the samples of each draw."""
+    return np.random.default_rng(_SEED).integers(0, n, (RESAMPLES, n))
