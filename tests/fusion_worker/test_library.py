@@ -19,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fusionkv.fusion_worker import models
+from fusionkv.fusion_worker.library import __main__ as command
 from fusionkv.fusion_worker.library import cache, conversion
 from fusionkv.fusion_worker.library.cache import name_of
 from fusionkv.fusion_worker.library.catalog import KNOWN, KnownModel
@@ -154,31 +155,6 @@ def test_a_gguf_file_is_converted_once_whatever_it_is_called(root: Path, tiny: P
     shutil.copy(tiny, other)
     assert resolve(str(other)) == first
     assert (first / "model.safetensors").stat().st_mtime_ns == stamp
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (
-            lambda f: gguf_files.write(f, family="mamba"),
-            "general.architecture = 'mamba': supported architectures are gemma3, llama, ",
-        ),
-        (lambda f: f.write_bytes(b"<html>not found</html>"), "spoilt.gguf is not a GGUF file, or is damaged"),
-        (lambda f: cut(gguf_files.write(f), -9000), "spoilt.gguf is not a GGUF file, or is damaged"),
-        (lambda f: None, "there is no file .*spoilt.gguf"),
-    ],
-    ids=["family not served", "no GGUF", "cut in its weights", "missing"],
-)
-def test_gguf_files_that_are_refused(spoil: Any, message: str, root: Path, tmp_path: Path) -> None:
-    file = tmp_path / "spoilt.gguf"
-    spoil(file)
-    with refused(FailedPrecondition, message):
-        resolve(file)
-    assert left_in(tmp_path) == (["spoilt.gguf"] if file.exists() else [])
-
-
-def cut(file: Path, end: int) -> None:
-    file.write_bytes(file.read_bytes()[:end])
 
 
 PART = "tiny_part1-1.0-py3-none-any.whl"
@@ -332,23 +308,26 @@ def test_a_hub_id(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_the_command(root: Path) -> None:
+def test_the_command(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     place = KNOWN["smollm2"].directory
     place.mkdir(parents=True)
     rows = {row["name"]: row for row in json.loads(fusionkv("model", "list", "--json").stdout)}
     assert [*rows] == [*KNOWN]
     assert rows["smollm2"]["directory"] == str(place)
     assert rows["gemma3-270m"]["directory"] is None
-    listed = fusionkv("model", "list", env={"COLUMNS": "80"}).stdout
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the command's own, of this process
+    monkeypatch.setenv("COLUMNS", "80")
+    assert command.main(["list"]) == 0
+    listed = capsys.readouterr().out
     assert "…" not in listed
     assert "Qwen2.5-Coder-0.5B-Instruct" in listed
     assert f"\nsmollm2 is in {place}\n" in listed
     assert "\ngemma3-270m is fetched by: fusionkv model get gemma3-270m\n" in listed
-    got = fusionkv("model", "get", "smollm2", "--json")
-    assert json.loads(got.stdout) == {"name": "smollm2", "directory": str(place)}
-    unknown = fusionkv("model", "get", "smollm3", status=1)
-    assert unknown.stdout == ""
-    assert unknown.stderr == f"fusionkv model: unknown model 'smollm3'; known models: {', '.join(KNOWN)}\n"
+    assert command.main(["get", "smollm2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"name": "smollm2", "directory": str(place)}
+    assert command.main(["get", "smollm3"]) == 1
+    told = f"fusionkv model: unknown model 'smollm3'; known models: {', '.join(KNOWN)}\n"
+    assert capsys.readouterr() == ("", told)
 
 
 def test_without_a_home_models_are_in_the_folder_of_all_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
