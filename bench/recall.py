@@ -35,10 +35,6 @@ _CORPUS = "passages"
 MODEL = ModelIdentity(b"", b"")
 
 
-class BadFile(ValueError):
-    """A file with a wrong format; the message says where."""
-
-
 @dataclass(frozen=True)
 class Row:
     """The results of a file with a search mode.
@@ -64,7 +60,7 @@ class Asked:
 
 
 def read(file: Path) -> tuple[list[str], list[Asked]]:
-    """Reads all passages, and the questions with the numbers of their gold passages. Raises BadFile."""
+    """Reads all passages, and the questions with the numbers of their gold passages. Raises ValueError."""
     try:
         samples = json.loads(file.read_text(encoding="utf-8"))
         numbers: dict[tuple[str, str], int] = {}
@@ -77,9 +73,9 @@ def read(file: Path) -> tuple[list[str], list[Asked]]:
             if gold:
                 asked.append(Asked(sample["question"], frozenset(gold)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadFile(f"{file}: not questions with gold passages: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{file}: not questions with gold passages: {type(error).__name__}: {error}") from error
     if not asked:
-        raise BadFile(f"{file}: no question has a gold passage")
+        raise ValueError(f"{file}: no question has a gold passage")
     return ["\n".join(filter(None, passage)) for passage in numbers], asked
 
 

@@ -131,7 +131,7 @@ def _number(metadata: dict[str, Any], key: str, default: int) -> int:
 class _Cursor:
     """Takes values from a file's bytes, front to back. Raises ValueError behind the end, before it takes memory."""
 
-    def __init__(self, data: np.ndarray) -> None:
+    def __init__(self, data: memoryview) -> None:
         self._data, self.at = data, 0
 
     def take(self, form: str) -> tuple[Any, ...]:
@@ -168,7 +168,7 @@ def _form(kind: int) -> str:
 
 def parse(data: np.ndarray) -> GgufModel:
     """Reads the bytes of one file, `[bytes]` of uint8. Raises ValueError if they make no sense."""
-    cursor = _Cursor(data)
+    cursor = _Cursor(data.data)
     magic, version, tensor_count, key_count = cursor.take("4sIQQ")
     if magic != b"GGUF" or version not in (2, 3):
         raise ValueError("it does not begin with GGUF and a version of 2 or 3")

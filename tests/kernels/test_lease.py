@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fusionkv.bench.gpu import summary
 from fusionkv.bench.kernels.clock import busy_ms
 from tests.commands import run_python
 
@@ -93,7 +94,9 @@ def test_what_a_gpu_computes_is_the_time_of_its_kernels(monkeypatch: pytest.Monk
     assert ran == ["ran", "waited"]
 
 
-def test_figures_beside_what_is_expected(tmp_path: Path) -> None:
+def test_figures_beside_what_is_expected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     ttft = {"name": "deeplayer+primed", "context": 16384, "r": 0.2, "baseline_s": 0.8, "value_s": 0.1}
     ttft |= {
         "resident_s": 0.09,
@@ -107,7 +110,8 @@ def test_figures_beside_what_is_expected(tmp_path: Path) -> None:
     for name, row in {"ttft": ttft, "decode": decode, "encode": encode}.items():
         (tmp_path / f"{name}.json").write_text(json.dumps([row]))
     out = tmp_path / "gpu.csv"
-    done = run_python("-m", "fusionkv.bench.gpu.summary", tmp_path, "--commit", "abc", "--csv", out)
+    monkeypatch.setattr("sys.argv", ["summary", str(tmp_path), "--commit", "abc", "--csv", str(out)])
+    assert summary.main() == 0
     rows = list(csv.DictReader(out.read_text().splitlines()))
     assert [(row["kind"], row["ms"], row["ratio"], row["commit"]) for row in rows] == [
         ("ttft", "100", "8", "abc"),
@@ -121,7 +125,11 @@ def test_figures_beside_what_is_expected(tmp_path: Path) -> None:
     ]
     assert rows[2]["tflops_or_gbs"] == "30"
     assert [row["share"] for row in rows] == ["", "", "", "0.9", "0.75", "", "0.8", ""]
-    shown = {line.split()[0]: line.split()[-3:] for line in reversed(done.stdout.splitlines()) if "shape-7b" in line}
+    shown = {
+        line.split()[0]: line.split()[-3:]
+        for line in reversed(capsys.readouterr().out.splitlines())
+        if "shape-7b" in line
+    }
     assert shown["ttft"] == ["100", "56", "132"]
     assert shown["choose"] == ["2.7", "0.9", "0.85"]
     assert shown["step"][-3:] == ["10.5", "0.8", "0.85"]

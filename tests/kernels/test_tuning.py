@@ -48,9 +48,14 @@ def test_what_is_remembered_is_recalled() -> None:
 @pytest.mark.parametrize(
     "junk",
     [
+        b"",
         b"\xff\x00",
+        b'{"a": ',
         b"[1]",
+        b"null",
         b'{"a": 3}',
+        b'{"a": {"rows": 64}}',
+        b'{"a": {"rows": 64, "keys": 32, "warps": 4, "stages": 2, "more": 1}}',
         b'{"a": {"rows": "64", "keys": 32, "warps": 4, "stages": 2}}',
     ],
 )
