@@ -121,11 +121,13 @@ class Loader:
                 primer = await self._primer(prompt, deadline) if isinstance(encode, Primed) else None
                 asking = self.lookups.prompt(prompt, namespace, encode, deadline, load, primer)
                 sources = await leased.enter_async_context(asking)
+                if any(source.is_primer for source in sources) and not self._fit(sources, fresh):
+                    asking = self.lookups.prompt(prompt, namespace, encode, deadline, load)
+                    sources = await leased.enter_async_context(asking)
                 span.set_attributes({"fusionkv.chunks": len(prompt.chunks), "fusionkv.rejected": load.rejected})
-            stale = sum(len(source.chunk) for source in sources if not source.lossless)
             with tracer.start_as_current_span("fusionkv.load") as span, stopwatch.clock("load"):
                 began = time.monotonic()
-                await stack.enter_async_context(load.admit(sources, fresh(stale), namespace))
+                await stack.enter_async_context(load.admit(sources, fresh(_stale(sources)), namespace))
                 # Waiting for room in the pool is not the cache service's time.
                 deadline = deadline.extended(time.monotonic() - began)
                 await load.fetched(min(self.fetcher.timeout, deadline.remaining()))
@@ -145,6 +147,11 @@ class Loader:
                 await stack.aclose()
                 loaded = await bring(stack)
             yield loaded
+
+    def _fit(self, sources: Sequence[ChunkSource], fresh: Fresh) -> bool:
+        """Whether an empty pool has room for these parts and the fresh slots."""
+        parts = {source.key: len(source.chunk) for source in sources}
+        return self._pool.slots([*parts.values(), fresh(_stale(sources))]) <= self._pool.capacity
 
     async def _primer(self, prompt: Prompt, deadline: Deadline) -> Primer:
         """The primer of a prompt's corpus. Raises CacheFault as `Primers.of`, or if it takes too long."""
@@ -170,3 +177,8 @@ class Loader:
             await self.write_back.put(namespace, part)
         except ServiceError as error:
             raise Unavailable(str(error)) from error
+
+
+def _stale(sources: Sequence[ChunkSource]) -> int:
+    """Number of tokens of parts that are not lossless."""
+    return sum(len(source.chunk) for source in sources if not source.lossless)

@@ -11,7 +11,7 @@ slot has one owner:
 import asyncio
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,13 +79,17 @@ class KVPool:
         """A slot that is never allocated, for rows whose KV nobody reads."""
         return self.capacity
 
+    def slots(self, tokens: Iterable[int]) -> int:
+        """Number of slots that runs of these token counts take."""
+        return sum(map(self.free.needed, tokens))
+
     async def room(self, new: Sequence[int], pinned: Sequence[int] = ()) -> None:
         """Waits until runs of all token counts `new` can be allocated, beside the caller's `pinned` chunks.
 
         Raises ResourceExhausted if they don't fit even an empty pool.
         """
-        need = sum(map(self.free.needed, new))
-        total = need + sum(map(self.free.needed, pinned))
+        need = self.slots(new)
+        total = need + self.slots(pinned)
         if total > self.capacity:
             raise ResourceExhausted(
                 f"the request needs {total} tokens of KV and the pool holds {self.capacity}: raise "

@@ -239,6 +239,14 @@ async def test_the_primer_leaves_a_full_pool(cached: Any, text: Text) -> None:
     await rig.settled()
 
 
+async def test_a_pool_without_room_for_a_primer(cached: Any, text: Text) -> None:
+    """Chunks are then encoded after the system prompt alone."""
+    parts = text["S"], [text[n] for n in "ABC"], text["Q"]
+    rig = await cached("llama", pool_bytes=200 * (await cached("llama")).model.token_bytes)
+    s = (await rig.ask(*parts, **PRIMED, expected=oracle("llama").full_reuse(parts))).summary
+    assert (s.degraded, s.chunks_missed) == (False, 3)
+
+
 async def test_an_entry_that_is_no_primer_is_a_fault(cached: Any, text: Text) -> None:
     rig = await cached("llama")
     system, question, a, b = (text[n] for n in "SQAB")
