@@ -6,7 +6,7 @@ Their tensors are in host memory, so that no plan of a step waits for a GPU.
 import itertools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -33,22 +33,21 @@ class Rotation:
         self.inv_freq = inv_freq.detach().float().cpu()
         self.interleaved = interleaved
         self.rotary_dim = 2 * len(inv_freq)
-        self._factors = lru_cache(maxsize=4096)(self._compute_factors)
 
-    def _compute_factors(self, shift: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def table(self, shifts: torch.Tensor) -> torch.Tensor:
+        """float32 [shifts, 2, rotary_dim / 2], in host memory: cosines and sines of int64 [shifts]."""
         # float64: at shift 1e5 and the highest frequency, float32 angles are off by 4e-3.
-        angle = self.inv_freq.double() * shift
-        return angle.cos().float().to(device), angle.sin().float().to(device)
+        angles = shifts[:, None] * self.inv_freq.double()
+        return torch.stack([angles.cos(), angles.sin()], dim=1).float()
 
     def turn(self, x: torch.Tensor, shift: int) -> torch.Tensor:
         """Rotates `x` `[..., head_dim]` by `shift` positions, in its dtype; returns `x` itself if shift is 0."""
-        return x if shift == 0 else self.apply(x, *self._factors(shift, x.device))
+        return x if shift == 0 else self.apply(x, *self.table(torch.tensor([shift]))[0].to(x.device))
 
     def factors(self, shifts: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines, float32 [tokens, rotary_dim / 2] each, that rotate tokens by int64 [tokens] shifts."""
         different, which = shifts.unique(return_inverse=True)
-        angle = different[:, None] * self.inv_freq.double()
-        cos, sin, which = upload([angle.cos().float(), angle.sin().float(), which], device)
+        cos, sin, which = upload([*self.table(different).unbind(1), which], device)
         return cos[which], sin[which]
 
     def apply(
@@ -181,31 +180,25 @@ class QuerySpan(Prepared):
         moved._made.update({key: made for key, made in self._made.items() if isinstance(made, Order)})
         return moved
 
-    def keys(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """int64 each: position, slot and shift of every key that any row sees, in the order of the segments."""
-        segments = self.segments
-        counts = [s.length for s in segments]
-        which = torch.repeat_interleave(torch.tensor(counts), output_size=sum(counts))
-        begins = [end - count for end, count in zip(itertools.accumulate(counts), counts, strict=True)]
-        table = [(s.first - begin, s.start - begin, s.shift) for s, begin in zip(segments, begins, strict=True)]
-        at, slots, shifts = torch.tensor(table).t().index_select(1, which).unbind()
-        place = torch.arange(len(which))
-        at, slots = at + place, slots + place
-        for segment, begin in zip(segments, begins, strict=True):
-            if segment.positions is not None:
-                at[begin : begin + segment.length] = segment.positions
-        seen = at <= self.positions[-1]
-        if any(s.hidden is not None for s in segments):
-            nothing = torch.zeros(max(counts), dtype=torch.bool)
-            seen &= ~torch.cat([nothing[: s.length] if s.hidden is None else s.hidden for s in segments])
-        (kept,) = seen.nonzero(as_tuple=True)
-        return at[kept], slots[kept], shifts[kept]
-
 
 def _ordered(span: QuerySpan) -> torch.Tensor:
-    at, slots, shifts = span.keys()
+    segments, counts = span.segments, [s.length for s in span.segments]
+    which = torch.repeat_interleave(torch.tensor(counts), output_size=sum(counts))
+    begins = [end - count for end, count in zip(itertools.accumulate(counts), counts, strict=True)]
+    table = [(s.first - begin, s.start - begin, s.shift) for s, begin in zip(segments, begins, strict=True)]
+    at, slots, shifts = torch.tensor(table).t().index_select(1, which).unbind()
+    place = torch.arange(len(which))
+    at, slots = at + place, slots + place
+    for segment, begin in zip(segments, begins, strict=True):
+        if segment.positions is not None:
+            at[begin : begin + segment.length] = segment.positions
+    seen = at <= span.positions[-1]
+    if any(s.hidden is not None for s in segments):
+        nothing = torch.zeros(max(counts), dtype=torch.bool)
+        seen &= ~torch.cat([nothing[: s.length] if s.hidden is None else s.hidden for s in segments])
+    (kept,) = seen.nonzero(as_tuple=True)
     ordered = torch.full((2, int(span.positions[-1]) + 1), -1, dtype=torch.int64)
-    ordered[:, at] = torch.stack([slots, shifts])
+    ordered[:, at[kept]] = torch.stack([slots, shifts])[:, kept]
     assert (ordered[0] >= 0).all(), "a position has no key"
     return ordered
 

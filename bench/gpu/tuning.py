@@ -1,13 +1,10 @@
-"""Measures tile shapes of the Triton kernels on this machine's GPU, and stores the fastest.
+"""Measures tile shapes of the Triton kernels on this machine's GPU, and names the fastest.
 
 Run `python -m fusionkv.bench.gpu.tuning`.
 """
 
 import argparse
-import dataclasses
-import fcntl
 import itertools
-import json
 import logging
 import sys
 from collections.abc import Iterator
@@ -18,7 +15,7 @@ import torch
 from fusionkv.bench.gpu import workload
 from fusionkv.bench.gpu.workload import Shape
 from fusionkv.bench.kernels.clock import Clock
-from fusionkv.kernels.gpu.tile_shapes import Tile, store, tile_for, tile_key
+from fusionkv.kernels.gpu.tile_shapes import Tile
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +30,7 @@ def candidates(head_dim: int) -> Iterator[Tile]:
 
 
 def tune(head_dim: int, dtype: torch.dtype, device: torch.device) -> Tile:
-    """Measures every candidate on 15% of 16k tokens in chunks of 512, with 28/4 heads, and stores the fastest."""
+    """Measures every candidate on 15% of 16k tokens in chunks of 512, with 28/4 heads."""
     from fusionkv.kernels.gpu import sparse_attention_triton
 
     problem = workload.prefill(Shape("7B", 28, 4, head_dim), 16384, 512, 0.15, device, dtype)
@@ -45,30 +42,12 @@ def tune(head_dim: int, dtype: torch.dtype, device: torch.device) -> Tile:
         except Exception as error:
             # Out of shared memory or registers; the exception's class differs between versions of Triton.
             log.info("%s does not run: %s", tile, error)
+    name = torch.cuda.get_device_name(device)
     if not times:
-        raise RuntimeError(f"no tile runs on {torch.cuda.get_device_name(device)} with head size {head_dim}")
+        raise RuntimeError(f"no tile runs on {name} with head size {head_dim}")
     best = min(times, key=times.__getitem__)
-    remember(tile_key(device, head_dim, dtype), best)
-    tile_for.cache_clear()
-    print(f"{tile_key(device, head_dim, dtype)}: {best} in {times[best]:.3f} ms; {len(times)} tried", flush=True)
+    print(f"{name}, {head_dim} channels: {best} in {times[best]:.3f} ms; {len(times)} tried", flush=True)
     return best
-
-
-def remember(key: str, tile: Tile) -> None:
-    """Stores the tile of a key for all processes of this user."""
-    path = store()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # A separate lock file, because the store is replaced atomically.
-    with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            known = dict(json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError):
-            known = {}
-        known[key] = dataclasses.asdict(tile)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(known, indent=1) + "\n")
-        partial.replace(path)
 
 
 def main() -> int:

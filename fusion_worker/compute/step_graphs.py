@@ -7,11 +7,13 @@ a slot that nobody reads. Kernels of other steps, and of models that can't be ca
 
 import functools
 import logging
+import math
+import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -38,6 +40,7 @@ _MOST_SCORED_ROWS, _MOST_SCORED_KEYS = 128, 32768
 # Least sizes of the tables of segments, positions and rotations, which grow by doubling; each size has a graph.
 _LEAST = {"segments": 1024, "positions": 16384, "turns": 64}
 _MOST_GRAPHS = 32
+_RETRY_SECONDS = 60.0  # after a capture for which memory was short
 
 
 class Predicted(NamedTuple):
@@ -50,17 +53,11 @@ class Predicted(NamedTuple):
     figures: torch.Tensor
 
 
-class Replayed(Protocol):
-    """A captured call."""
-
-    def replay(self) -> None: ...
-
-
 class _Captured(NamedTuple):
     """inputs: uint8, packed, on the device. outputs: written by `graph`."""
 
     inputs: torch.Tensor
-    graph: Replayed
+    graph: Any  # a torch.cuda.CUDAGraph
     outputs: _Outputs
 
 
@@ -70,8 +67,8 @@ class StepGraphs:
     def __init__(self, model: Model, pool: KVPool) -> None:
         self._model, self._pool = model, pool
         self.works = model.device.type == "cuda" and model.ranks.count == 1 and has_triton()
-        self._failed: set[str] = set()  # what can't be captured
-        self._capture: Callable[[Callable[[], _Outputs]], tuple[Replayed, _Outputs]] = _capture
+        self._failed: dict[str, float] = {}  # what can't be captured, and until when, on the monotonic clock
+        self._capture: Callable[[Callable[[], _Outputs]], tuple[Any, _Outputs]] = _capture
         self._captured: dict[tuple[Hashable, ...], _Captured] = {}
 
     def decodes(self, step: Step) -> bool:
@@ -79,7 +76,7 @@ class StepGraphs:
         outputs, batch = [one.job.output for one in step.slices], step.batch
         return (
             self.works
-            and "decoding" not in self._failed
+            and self._failed.get("decoding", 0.0) < time.monotonic()
             and len(batch.ids) == len(batch.spans) == len(batch.slots) <= _MOST_ROWS
             and all(isinstance(each, NextToken) and not (each.logits or each.votes) for each in outputs)
             and all(one.last for one in step.slices)
@@ -90,7 +87,7 @@ class StepGraphs:
         batch = step.batch
         return (
             self.works
-            and "choosing" not in self._failed
+            and self._failed.get("choosing", 0.0) < time.monotonic()
             and len(step.slices) == len(batch.spans) == len(batch.probes) == 1
             and isinstance(step.slices[0].job.output, AttentionScores)
             and len(batch.ids) == len(batch.slots) <= _MOST_SCORED_ROWS
@@ -111,33 +108,31 @@ class StepGraphs:
     def _tried(self, what: str, compute: Callable[[Batch], _T], batch: Batch) -> _T | None:
         try:
             return compute(batch)
-        except RuntimeError as error:
-            self._failed.add(what)
+        except Exception as error:  # Triton's are no RuntimeError; what is no fault of the capture comes up again
+            # Memory may be free again later; all else would fail each time.
+            short = isinstance(error, torch.OutOfMemoryError)
+            self._failed[what] = time.monotonic() + (_RETRY_SECONDS if short else math.inf)
             log.warning("steps of %s are not captured as CUDA graphs: %s", what, first_line(error))
             return None
 
     @torch.inference_mode()
     def compute(self, batch: Batch) -> Predicted:
-        """Computes a batch of one row of each request. Raises RuntimeError if it can't be captured."""
+        """Computes a batch of one row of each request."""
         rows = 1 << (len(batch.ids) - 1).bit_length()
         alone = (KVSegment(self._pool.scratch, 1, 0),)
         more = [
             QuerySpan(row, row + 1, torch.zeros(1, dtype=torch.int64), alone) for row in range(len(batch.ids), rows)
         ]
-        grid = Grid.of_decoding(*_grid(self._model), rows)
-        spans = [*batch.spans, *more]
+        grid, spans = _grid(self._model).decoding(rows), [*batch.spans, *more]
         tables = [SegmentTable.of(spans, each, grid).padded(**_LEAST, tiles=rows) for each in _rotations(self._model)]
         outputs = self._replayed(self._predicted, None, batch, rows, tables)
         return Predicted(*(each[: len(batch.ids)] for each in outputs))
 
     @torch.inference_mode()
     def attention(self, batch: Batch) -> torch.Tensor:
-        """The scores of a batch's single probe, float32 [last position + 1], valid until the next step.
-
-        Raises RuntimeError if it can't be captured.
-        """
+        """The scores of a batch's single probe, float32 [last position + 1], valid until the next step."""
         (span,), (probe,) = batch.spans, batch.probes
-        grid = Grid.of(*_grid(self._model))
+        grid = _grid(self._model)
         tables = [OrderedTable.padded(span, each, grid, self._pool.scratch) for each in _rotations(self._model)]
         rows, keys = len(tables[0].scored), len(tables[0].slots)
         (scores,) = self._replayed(partial(self._scored, probe.layers, keys), probe.layers, batch, rows, tables)
@@ -195,16 +190,15 @@ def _rotations(model: Model) -> list[Rotation]:
     return list(dict.fromkeys(model.rotations))
 
 
-def _grid(model: Model) -> tuple[int, int, int, int]:
-    """What a grid is made of: heads of queries and keys, rows of a tile, and processors."""
+def _grid(model: Model) -> Grid:
     from fusionkv.kernels.gpu.tiles_triton import processors  # needs Triton
 
     tile = tile_for(model.device, model.kv.head_dim, model.kv.dtype)
     heads: int = model.network.config.num_attention_heads
-    return heads, model.kv.kv_heads, tile.rows, processors(model.device)
+    return Grid(heads, model.kv.kv_heads, tile.rows, processors(model.device))
 
 
-def _capture(run: Callable[[], _Outputs]) -> tuple[Replayed, _Outputs]:
+def _capture(run: Callable[[], _Outputs]) -> tuple[Any, _Outputs]:
     """Captures a call's launches. Calls it once before: the first call compiles kernels and allocates."""
     stream, memory = _beside()
     stream.wait_stream(torch.cuda.current_stream())
@@ -218,7 +212,7 @@ def _capture(run: Callable[[], _Outputs]) -> tuple[Replayed, _Outputs]:
         captured = torch.cuda.graph(graph, memory, stream, capture_error_mode="thread_local")
         with torch.cuda.stream(stream), captured:
             outputs = run()
-    except RuntimeError:
+    except Exception:
         # Otherwise torch's allocator believes that the capture goes on, and reuses no memory of several streams.
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(stream.device_index, memory)

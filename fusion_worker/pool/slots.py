@@ -1,7 +1,7 @@
 """Slots of the KV pool, each with room for the KV of one token: runs of them, and those that are free."""
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -80,19 +80,26 @@ def behind(runs: Sequence[SlotRange], count: int) -> tuple[SlotRange, ...]:
     return tuple(left)
 
 
+def filled(runs: Sequence[SlotRange], count: int) -> Iterator[tuple[int, SlotRange]]:
+    """Yields the stretches of slots that `count` tokens fill in order, each with the index of its first token."""
+    at = 0
+    for run in runs:
+        if at == count:
+            return
+        length = min(run.length, count - at)
+        yield at, SlotRange(run.start, length)
+        at += length
+
+
 def lay_out(positions: torch.Tensor, runs: Sequence[SlotRange]) -> tuple[KVSegment, ...]:
     """Segments of tokens at ascending `positions` that fill `runs` in order; consecutive positions are implicit."""
     segments: list[KVSegment] = []
-    at = 0
-    for run in runs:
+    for at, run in filled(runs, len(positions)):
         part = positions[at : at + run.length]
-        if len(part) == 0:
-            break
         first = int(part[0])
         dense = int(part[-1]) - first + 1 == len(part)
         uneven = None if dense else part
-        segments.append(KVSegment(run.start, len(part), first, positions=uneven, continues=at > 0))
-        at += len(part)
+        segments.append(KVSegment(run.start, run.length, first, positions=uneven, continues=at > 0))
     return tuple(segments)
 
 
@@ -103,12 +110,8 @@ def stretches(
 
     shift: how far keys are moved from the positions where they were rotated. hidden: bool [count], or None.
     """
-    at, segments = 0, list[KVSegment]()
-    for run in runs:
-        length = min(run.length, count - at)
-        if length <= 0:
-            break
-        unseen = None if hidden is None else hidden[at : at + length]
-        segments.append(KVSegment(run.start, length, first + at, shift, hidden=unseen, continues=at > 0))
-        at += length
+    segments: list[KVSegment] = []
+    for at, run in filled(runs, count):
+        unseen = None if hidden is None else hidden[at : at + run.length]
+        segments.append(KVSegment(run.start, run.length, first + at, shift, hidden=unseen, continues=at > 0))
     return tuple(segments)

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 
 from fusionkv.fusion_worker.pool.kv_pool import KVPool
-from fusionkv.fusion_worker.pool.slots import SlotRange
+from fusionkv.fusion_worker.pool.slots import SlotRange, filled
 from fusionkv.fusion_worker.transfer.entry_format import EntryFormat
 from fusionkv.fusion_worker.transfer.pinned import to_host
-from fusionkv.kernels.dequantise import restore_to
-from fusionkv.kernels.quantised import Quantised
+from fusionkv.kernels.quantised import Quantised, restore_to
 
 
 class RankCopies:
@@ -94,10 +93,8 @@ class RankCopies:
 
     def _places(self, runs: Sequence[SlotRange], tokens: int) -> Iterator[torch.Tensor]:
         """The slots of a chunk, a view of the pool for each run."""
-        for run in runs:
-            count = min(run.length, tokens)
-            tokens -= count
-            yield self._pool.kv[:, :, run.start : run.start + count]
+        for _, run in filled(runs, tokens):
+            yield self._pool.kv[:, :, run.start : run.start + run.length]
 
 
 @contextmanager

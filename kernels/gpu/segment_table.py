@@ -1,8 +1,7 @@
 """A batch's spans and segments as flat tables, made once per step and read by the kernels of every layer."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -21,30 +20,27 @@ class Grid(NamedTuple):
     """Parameters that determine how rows are split into tiles, and keys into parts.
 
     Attributes:
-        groups: query heads per KV head.
+        q_heads: query heads.
         kv_heads: KV heads, and so programs per tile.
-        tile_rows: rows of a tile: query rows times groups.
+        tile_rows: rows of a tile, query rows times groups; a tile always holds all heads of a group.
         processors: multiprocessors to keep busy.
         fixed_parts: number of parts of any keys; 0 chooses it by their number.
     """
 
-    groups: int
+    q_heads: int
     kv_heads: int
     tile_rows: int
     processors: int
     fixed_parts: int = 0
 
-    @classmethod
-    def of(cls, q_heads: int, kv_heads: int, tile_rows: int, processors: int) -> "Grid":
-        """The grid of a model. A tile always holds all heads of a group."""
-        groups = q_heads // kv_heads
-        return cls(groups, kv_heads, max(tile_rows, groups), processors)
+    @property
+    def groups(self) -> int:
+        """Query heads per KV head."""
+        return self.q_heads // self.kv_heads
 
-    @classmethod
-    def of_decoding(cls, q_heads: int, kv_heads: int, tile_rows: int, processors: int, rows: int) -> "Grid":
+    def decoding(self, rows: int) -> "Grid":
         """The grid of a number of rows of one request each, which is the same for all keys."""
-        grid = cls.of(q_heads, kv_heads, tile_rows, processors)
-        return grid._replace(fixed_parts=max(2, grid.parts(rows, _ANY_KEYS)))
+        return self._replace(fixed_parts=max(2, self.parts(rows, _ANY_KEYS)))
 
     def tile(self, rows: int) -> int:
         """Query rows in a tile for a span of `rows` rows; for decoding, those of the smallest matrix product."""
@@ -57,8 +53,7 @@ class Grid(NamedTuple):
         return min(max(1, keys // LEAST_KEYS), -(-2 * self.processors // (self.kv_heads * programs)))
 
 
-@dataclass(frozen=True)
-class SegmentTable:
+class SegmentTable(NamedTuple):
     """The tables of spans with tiles of one size, int32 unless stated.
 
     Attributes:
@@ -82,12 +77,6 @@ class SegmentTable:
     turns: torch.Tensor
     items: torch.Tensor
     rows: torch.Tensor
-
-    @classmethod
-    def on(cls, spans: Sequence[QuerySpan], rotation: Rotation, grid: Grid, device: torch.device) -> "SegmentTable":
-        """The tables of these spans on a device, by one copy."""
-        table = cls.of(spans, rotation, grid)
-        return table.with_tensors(upload(table.tensors(), device))
 
     @classmethod
     def of(cls, spans: Sequence[QuerySpan], rotation: Rotation, grid: Grid) -> "SegmentTable":
@@ -117,23 +106,22 @@ class SegmentTable:
             taken += span.rows
         # The last rows of a prompt see the most keys: started last, they would run alone at the end.
         items.reverse()
-        angles = torch.tensor(list(shifts), dtype=torch.float64)[:, None] * rotation.inv_freq.double()
         return cls(
             tile=tile,
             parts=parts,
             segments=torch.tensor(segments, dtype=torch.int32),
             positions=torch.from_numpy(np.concatenate(positions or [np.zeros(1, np.int32)])),
             row_positions=torch.from_numpy(row_positions),
-            turns=torch.stack([angles.cos(), -angles.sin()], dim=1).float(),
+            turns=rotation.table(-torch.tensor(list(shifts))),
             items=torch.tensor(items, dtype=torch.int32),
             rows=torch.cat([torch.arange(span.start, span.stop) for span in spans]),
         )
 
     def tensors(self) -> list[torch.Tensor]:
-        return [self.segments, self.positions, self.row_positions, self.turns, self.items, self.rows]
+        return list(self[2:])
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> "SegmentTable":
-        """The table with others in place of its `tensors()`, in the same order."""
+        """The table with others in place of its `tensors()`."""
         return SegmentTable(self.tile, self.parts, *tensors)
 
     def padded(self, segments: int, positions: int, turns: int, tiles: int) -> "SegmentTable":
@@ -164,12 +152,6 @@ class OrderedTable(NamedTuple):
     scored: torch.Tensor
 
     @classmethod
-    def on(cls, spans: Sequence[QuerySpan], rotation: Rotation, grid: Grid, device: torch.device) -> "OrderedTable":
-        """The tables of these spans on a device, by one copy."""
-        table = cls.of(spans, rotation, grid)
-        return table.with_tensors(upload(table.tensors(), device))
-
-    @classmethod
     def of(cls, spans: Sequence[QuerySpan], rotation: Rotation, grid: Grid) -> "OrderedTable":
         """Makes the tables, in host memory."""
         counts = np.cumsum([0, *(int(span.positions[-1]) + 1 for span in spans)]).tolist()
@@ -180,10 +162,8 @@ class OrderedTable(NamedTuple):
         ]
         table = SegmentTable.of(moved, rotation, grid)
         different, turn = shifts.unique(return_inverse=True)
-        angles = different[:, None] * rotation.inv_freq.double()
-        turns = torch.stack([angles.cos(), angles.sin()], dim=1).float()
         begins = {span.start: begin for span, begin in zip(spans, counts, strict=False)}
-        return cls(table, begins, slots.int(), turn.int(), turns, table.row_positions)
+        return cls(table, begins, slots.int(), turn.int(), rotation.table(different), table.row_positions)
 
     @classmethod
     def padded(cls, span: QuerySpan, rotation: Rotation, grid: Grid, slot: int) -> "OrderedTable":
@@ -204,12 +184,23 @@ class OrderedTable(NamedTuple):
         return cls(table, {0: 0}, slots, turn, pad(own.turns, (0, 0, 0, 0, 0, turns - len(own.turns))), scored)
 
     def tensors(self) -> list[torch.Tensor]:
-        return [*self.table.tensors(), self.slots, self.turn, self.turns, self.scored]
+        return [*self.table.tensors(), *self[2:]]
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> "OrderedTable":
-        """The table with others in place of its `tensors()`, in the same order."""
-        *table, slots, turn, turns, scored = tensors
-        return OrderedTable(self.table.with_tensors(table), self.begins, slots, turn, turns, scored)
+        """The table with others in place of its `tensors()`."""
+        own = len(self.table.tensors())
+        return OrderedTable(self.table.with_tensors(tensors[:own]), self.begins, *tensors[own:])
+
+
+_Table = TypeVar("_Table", SegmentTable, OrderedTable)
+
+
+def made_on(
+    spans: Sequence[QuerySpan], kind: type[_Table], rotation: Rotation, grid: Grid, device: torch.device
+) -> _Table:
+    """The tables of spans on a device, by one copy."""
+    table = kind.of(spans, rotation, grid)
+    return table.with_tensors(upload(table.tensors(), device))
 
 
 class TabledSpans(Spans):

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fusionkv.kernels.gpu.segment_table import Grid, OrderedTable, SegmentTable, TabledSpans
+from fusionkv.kernels.gpu.segment_table import Grid, OrderedTable, SegmentTable, TabledSpans, made_on
 from fusionkv.kernels.gpu.tile_shapes import Tile, scored, tile_for
 from fusionkv.kernels.gpu.tiles_triton import LOG2E, constants, load_turned, processors, product, sink, visible
 from fusionkv.kernels.segments import NEVER, AttentionSpec, QuerySpan, Rotation, Spans
@@ -277,7 +277,7 @@ class _Layer(NamedTuple):
         return cls(q, keys, values, out, lse, spec, tile or tile_for(q.device, q.shape[2], q.dtype))
 
     def grid(self) -> Grid:
-        return Grid.of(self.q.shape[1], self.keys.shape[1], self.tile.rows, processors(self.q.device))
+        return Grid(self.q.shape[1], self.keys.shape[1], self.tile.rows, processors(self.q.device))
 
 
 def _in_order(ordered: OrderedTable, pool: _Layer) -> _Layer:
@@ -317,9 +317,9 @@ def sparse_attention(
         return pool.out
     few, many = spans.once(_split, pool.grid(), frozenset(scores))
     for alike in few:
-        _attend_all(alike.once(SegmentTable.on, spec.rotation, pool.grid(), q.device), pool)
+        _attend_all(alike.once(made_on, SegmentTable, spec.rotation, pool.grid(), q.device), pool)
     if many:
-        _attend_ordered(many.once(OrderedTable.on, spec.rotation, pool.grid(), q.device), pool, scores)
+        _attend_ordered(many.once(made_on, OrderedTable, spec.rotation, pool.grid(), q.device), pool, scores)
     return pool.out
 
 
@@ -332,7 +332,7 @@ def attention_scores(q: torch.Tensor, k_pool: torch.Tensor, span: QuerySpan, spe
 
 
 def _alone(span: QuerySpan, rotation: Rotation, grid: Grid, device: torch.device) -> OrderedTable:
-    return OrderedTable.on([span], rotation, grid, device)
+    return made_on([span], OrderedTable, rotation, grid, device)
 
 
 def _split(spans: Spans, grid: Grid, scored: frozenset[QuerySpan]) -> tuple[list[Spans], Spans]:

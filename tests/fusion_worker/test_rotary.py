@@ -11,7 +11,7 @@ from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.compute.model_runner import position_embeddings
 from fusionkv.kernels import rotary
 from tests.fusion_worker.oracle import byte_tokenizer, network
-from tests.kernels.inputs import HAS_KERNEL, interpreted, rotated, there
+from tests.kernels.inputs import HAS_KERNEL, rotated, there
 
 # Pairs that are complex numbers.
 OWN = ("deepseek-v2", "deepseek-v2-yarn")
@@ -92,31 +92,7 @@ def test_what_computes_something_else_stays(changed: str, monkeypatch: pytest.Mo
     assert "forward" not in vars(attention)
 
 
-def apply_rotary_pos_emb(q: Any, k: Any, cos: Any, sin: Any) -> Any:
-    return q * cos, k * sin
-
-
-class Attention:
-    head_dim = 4
-
-    def forward(self, q: Any, k: Any, *, cos: Any = 2.0) -> Any:
-        assert super().__init__ is not None  # reads a variable of the class's scope
-        return apply_rotary_pos_emb(q, k, cos, 3.0)
-
-
-def test_defaults_and_the_scope_of_the_class_stay() -> None:
-    attention, calls = Attention(), list[Any]()
-
-    def ours(q: Any, k: Any, cos: Any, sin: Any) -> Any:
-        calls.append(cos)
-        return apply_rotary_pos_emb(q, k, cos, sin)
-
-    rotary.install(attention, ours, (torch.ones(1, 2, 4), torch.ones(1, 2, 4)))
-    assert attention.forward(5.0, 7.0) == (10.0, 21.0)
-    assert calls[-1] == 2.0
-
-
-@pytest.mark.skipif(not HAS_KERNEL, reason="needs a GPU, or TRITON_INTERPRET=1 as test_in_the_interpreter sets it")
+@pytest.mark.skipif(not HAS_KERNEL, reason="needs a GPU, or TRITON_INTERPRET=1 as test_interpreter.py sets it")
 class TestKernel:
     # More than a block of heads; padded heads; part of the channels; neighbouring pairs; cosines of pairs alone.
     @pytest.mark.parametrize("kind", ["llama", "mistral", "phi3", "glm4", "gpt-oss", "gemma3"])
@@ -130,10 +106,3 @@ class TestKernel:
             given = inputs(model, layer)
             found = rotary_triton.rotate(rotation, *map(there, given))
             same((each.cpu() for each in found), theirs, given)
-
-
-@pytest.mark.compile
-@pytest.mark.skipif(HAS_KERNEL, reason="this run has the kernel already")
-def test_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    assert "12 passed" in interpreted(__file__, "TestKernel")

@@ -4,6 +4,7 @@ Without a GPU, a captured call is called again: it must read nothing but its inp
 """
 
 import copy
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -25,7 +26,7 @@ from fusionkv.fusion_worker.pool.kv_pool import KVPool
 from fusionkv.fusion_worker.pool.slots import SlotRange
 from fusionkv.kernels.segments import KVSegment
 from tests.fusion_worker.oracle import byte_tokenizer, network
-from tests.kernels.inputs import DEVICE, HAS_KERNEL, interpreted
+from tests.kernels.inputs import DEVICE, HAS_KERNEL
 
 GREEDY = NextToken(Sampler(SamplingParams(8)))
 SLOTS = 400
@@ -94,7 +95,7 @@ def made(family: str) -> tuple[models.Model, KVPool, StepGraphs]:
     return model, pool, StepGraphs(model, pool)
 
 
-@pytest.mark.skipif(not HAS_KERNEL, reason="needs a GPU, or TRITON_INTERPRET=1 as test_in_the_interpreter sets it")
+@pytest.mark.skipif(not HAS_KERNEL, reason="needs a GPU, or TRITON_INTERPRET=1 as test_interpreter.py sets it")
 class TestGraphs:
     @pytest.mark.parametrize("kind", ["llama", "gemma3"])
     def test_padded_steps_equal_others(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,13 +139,6 @@ class TestGraphs:
         assert len(graphs._captured) == 3
 
 
-@pytest.mark.compile
-@pytest.mark.skipif(HAS_KERNEL, reason="this run has the kernel already")
-def test_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    assert "4 passed" in interpreted(__file__, "TestGraphs")
-
-
 def test_which_steps() -> None:
     """Those of which no more is wanted than tokens; and none on a CPU."""
     model, pool, graphs = made("llama")
@@ -176,12 +170,20 @@ def test_which_steps_choose() -> None:
     assert not graphs.chooses(step(model, pool, far))
 
 
-def test_a_model_that_cannot_be_captured(caplog: pytest.LogCaptureFixture) -> None:
+class OutOfResources(Exception):
+    """As Triton's, which is no RuntimeError."""
+
+
+@pytest.mark.parametrize("error", [RuntimeError, OutOfResources, torch.OutOfMemoryError])
+def test_what_cannot_be_captured(
+    error: type[Exception], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is launched as other steps; where memory was short, it is tried again."""
     model, pool, graphs = made("llama")
     graphs.works = True
 
     def fails(_: object) -> Any:
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        raise error("operation not permitted when stream is capturing\nmore")
 
     graphs.compute = graphs.attention = fails  # type: ignore[method-assign]
     chooses, decodes = step(model, pool, question(60, 3, 5)), step(model, pool, *three(60, 3, 1))
@@ -190,6 +192,9 @@ def test_a_model_that_cannot_be_captured(caplog: pytest.LogCaptureFixture) -> No
     assert (graphs.chooses(chooses), graphs.decodes(decodes)) == (False, True)
     assert graphs.predict(decodes) is None
     assert not graphs.decodes(decodes)
+    later = time.monotonic() + 61
+    monkeypatch.setattr(step_graphs.time, "monotonic", lambda: later)
+    assert graphs.chooses(chooses) == graphs.decodes(decodes) == (error is torch.OutOfMemoryError)
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")

@@ -1,4 +1,4 @@
-"""What tests give the kernels: a rotation, tensors on the device that they run on, and Triton's interpreter."""
+"""What tests give the kernels: a rotation, and tensors on the device that they run on."""
 
 import os
 from typing import Any
@@ -6,8 +6,6 @@ from typing import Any
 import torch
 
 from fusionkv.kernels.segments import Rotation
-from tests.commands import run_python
-from tests.examples import ALL, FEW, every
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Whether Triton's kernels run here.
@@ -39,14 +37,3 @@ def rotated(rotation: Rotation, q: torch.Tensor, k: torch.Tensor, cos: torch.Ten
 def there(x: Any) -> Any:
     """A tensor on the device; anything else as it is, such as spans, which are in host memory."""
     return x.to(DEVICE) if isinstance(x, torch.Tensor) else x
-
-
-def interpreted(file: str, chosen: str) -> str:
-    """Runs the tests of `file` that `-k chosen` picks, in a process of its own, since Triton chooses its interpreter
-    when it is imported; returns what pytest printed.
-    """
-    profile = ALL if every() else FEW
-    flags = ("-q", "-p", "no:cacheprovider", "-m", "not weights", "--hypothesis-profile", profile, "-k", chosen)
-    # Any of them may take long.
-    env = {"TRITON_INTERPRET": "1", "FUSIONKV_TEST_SLOWER": "100"}
-    return run_python("-m", "pytest", file, *flags, env=env, timeout=580).stdout

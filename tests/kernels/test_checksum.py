@@ -8,7 +8,7 @@ import xxhash
 
 from fusionkv.kernels import checksum, xxh3
 from fusionkv.protos.runtime.checksum import PIECE_BYTES
-from tests.kernels.inputs import DEVICE, HAS_KERNEL, interpreted
+from tests.kernels.inputs import DEVICE, HAS_KERNEL
 
 ACCUMULATE = {"reference": xxh3.accumulate}
 if HAS_KERNEL:
@@ -48,9 +48,3 @@ def test_on_whatever_device_there_is() -> None:
     assert checksum.piece_digests(data.to(DEVICE), PIECE_BYTES) == expected
     assert checksum.piece_digests(data[:0].to(DEVICE), PIECE_BYTES) == []
     assert data.equal(filled(3 * PIECE_BYTES, "random")), "the bytes are left as they were"
-
-
-@pytest.mark.compile
-@pytest.mark.skipif(HAS_KERNEL, reason="these are the tests with the kernel")
-def test_the_kernel_in_the_interpreter() -> None:
-    assert " passed" in interpreted(__file__, "triton")

@@ -29,42 +29,34 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
 
 
-def compile_for(kernel: Any, capability: int, dtype: torch.dtype, tile: tile_shapes.Tile, **constants: Any) -> Any:
-    """A kernel's binary; pointers are told apart by their names, as the kernels' comments give their dtypes."""
-    floats = {"lse_ptr", "turns_ptr", "partial_ptr", "partial_lse_ptr"}
-    if constants.get("PARTIAL") or kernel is sparse_attention_triton._columns:
-        floats.add("out_ptr")
-    model = {"q_ptr", "k_ptr", "v_ptr", "q_out_ptr", "k_out_ptr", "v_out_ptr", "out_ptr", "sinks_ptr"}
-    if kernel is rotary_triton._rotate:
-        model |= {"cos_ptr", "sin_ptr"}
+def compiled(
+    kernel: Any, capability: int, kinds: dict[str, str], warps: int = 4, stages: int = 3, **constants: Any
+) -> Any:
+    """A kernel's binary. kinds: of pointers; others are to int32, as numbers are."""
+    names = kernel.arg_names
 
     def kind(name: str) -> str:
-        if name in constants:
-            return "constexpr"
-        if name in floats:
-            return "*fp32"
-        if name in model:
-            return "*" + DTYPES[dtype]
-        if name == "rows_ptr":
-            return "*i64"
-        return "*i32" if name.endswith("_ptr") else "fp32" if name == "scale" else "i32"
+        other = "*i32" if name.endswith("_ptr") else "fp32" if name == "scale" else "i32"
+        return "constexpr" if name in constants else kinds.get(name, other)
 
-    names = kernel.arg_names
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n.endswith(("_ptr", "_stride"))}
     source = ASTSource(
         kernel,
         {name: kind(name) for name in names},
         constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs=aligned,
+        attrs={(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n.endswith(("_ptr", "_stride"))},
     )
-    return built_for(capability, source, num_warps=tile.warps, num_stages=tile.stages)
-
-
-def built_for(capability: int, source: ASTSource, **options: int) -> Any:
+    options = {"num_warps": warps, "num_stages": stages}
     built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     assert f".target sm_{capability}" in built.asm["ptx"]
     assert built.metadata.shared <= SHARED[capability]
     return built
+
+
+def pointers(dtype: torch.dtype, *floats: str) -> dict[str, str]:
+    """Of the kernels of attention, by the dtype of the model. floats: others that are to float32."""
+    model = ("q", "k", "v", "q_out", "k_out", "v_out", "out", "sinks", "cos", "sin")
+    kinds = {f"{name}_ptr": f"*{DTYPES[dtype]}" for name in model} | {"rows_ptr": "*i64"}
+    return kinds | {f"{name}_ptr": "*fp32" for name in ("lse", "turns", "partial", "partial_lse", *floats)}
 
 
 def test_no_step_compiles_a_kernel_again() -> None:
@@ -79,10 +71,8 @@ def test_no_step_compiles_a_kernel_again() -> None:
 
 @pytest.mark.parametrize("capability", SHARED)
 def test_checksum(capability: int) -> None:
-    names = checksum_triton._accumulate.arg_names
-    kinds = {name: "*i64" if name.endswith("_ptr") else "i32" for name in names}
-    source = ASTSource(checksum_triton._accumulate, kinds, constexprs={}, attrs={})
-    built = built_for(capability, source, num_warps=1)
+    kinds = dict.fromkeys(("numbers_ptr", "keys_ptr", "turn_ptr", "start_ptr", "out_ptr"), "*i64")
+    built = compiled(checksum_triton._accumulate, capability, kinds, warps=1)
     # Products of halves, not of whole numbers: the second takes four instructions for one.
     assert "mul.wide.u32" in built.asm["ptx"] or "mul.lo.s64" in built.asm["ptx"]
 
@@ -90,22 +80,19 @@ def test_checksum(capability: int) -> None:
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize("head_dim", [64, 80, 256])
 def test_restore(capability: int, head_dim: int) -> None:
-    constants = {"HEAD_DIM": head_dim, "DIM": triton.next_power_of_2(head_dim), "GROUP": 32, "WIDTH": 16, "BLOCK": 32}
-    pointers = {"numbers_ptr": "*u8", "keys_ptr": "*bf16", "values_ptr": "*bf16", "out_ptr": "*bf16"}
-    names = quantised_triton._restore.arg_names
-    kinds = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in names}
-    at = {(names.index(name),): value for name, value in constants.items()}
-    built_for(capability, ASTSource(quantised_triton._restore, kinds, constexprs=at, attrs={}))
+    kinds = {"numbers_ptr": "*u8", "keys_ptr": "*bf16", "values_ptr": "*bf16", "out_ptr": "*bf16"}
+    sizes = {"HEAD_DIM": head_dim, "DIM": triton.next_power_of_2(head_dim), "GROUP": 32, "WIDTH": 16, "BLOCK": 32}
+    compiled(quantised_triton._restore, capability, kinds, **sizes)
 
 
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize(("head_dim", "dtype"), [(128, BF16), (96, FP16), (256, FP32)], ids=str)
 def test_rotate(capability: int, head_dim: int, dtype: torch.dtype) -> None:
-    constants = {"HEAD_DIM": head_dim, "DIM": triton.next_power_of_2(head_dim), "ROTARY_DIM": head_dim, "HEADS": 8}
+    sizes = {"HEAD_DIM": head_dim, "DIM": triton.next_power_of_2(head_dim), "ROTARY_DIM": head_dim, "HEADS": 8}
     if head_dim == 256:  # Triton compiles a number of 1 in
-        constants["k_heads"] = 1
-    tile = tile_shapes.Tile(8, 8, 4, 3)
-    built = compile_for(rotary_triton._rotate, capability, dtype, tile, **constants, INTERLEAVED=head_dim == 96)
+        sizes["k_heads"] = 1
+    kernel = rotary_triton._rotate
+    built = compiled(kernel, capability, pointers(dtype), **sizes, INTERLEAVED=head_dim == 96)
     assert capability == 80 or not spilled(built)
 
 
@@ -140,19 +127,17 @@ def shape(head_dim: int, groups: int, rows: int, keys: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "groups"),
     # Every default tile at the largest head size that has it, and a head size that is padded.
-    [(64, BF16, 7), (64, FP32, 7), (96, FP16, 1), (128, BF16, 7), (256, BF16, 4), (256, FP32, 4)],
+    [(64, BF16, 7), (64, FP32, 7), (96, FP16, 1), (128, BF16, 7), (128, FP32, 4), (256, BF16, 4), (256, FP32, 4)],
     ids=str,
 )
 def test_prefill_and_decode(capability: int, head_dim: int, dtype: torch.dtype, groups: int) -> None:
     tile = tile_shapes.default(head_dim, dtype)
     for rows, warps in ((tile.rows, tile.warps), (16, 4)):
-        taken = tile_shapes.Tile(rows, tile.keys, warps, tile.stages)
         few = rows == 16
         constants = shape(head_dim, groups, rows, tile.keys)
         constants |= {"PARTIAL": few, "SINKS": head_dim == 64, "ORDERED": not few}
-        built = compile_for(sparse_attention_triton._attend, capability, dtype, taken, **constants)
-        if capability == 80:
-            assert built.metadata.shared <= tile_shapes.shared_bytes(taken, head_dim, dtype)
+        kinds = pointers(dtype, *["out"] * few)
+        built = compiled(sparse_attention_triton._attend, capability, kinds, warps, tile.stages, **constants)
         # On sm_90 a tile of 64 rows or more is what the warpgroup product takes: without it half the rate is lost.
         if capability == 90 and rows >= 64 and dtype != torch.float32:
             assert "wgmma.mma_async" in built.asm["ptx"]
@@ -167,8 +152,8 @@ def test_gather_and_scores(capability: int, head_dim: int, dtype: torch.dtype) -
     for kernel, tile in kernels.items():
         constants = shape(head_dim, 7, tile.rows, tile.keys)
         own = {name: value for name, value in constants.items() if name in kernel.arg_names}
-        built = compile_for(kernel, capability, dtype, tile, **own)
-        assert spilled(built) < 1024
+        kinds = pointers(dtype, *["out"] * (kernel is sparse_attention_triton._columns))
+        assert spilled(compiled(kernel, capability, kinds, tile.warps, tile.stages, **own)) < 1024
 
 
 @pytest.mark.parametrize("capability", SHARED)
@@ -177,5 +162,4 @@ def test_merge(capability: int, parts: int) -> None:
     """512 parts: one row of a model with one KV head on 132 multiprocessors."""
     channels = min(256, sparse_attention_triton._MERGED // parts)
     constants = {"PARTS_CEIL": parts, "SINKS": True, "HEAD_DIM": 256, "CHANNELS": channels}
-    tile = tile_shapes.Tile(64, 64, 4, 3)
-    assert spilled(compile_for(sparse_attention_triton._merge, capability, BF16, tile, **constants)) < 256
+    assert spilled(compiled(sparse_attention_triton._merge, capability, pointers(BF16), **constants)) < 256

@@ -8,7 +8,7 @@ import torch
 from fusionkv.kernels import reference
 from fusionkv.kernels.attention import sparse_attention
 from fusionkv.kernels.segments import AttentionSpec, KVSegment, QuerySpan, Spans
-from tests.kernels.inputs import HAS_KERNEL, interpreted, rotary, there
+from tests.kernels.inputs import HAS_KERNEL, rotary, there
 
 torch.set_num_threads(1)
 DIM = 32
@@ -54,10 +54,3 @@ def test_over_the_same_slots(hidden: float, window: int | None) -> None:
     for operation in operations:
         found = operation(*map(there, tensors), spans, spec)
         torch.testing.assert_close(found.double().cpu(), expected, atol=2e-5, rtol=2e-5)
-
-
-@pytest.mark.compile
-@pytest.mark.skipif(HAS_KERNEL, reason="this run has the kernel already")
-def test_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    assert "4 passed" in interpreted(__file__, "same_slots")
