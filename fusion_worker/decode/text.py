@@ -3,54 +3,43 @@
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 _MOST_BYTES = 4  # of a character
 
 
 class Characters:
-    """Decodes token ids to whole characters, one after another. Bytes that are no UTF-8 give U+FFFD, or nothing."""
+    """Decodes token ids to whole characters, one after another. Bytes that are no UTF-8 give U+FFFD."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        # Of the last text, behind which a new stream begins: its first token would lose its leading space.
+        # Of the last text: without a token before it, one would lose its leading space.
         self._last: list[int] = []
-        self._begin()
-
-    def _begin(self) -> None:
-        self._stream = DecodeStream(skip_special_tokens=self._skip)
         self._waiting: list[int] = []
-        for token in self._last:
-            self._stream.step(self._tokenizer, token)
 
     def step(self, token: int) -> str | None:
         """The text that this token completes; None if it completes no character."""
         self._waiting.append(token)
-        try:
-            piece = self._stream.step(self._tokenizer, token)
-        except Exception:  # tokenizers raises no other class
-            # With a token for each byte (Mistral, Gemma), a byte that is no UTF-8 also spoils the characters right
-            # before it, which were decoded already; DecodeStream then refuses the next token of text.
-            self._last = [token]
-            self._begin()
-            self._waiting, piece = [token], self._stream.step(self._tokenizer, token)
-        if piece is not None:
+        piece = self._text(self._waiting)
+        if piece and not piece.endswith("\ufffd"):
             self._last, self._waiting = self._waiting, []
-        elif len(self._waiting) >= _MOST_BYTES:
-            piece = self._give_up_first()
-        return piece
+            return piece
+        if len(self._waiting) < _MOST_BYTES:
+            return None
+        # The first one is no part of a character that others complete.
+        first = [self._waiting.pop(0)]
+        piece = self._text(first)
+        self._last = first if piece else self._last
+        return piece or None
 
-    def _give_up_first(self) -> str | None:
-        """The text of the first of the waiting tokens, which is no part of a character that others complete.
+    def _text(self, ids: list[int]) -> str:
+        """The text of tokens that follow the last ones."""
+        before, after = (self._decoded(each) for each in (self._last, self._last + ids))
+        # With a token for each byte (Mistral, Gemma), a byte that is no UTF-8 spoils the characters before it, too.
+        return after[len(before) :] if after.startswith(before) else self._decoded(ids)
 
-        DecodeStream decodes all that wait at each step: 8,000 of them, such as special tokens, took 7 to 20 s.
-        """
-        first, *rest = self._waiting
-        ids = self._last, [*self._last, first]
-        before, text = (self._tokenizer.decode(each, skip_special_tokens=self._skip) for each in ids)
-        self._begin()
-        return text[len(before) :] + "".join(self.step(each) or "" for each in rest) or None
+    def _decoded(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
 
 
 class TextStream:

@@ -36,7 +36,7 @@ def test_a_seed_decides_everything() -> None:
     assert draws(5, seed=(1 << 64) - 1)
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
 def test_frequencies_are_those_of_the_temperature(temperature: float) -> None:
     count = 4000
     found = torch.bincount(torch.tensor(draws(count, temperature=temperature)), minlength=5).double()
@@ -49,11 +49,11 @@ def test_frequencies_are_those_of_the_temperature(temperature: float) -> None:
 
 def test_top_k_and_top_p_which_keeps_the_fewest_that_reach_it() -> None:
     for top_k, kept in ((1, {1}), (3, {1, 3, 4}), (0, {0, 1, 2, 3, 4}), (99, {0, 1, 2, 3, 4})):
-        assert set(draws(800, top_k=top_k)) == kept
+        assert set(draws(300, top_k=top_k)) == kept
     logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
     every = {0, 1, 2, 3}
     for top_p, kept in ((1e-9, {1}), (0.39, {1}), (0.41, {1, 3}), (0.71, {1, 2, 3}), (1.0, every), (0.0, every)):
-        assert set(draws(300, logits, top_p=top_p)) == kept
+        assert set(draws(100, logits, top_p=top_p)) == kept
 
 
 def test_a_token_takes_one_random_number_whatever_the_vocabulary() -> None:
@@ -137,7 +137,7 @@ def test_bytes_that_are_no_text_end_no_answer() -> None:
     """A byte that belongs to no character, right behind a character of bytes."""
     stream = TextStream(fallback_tokenizer(), ())
     pushed = [stream.push(token) for token in (256, *"\u00e9".encode(), 0xA9, 257, 256)]
-    assert pushed == ["a", "", "\u00e9", "", " b", "a"]
+    assert pushed == ["a", "", "\u00e9", "", "\ufffd b", "a"]
 
 
 def test_bytes_that_are_no_text_and_special_tokens_wait_for_nothing() -> None:
