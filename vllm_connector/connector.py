@@ -103,15 +103,7 @@ class FusionKVConnector(KVConnectorBase_V1):
                 tokenizer = Tokenizer.from_file(str(resolve(config.model) / "tokenizer.json"))
                 separator = tokenizer.encode(options.separator, add_special_tokens=False).ids
             self._scheduler = ConnectorScheduler(
-                self._background,
-                config.model,
-                altered,
-                layout,
-                self._ranks,
-                options.chunk_tokens,
-                size,
-                fuses=options.pool_bytes > 0,
-                separator=separator,
+                self._background, config.model, altered, layout, self._ranks, size, options, separator
             )
 
     @property
@@ -153,8 +145,7 @@ class FusionKVConnector(KVConnectorBase_V1):
         ranks = self._vllm_config.parallel_config.tensor_parallel_size
         rank = get_tensor_model_parallel_rank() * self._ranks // ranks
         fusing = self._fused_prefill(layers) if self._options.pool_bytes else None
-        limits = self._options.load_seconds, fusing, self._options.fuse_seconds
-        self._worker = ConnectorWorker(self._background, pages, rank, self._ranks, ranks, *limits)
+        self._worker = ConnectorWorker(self._background, pages, rank, self._ranks, ranks, self._options, fusing)
 
     def _fused_prefill(self, layers: Mapping[str, torch.nn.Module]) -> "FusedPrefill":
         """The engine on vLLM's weights. layers: vLLM's attention layers. Raises ValueError if they don't fit it."""

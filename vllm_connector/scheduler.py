@@ -13,6 +13,7 @@ from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.kvcache_service import keys
 from fusionkv.protos.runtime.errors import ServiceError
 from fusionkv.vllm_connector.background import Background
+from fusionkv.vllm_connector.options import ConnectorOptions
 from fusionkv.vllm_connector.prompts import FusedPrompt, KVLayout, KVLoad, KVSave, Prefix, degraded
 from fusionkv.vllm_connector.spans import PARAMETER, SpannedPrompt, ticket_of
 
@@ -51,9 +52,8 @@ class ConnectorScheduler:
         altered: Mapping[str, str],
         layout: KVLayout,
         ranks: int,
-        chunk_tokens: int,
         page_tokens: int,
-        fuses: bool = False,
+        options: ConnectorOptions,
         separator: Sequence[int] = (),
     ) -> None:
         """Starts to compute the model's fingerprint.
@@ -62,15 +62,13 @@ class ConnectorScheduler:
             model: directory or hub id of vLLM's model.
             altered: as `alterations` returns.
             ranks: number of ranks that share the heads.
-            chunk_tokens: tokens of a prefix entry.
             page_tokens: tokens of a page, vLLM's block size.
-            fuses: whether vLLM's workers fuse prompts.
-            separator: token ids that mark the passages of prompts without spans; empty for none.
+            separator: the option's token ids.
         """
         self._background = background
         self._layout, self._ranks = layout, ranks
-        self._chunk_tokens, self._page_tokens = chunk_tokens, page_tokens
-        self._altered, self._fuses, self._separator = dict(altered), fuses, tuple(separator)
+        self._chunk_tokens, self._page_tokens, self._fuses = options.chunk_tokens, page_tokens, options.pool_bytes > 0
+        self._altered, self._separator = dict(altered), tuple(separator)
         self._fingerprint = background.run(asyncio.to_thread(lambda: fingerprint(resolve(model))))
         self._requests: dict[str, _RequestState] = {}
         self._transfers: list[KVLoad | KVSave] = []

@@ -16,6 +16,7 @@ from fusionkv.protos.runtime.cancellation import to_the_end
 from fusionkv.protos.runtime.checksum import checksum
 from fusionkv.protos.runtime.errors import DataLoss, NotFound
 from fusionkv.vllm_connector.background import Background
+from fusionkv.vllm_connector.options import ConnectorOptions
 from fusionkv.vllm_connector.pages import Pages
 from fusionkv.vllm_connector.prompts import FusedPrompt, KVLoad, KVSave, Prefix, degraded
 from fusionkv.vllm_connector.spans import SpannedPrompt
@@ -39,20 +40,19 @@ class ConnectorWorker:
         rank: int,
         ranks: int,
         readers: int,
-        seconds: float,
+        options: ConnectorOptions,
         fusing: "FusedPrefill | None" = None,
-        fuse_seconds: float = 0.0,
     ) -> None:
         """The pages hold the KV heads of one of `ranks` ranks.
 
         Args:
             readers: number of ranks that load a prompt: more than `ranks` where several hold the same heads.
-            seconds: after which a load is given up, and vLLM prefills the prompt itself.
-            fusing: makes the KV of prompts with spans; None without. fuse_seconds: as `seconds`, for these.
+            fusing: makes the KV of prompts with spans; None without.
         """
         self._background, self._pages = background, pages
-        self._rank, self._ranks, self._readers, self._seconds = rank, ranks, readers, seconds
-        self._fusing, self._fuse_seconds = fusing, fuse_seconds
+        self._rank, self._ranks, self._readers = rank, ranks, readers
+        # After which a load is given up, and vLLM prefills the prompt itself.
+        self._seconds, self._fuse_seconds, self._fusing = options.load_seconds, options.fuse_seconds, fusing
         self._fused: dict[str, asyncio.Task[Any] | None] = {}
         self._figures: dict[str, dict[str, Any]] = {}
         self._launched: torch.cuda.Event | None = None
@@ -140,8 +140,7 @@ class ConnectorWorker:
             async with asyncio.timeout(self._fuse_seconds):
                 figures = await self._fusing.fill(source, write)
         except Exception as error:
-            late = f"fused prefill took longer than {self._fuse_seconds:g} s"
-            why = str(error) or (late if isinstance(error, TimeoutError) else type(error).__name__)
+            why = _why(error, "fused prefill", self._fuse_seconds)
             with self._lock:
                 self._figures[load.request] = degraded(why)
             raise RuntimeError(why) from error
@@ -171,8 +170,7 @@ class ConnectorWorker:
                     kv = torch.from_numpy(own_heads).view(dtype).view(*shape[:3], -1, source.head_dim)
                 await self._write(kv[:, :, load.start : load.stop], load.pages, load.start)
         except BaseException as error:
-            late = f"loading took longer than {self._seconds:g} s"
-            why = str(error) or (late if isinstance(error, TimeoutError) else type(error).__name__)
+            why = _why(error, "loading", self._seconds)
             self._background.run(self._background.release(source, why, self._readers))
             raise RuntimeError(why) from error
         self._background.run(self._background.release(source, "", self._readers))
@@ -243,6 +241,12 @@ class ConnectorWorker:
             log.warning("a prefix was not saved: %s", error)
         finally:
             self._saves -= 1
+
+
+def _why(error: BaseException, what: str, seconds: float) -> str:
+    if isinstance(error, TimeoutError) and not str(error):
+        return f"{what} took longer than {seconds:g} s"
+    return str(error) or type(error).__name__
 
 
 def _mapped(source: FusedPrompt, size: int) -> "np.ndarray[Any, Any] | None":

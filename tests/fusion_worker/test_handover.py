@@ -22,6 +22,7 @@ from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime.checksum import checksum
 from fusionkv.protos.runtime.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
 from fusionkv.vllm_connector.background import Background
+from fusionkv.vllm_connector.options import ConnectorOptions
 from fusionkv.vllm_connector.pages import Pages
 from fusionkv.vllm_connector.prompts import FusedPrompt, KVLoad
 from fusionkv.vllm_connector.worker import ConnectorWorker
@@ -49,9 +50,9 @@ def mapped(path: str) -> mmap.mmap:
 
 
 @pytest.mark.parametrize("recipe", ["full_attention", "full_reuse", "prophetkv"])
-async def test_another_engine_goes_on_as_the_worker_would(family: str, recipe: str, start: Any, parts: Any) -> None:
-    rig = await start(family)
-    if oracle(family).latent:
+async def test_another_engine_goes_on_as_the_worker_would(varied: str, recipe: str, start: Any, parts: Any) -> None:
+    rig = await start(varied)
+    if oracle(varied).latent:
         with pytest.raises(FailedPrecondition, match="stores latents, from which other engines can't decode"):
             await anext(rig.servicer.Prefill(pb.PrefillRequest(prompt=rig.request(*parts, recipe=recipe)), None))
         return
@@ -65,7 +66,7 @@ async def test_another_engine_goes_on_as_the_worker_would(family: str, recipe: s
         context = [(k.transpose(0, 1)[None], v.transpose(0, 1)[None]) for k, v in numbers(kv, data)]
         said = [first.token.id]
         while len(said) < 6:
-            said.append(int(oracle(family).after(context, said).argmax()))
+            said.append(int(oracle(varied).after(context, said).argmax()))
         assert said == told.ids
         await rig.settled()  # the pool has its slots back while the KV waits
         await worker.release_prefill(kv.handle)
@@ -101,23 +102,6 @@ async def test_kv_is_streamed_by_heads(start: Any, parts: Parts) -> None:
             await worker.hold_prefill(kv.handle, 10)
 
 
-async def test_a_prompt_is_not_freed_while_it_is_looked_for(start: Any, parts: Parts, monkeypatch: Any) -> None:
-    """It is found in the thread that frees it; else a fetch beside a release failed as INTERNAL."""
-    rig, threads = await start("qwen2"), list[Any]()
-    handover, find = rig.servicer.answerer.handover, rig.servicer.answerer.handover._find
-
-    def noted(handle: bytes) -> Any:
-        threads.append(threading.current_thread())
-        return find(handle)
-
-    monkeypatch.setattr(handover, "_find", noted)
-    async with prefilled(rig, parts) as (worker, _, _, kv):
-        size = os.stat(kv.path).st_size
-        for ranks in (1, 2):
-            await worker.fetch_prefill(kv.handle, 0, ranks, memoryview(bytearray(size // ranks)), 10)
-    assert threads == [threading.current_thread()] * 2
-
-
 class Layer:
     """An attention layer of a rank of vLLM that holds one KV head."""
 
@@ -144,7 +128,7 @@ async def test_ranks_that_hold_the_same_heads_all_get_the_kv(start: Any, parts: 
             for reader in range(8):
                 caches = {f"layers.{n}": torch.zeros(len(mine), 16, 2 * kv.head_dim) for n in range(kv.layers)}
                 pages = Pages(caches, dict.fromkeys(caches, Layer(kv.head_dim)), len(mine))
-                rank = ConnectorWorker(background, pages, reader // 2, 4, 8, 10.0)
+                rank = ConnectorWorker(background, pages, reader // 2, 4, 8, ConnectorOptions())
                 rank.start([KVLoad("0", tuple(mine), 0, kv.tokens, prompt)])
                 await until(lambda rank=rank: rank.finished()[1] is not None)  # type: ignore[misc]
                 assert rank.failed_pages() == set(), f"rank {reader} came too late"

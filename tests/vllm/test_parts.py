@@ -28,6 +28,7 @@ from tests.kvcache_service.tools import serving
 from tests.waiting import until
 
 LAYOUT = KVLayout(30, 3, 64, "bfloat16")
+OPTIONS = ConnectorOptions(chunk_tokens=4)
 PROMPT = list(range(100, 120))
 GOOD = {
     "worker": "10.0.0.1:7071", "handle": "ab" * 16, "tokens": 19, "model_fingerprint": "cd" * 32,
@@ -41,8 +42,6 @@ GOOD = {
     [
         ({"cash": "x"}, "cash is not one of cache, chunk_tokens"),
         ({"chunk_tokens": 0}, "chunk_tokens: 0 is outside 1"),
-        ({"chunk_tokens": "many"}, "chunk_tokens: invalid literal"),
-        ({"load_seconds": 0}, "load_seconds: 0.0 is outside"),
         ({"pool_bytes": "much"}, "pool_bytes: not a size: 'much'"),
         ({"listen": "127.0.0.1:1"}, "listen needs pool_bytes"),
     ],
@@ -99,7 +98,7 @@ def test_what_is_no_prompt(wrong: Any) -> None:
 def scheduling_over(cache: str, folder: Path) -> Iterator[ConnectorScheduler]:
     background = Background(cache, None)
     try:
-        yield ConnectorScheduler(background, str(folder), {}, LAYOUT, ranks=1, chunk_tokens=4, page_tokens=4)
+        yield ConnectorScheduler(background, str(folder), {}, LAYOUT, 1, 4, OPTIONS)
     finally:
         background.close()
 
@@ -297,9 +296,7 @@ def test_kv_of_a_model_that_flags_change_is_kept_apart(scheduler: ConnectorSched
     assert source is not None
     for flags in different:
         found = alterations(config(**flags))
-        made = ConnectorScheduler(
-            scheduler._background, str(tmp_path), found, LAYOUT, ranks=1, chunk_tokens=4, page_tokens=4
-        )
+        made = ConnectorScheduler(scheduler._background, str(tmp_path), found, LAYOUT, 1, 4, OPTIONS)
         namespaces.add(made._namespace(b"f" * 32, prefix, 0))
         assert made._mismatch(source, made._fingerprint.result(5), PROMPT) == (
             "" if found.keys() <= {"quantization"} else f"vLLM's {next(iter(found))} makes another model of its files"
