@@ -25,7 +25,18 @@ from fusionkv.kvcache_service.client import Entry
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from tests.fusion_worker.linked import with_link_tokens
-from tests.fusion_worker.oracle import CLOSE, FAMILIES, KV, Ids, byte_tokenizer, error, network, prompt, random_ids
+from tests.fusion_worker.oracle import (
+    CLOSE,
+    FAMILIES,
+    KV,
+    VARIED,
+    Ids,
+    byte_tokenizer,
+    error,
+    network,
+    prompt,
+    random_ids,
+)
 from tests.kernels.inputs import DEVICE
 from tests.services import listening
 from tests.waiting import until
@@ -289,5 +300,6 @@ def tenant() -> str:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "family" in metafunc.fixturenames:
-        metafunc.parametrize("family", list(FAMILIES))
+    for name, kinds in (("family", FAMILIES), ("varied", VARIED)):
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, list(kinds))

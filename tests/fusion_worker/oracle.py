@@ -86,6 +86,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3Config", {"rope_parameters": _rope(partial_rotary_factor=0.75), "pad_token_id": 0}),
     "glm4": ("Glm4Config", {"head_dim": 32, "rope_parameters": _rope(partial_rotary_factor=0.5), "pad_token_id": 0}),
 }
+# One of each kind of attention and layers: the others differ in their RoPE or their sizes.
+VARIED = ("llama", "mistral-window", "qwen2-mixed", "gemma3", "gpt-oss", "deepseek-v2", "smollm3", "glm4")
 BASE: dict[str, Any] = {
     "vocab_size": 260,
     "hidden_size": 64,

@@ -26,20 +26,20 @@ class ByLayer(TPGroup):
 RECIPES = ("prophetkv", "epic", "fusionrag", "a3", "deeplayer")
 
 
-async def test_a_step_computed_layer_by_layer(family: str, start: Any) -> None:
+async def test_a_step_computed_layer_by_layer(varied: str, start: Any) -> None:
     parts = random_ids(4, 1), [random_ids(n, n) for n in (9, 22, 5)], random_ids(6, 2)
-    whole, layers = await start(family), await start(family, tp=ByLayer())
+    whole, layers = await start(varied), await start(varied, tp=ByLayer())
     for recipe, ratio in (("prophetkv", 0.3), ("cacheblend", 0.3), ("epic", 1.0)):
         one, other = [await rig.ask(*parts, recipe=recipe, ratio=ratio, max_tokens=3) for rig in (whole, layers)]
         assert one.ids == other.ids
         assert all(error(b, a) < CLOSE for a, b in zip(one.logits, other.logits, strict=True))
 
 
-async def test_several_at_once_give_what_each_gives_alone(family: str, start: Any) -> None:
-    rig = await start(family)
+async def test_several_at_once_give_what_each_gives_alone(varied: str, start: Any) -> None:
+    rig = await start(varied)
     shared = [random_ids(n, n) for n in (9, 22, 5)]
     prompts = []
-    for i, (recipe, ratio) in enumerate(itertools.product(RECIPES, (0.0, 0.3, 1.0))):
+    for i, recipe, ratio in zip(range(8), itertools.cycle(RECIPES), itertools.cycle((0.0, 0.3, 1.0))):
         chunks = [shared[(i + j) % 3] for j in range(i % 4)] + [random_ids(1 + 7 * i, i)]
         question = random_ids(1 + (i * 13) % 90, 100 + i)
         prompts.append(
@@ -56,14 +56,10 @@ async def test_several_at_once_give_what_each_gives_alone(family: str, start: An
 @pytest.mark.parametrize(
     ("system", "chunks", "question"),
     [
-        (0, [], 1),
         (0, [], 90),
-        (7, [], 1),
-        (0, [1], 1),
         (0, [3, 5, 70], 4),
         (5, [1, 1, 1, 1], 1),
-        (5, [8, 8], 200),
-        (70, [120, 3], 2),
+        (70, [120, 3], 200),
     ],
     ids=str,
 )
@@ -124,13 +120,13 @@ async def test_a_fragmented_pool(kind: str, start: Any) -> None:
         pool.release(runs)
 
 
-async def test_greedy_answers_are_those_of_generate(family: str, start: Any) -> None:
+async def test_greedy_answers_are_those_of_generate(varied: str, start: Any) -> None:
     """Twenty tokens, beside others that decode at the same time."""
-    rig = await start(family, replace=lambda model: dataclasses.replace(model, ends=frozenset()))
+    rig = await start(varied, replace=lambda model: dataclasses.replace(model, ends=frozenset()))
     parts = random_ids(9, 1), [random_ids(n, n) for n in (13, 21)], random_ids(10, 2)
     ids = torch.tensor([whole(parts)])
     more = {"attention_mask": torch.ones_like(ids), "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    expected = network(family).generate(ids, max_new_tokens=20, **more)[0, ids.shape[1] :].tolist()
+    expected = network(varied).generate(ids, max_new_tokens=20, **more)[0, ids.shape[1] :].tolist()
     answers = await asyncio.gather(
         rig.ask(*parts, recipe="full_attention", max_tokens=20),
         rig.ask(*parts, recipe="prophetkv", ratio=1.0, max_tokens=20),

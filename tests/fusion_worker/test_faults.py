@@ -1,7 +1,6 @@
 """A cache service that fails in the middle: every answer is full attention's, says so, and comes in time."""
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -13,7 +12,6 @@ from grpc.aio import insecure_channel
 
 from fusionkv.fusion_worker.load.prompt_load import PromptLoad
 from fusionkv.fusion_worker.prompt import Chunk, ChunkSource
-from fusionkv.kvcache_service.client import Entry
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.kvcache.v1.kvcache_pb2_grpc import KVCacheServiceStub
 from tests.chaos.network import Relay
@@ -310,16 +308,3 @@ async def test_no_room_to_wait(cached: Any) -> None:
     for _ in range(2):
         assert not (await rig.fill(*parts)).summary.degraded
     assert (await (await cached("llama")).ask(*parts)).summary.chunks_missed == 1
-
-
-async def test_an_entry_that_is_gone_is_a_miss_of_the_second_lookup(start: Any) -> None:
-    """In the explanation as well."""
-    rig, chunk = await start("llama"), Chunk(tuple(random_ids(20, 1)))
-    load = PromptLoad(rig.pool, rig.servicer.loader.loads)
-    entry = Entry(chunk.digest, 1, 20, 0, b"", "remote", b"")
-    gone = ChunkSource(chunk, 0, 0, (b"system", chunk.digest), chunk.digest, entry=entry, lossless=True)
-    for source in (gone, dataclasses.replace(gone, entry=None)):
-        async with load.admit([source], 0):
-            figures = load.figures()
-    assert (figures.missed, figures.encoded_tokens, figures.hits) == (1, 20, {})
-    assert figures.origins == {chunk.digest: ("miss", "none")}

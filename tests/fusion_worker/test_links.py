@@ -20,9 +20,9 @@ def woven(chunks: list[list[int]], each: int) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("each", [1, 5])
-async def test_links_see_all_before_them(family: str, each: int, special: Any, parts: Parts) -> None:
+async def test_links_see_all_before_them(varied: str, each: int, special: Any, parts: Parts) -> None:
     system, chunks, question = parts
-    rig, plain = await special(family), oracle(family)
+    rig, plain = await special(varied), oracle(varied)
     context = plain.linked(system, chunks, links(chunks, each))
     more = {"max_tokens": 3, "expected": lambda said: plain.after(context, [*question, *said])}
     answer = await rig.ask(*parts, recipe=f"kvlink+linked({each})", **more)

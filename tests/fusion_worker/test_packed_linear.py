@@ -82,8 +82,8 @@ def count_rows(network: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("recipe", ["full_attention", "fusionrag", "prophetkv"])
-async def test_one_row_of_a_prefill_goes_through_the_last_layer(recipe: str, family: str, start: Any) -> None:
-    rig, plain = await start(family), oracle(family)
+async def test_one_row_of_a_prefill_goes_through_the_last_layer(recipe: str, varied: str, start: Any) -> None:
+    rig, plain = await start(varied), oracle(varied)
     parts = random_ids(6, 1), [random_ids(40, 2), random_ids(30, 3)], random_ids(9, 4)
     rows = count_rows(rig.model.network)
     await rig.ask(*parts, recipe=recipe, ratio=1.0, expected=plain.full_attention(parts))

@@ -3,16 +3,13 @@
 import asyncio
 import dataclasses
 import functools
-import gc
 import threading
 from typing import Any
 
 import pytest
 import torch
 
-from fusionkv.fusion_worker import request
 from fusionkv.fusion_worker.compute.jobs import ForwardJob, Nothing
-from fusionkv.fusion_worker.decode import eviction
 from fusionkv.fusion_worker.pool.slots import SlotRange
 from fusionkv.protos.contract.length import shorten
 from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted
@@ -156,28 +153,6 @@ async def test_cancelled_in_its_own_step(recipe: str, start: Any, parts: Any) ->
     assert (await rig.ask(*parts)).ids
 
 
-async def test_cancelled_between_two_of_its_steps(start: Any) -> None:
-    """The event loop reports no error that nobody asked for."""
-    rig, reported = await start("llama", max_step_tokens=16), list[Any]()
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
-    held = rig.pool.reserve(1500)
-
-    async def cancel_midway() -> int:
-        ids = torch.zeros(1500, dtype=torch.int64, device=rig.model.device)
-        job = ForwardJob(ids, torch.arange(1500, device=rig.model.device), held, (), Nothing())
-        engine = rig.servicer.engine
-        running, prefills = asyncio.create_task(engine.run(job)), engine._scheduler._prefills
-        await rig.until(lambda: any(queued.done for queued in prefills))
-        (long,) = prefills
-        await cancelled(running)
-        return long.done
-
-    assert 0 < await cancel_midway() < 1500
-    rig.pool.release(held)
-    gc.collect()
-    assert reported == []
-
-
 async def test_cancelled_while_the_worker_stops(start: Any) -> None:
     """Between two of its steps, of which the second never comes."""
     rig = await start("llama", max_step_tokens=16)
@@ -197,14 +172,6 @@ async def test_cancelled_while_the_worker_stops(start: Any) -> None:
     threading.Timer(0.2, go.set).start()  # while the worker waits for the engine's thread
     await rig.servicer.close()
     await cancelled(running)
-
-
-async def test_cancelled_while_it_decodes(start: Any, parts: Any) -> None:
-    rig = await start("llama", replace=ascii_only)
-    events = rig.servicer.Generate(rig.request(*parts, max_tokens=1000), None)
-    for _ in range(5):
-        await anext(events)
-    await events.aclose()
 
 
 async def test_cancelled_at_any_moment(start: Any, parts: Any) -> None:
@@ -227,30 +194,6 @@ async def test_cancelled_while_it_waits_for_room(start: Any, parts: Any) -> None
     await cancelled(first)
     rig.pool.release(held)
     assert (await second).ids
-
-
-async def test_what_takes_long_for_a_long_prompt_holds_up_no_other_answer(
-    start: Any, parts: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The choice of what is kept of a context, and the text of every token, are made beside the event loop."""
-    used = []
-
-    def recorded(function: Any) -> Any:
-        def record(*given: Any) -> Any:
-            used.append(threading.current_thread())
-            return function(*given)
-
-        return record
-
-    for module, name in ((eviction, "most_voted"), (request, "explain")):
-        monkeypatch.setattr(module, name, recorded(getattr(module, name)))
-    rig = await start("llama")
-    asked = rig.request(*parts, recipe="full_reuse+snapkv(8)", max_tokens=2)
-    asked.explain = True
-    events = [event.WhichOneof("event") async for event in rig.servicer.Generate(asked, None)]
-    assert (events[0], events[-1]) == ("explanation", "summary")
-    assert len(used) == 2
-    assert threading.current_thread() not in used
 
 
 async def test_a_failing_job_fails_alone(start: Any, parts: Any) -> None:
@@ -322,20 +265,13 @@ async def test_more_than_may_wait_are_refused(start: Any, parts: Any) -> None:
     ("change", "message"),
     [
         ({"recipe": "magic"}, "unknown recipe 'magic'; known: full_attention"),
-        ({"recipe": ""}, "unknown recipe"),
-        ({"ratio": -0.1}, "it must be from 0 to 1"),
-        ({"ratio": 1.1}, "it must be from 0 to 1"),
         ({"ratio": float("nan")}, "it must be from 0 to 1"),
-        ({"question": []}, "the question is empty"),
         ({"question": [260]}, "the question holds token id 260, but the vocabulary has 260 tokens"),
         ({"chunks": [[1], [2**32 - 1]]}, "chunk 1 holds token id 4294967295"),
         ({"chunks": [[]]}, "chunk 0 is empty"),
         ({"system": [300]}, "the system prompt holds token id 300"),
         ({"max_tokens": 2043}, "more than the model's maximum of 2048 in total"),
-        ({"max_tokens": 2**32 - 1}, "more than the model's maximum of 2048 in total"),
         ({"temperature": -1.0}, "temperature"),
-        ({"top_p": 1.5}, "top_p"),
-        ({"stop": [""]}, "stop strings"),
         ({"tenant": "x" * 257}, "tenant"),
         ({"variants": [[b"short"]], "chunks": [[1]]}, "a variant of chunk 0 is not 32 bytes long"),
     ],

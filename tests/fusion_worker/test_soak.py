@@ -190,10 +190,3 @@ async def test_mixed_traffic_over_tiers_that_are_too_small(tmp_path: Path, launc
     store.check_integrity(idle=True)
     assert len(store.entries) > 0
     await store.close()
-
-
-def test_what_a_process_holds_is_compared() -> None:
-    early = Footing(bytes=100 << 20, files=20)
-    assert Footing(bytes=150 << 20, files=20).outgrew(early, *BOUNDS)
-    assert Footing(bytes=100 << 20, files=40).outgrew(early, *BOUNDS)
-    assert not Footing(bytes=110 << 20, files=22).outgrew(early, *BOUNDS)

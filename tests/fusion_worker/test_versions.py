@@ -4,11 +4,8 @@ import itertools
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from fusionkv.kvcache_service import keys
-from tests.examples import examples
 from tests.fusion_worker.oracle import CLOSE, error, join, oracle
 from tests.fusion_worker.test_hits import Text, hits
 
@@ -72,28 +69,3 @@ async def test_versions_by_earlier_context(
     expected = plain.after(join([plain.kv([*system, *d, *b]), version]), question)
     answer = await rig.ask(system, [d, b, c], question, **more, expected=expected)
     assert (answer.summary.tokens_encoded, answer.summary.tokens_lossless) == (0, len(d))
-
-
-names = st.lists(st.sampled_from("ABCDE"), max_size=4)
-
-
-@settings(max_examples=examples(30), deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    prompt=names,
-    recipe=st.sampled_from(["epic", "epic+versions(1)", "epic+versions(2)"]),
-    ratio=st.sampled_from([0.0, 0.3, 1.0]),
-    store=st.sampled_from(["plain", "int8"]),
-)
-async def test_any_prompts_one_after_the_other(
-    prompt: list[str], recipe: str, ratio: float, store: str, cached: Any, text: Text
-) -> None:
-    """What is there grows from example to example; what is called lossless or is recomputed is full attention's."""
-    parts, context = (text["S"], [text[n] for n in prompt], text["Q"]), sum(len(text[n]) for n in prompt)
-    rig = await cached("llama", pool_bytes=1 << 20, store=store)
-    answer = await rig.fill(*parts, recipe=recipe, ratio=ratio)
-    s = answer.summary
-    assert not s.degraded
-    assert s.tokens_recomputed == min(round(ratio * context), context - s.tokens_lossless)
-    assert s.chunks_missed + sum(h.chunks for h in s.hits) == len(prompt)
-    if s.tokens_reused == 0:
-        assert error(answer.logits[0], oracle("llama").full_attention(parts)) < CLOSE
