@@ -17,6 +17,7 @@ from fusionkv.protos.runtime.tls import ClientTLS
 _SERVICE = pb.DESCRIPTOR.services_by_name["FusionService"].full_name
 # Trailing metadata key of FetchPrefill.
 CHECKSUM = "fusionkv-checksum-bin"
+_RELEASE_SECONDS = 5.0
 
 
 class WorkerClient:
@@ -48,19 +49,18 @@ class WorkerClient:
 
     async def answers(self, timeout: float) -> bool:
         """Whether the worker answers a health check within `timeout` seconds; a hung or unreachable one does not."""
-        try:
-            await self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout)
-        except grpc.RpcError:
-            return False
-        return True
+        return await self._status("", timeout) is not None
 
     async def serves(self, timeout: float) -> bool:
         """Whether a worker answers within `timeout` seconds that it takes requests; one that drains does not."""
+        return await self._status(_SERVICE, timeout) == health_pb2.HealthCheckResponse.SERVING
+
+    async def _status(self, service: str, timeout: float) -> int | None:
+        asked = health_pb2.HealthCheckRequest(service=service)
         try:
-            health = await self._health.Check(health_pb2.HealthCheckRequest(service=_SERVICE), timeout=timeout)
+            return int((await self._health.Check(asked, timeout=timeout)).status)
         except grpc.RpcError:
-            return False
-        return health.status == health_pb2.HealthCheckResponse.SERVING
+            return None
 
     async def model(self, deadline: Deadline = NO_DEADLINE) -> pb.GetModelResponse:
         """The model that the worker runs, cached for the lifetime of a connection."""
@@ -134,14 +134,14 @@ class WorkerClient:
         if digest != sent:
             raise errors.DataLoss(f"a prompt's KV arrived damaged from the fusion worker {self.address}")
 
-    async def release_prefill(self, handle: bytes, ranks: int = 1, error: str = "", timeout: float = 5.0) -> None:
+    async def release_prefill(self, handle: bytes, ranks: int = 1, error: str = "") -> None:
         """Releases a prompt's KV for one of `ranks` ranks; it is freed when each has released it.
 
         error: why the KV could not be used; empty if it was.
         """
         with self._errors():
             request = pb.ReleasePrefillRequest(handle=handle, ranks=ranks, error=error)
-            await self._stub.ReleasePrefill(request, timeout=timeout)
+            await self._stub.ReleasePrefill(request, timeout=_RELEASE_SECONDS)
 
     async def encode(self, request: pb.EncodeRequest) -> pb.EncodeResponse:
         """Encodes one chunk and waits until the cache service has stored it."""

@@ -3,6 +3,7 @@
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -100,8 +101,16 @@ class PromptTemplate:
             head = system[: system.index(INSTRUCTION)]
         except ValueError as error:
             raise ValueError(f"can't render a single user message ({error})") from error
-        own_system = _own_system(own["text"], [before, after]) or f"{head}{{system}}\n\n"
-        turn = _turn(talked["text"], [before, after]) or _TURN
+        # Where the chat template accepts no such message, or other parts change with it.
+        own_system, turn = f"{head}{{system}}\n\n", _TURN
+        with suppress(ValueError):
+            begin, between, *rest = _cut(own["text"], _SYSTEM, _CONTEXT, _QUESTION)
+            if rest == [before, after]:
+                own_system = f"{begin}{{system}}{between}"
+        with suppress(ValueError):
+            _, *first, answer, next_, last = _cut(talked["text"], _CONTEXT, _QUESTION, _ANSWER, _NEXT)
+            if [*first, last] == [before, after]:
+                turn = f"{answer}{{answer}}{next_}"
         question = f"{before.lstrip()}{{question}}{after}"
         return cls(system, "{text}\n\n", question, own_system, turn, head, after, own_system)
 
@@ -183,24 +192,6 @@ def beginning(tokenizer: Any) -> str:
             "added_tokens: add it there as special"
         )
     return text
-
-
-def _own_system(text: str, around: list[str]) -> str:
-    """Text around a system message; empty if the chat template accepts none, or if it changes other parts."""
-    try:
-        head, between, *rest = _cut(text, _SYSTEM, _CONTEXT, _QUESTION)
-    except ValueError:
-        return ""
-    return f"{head}{{system}}{between}" if rest == around else ""
-
-
-def _turn(text: str, around: list[str]) -> str:
-    """Text around an assistant message; empty if the chat template accepts none, or if it changes other parts."""
-    try:
-        _, before, answer, next_, after = _cut(text, _CONTEXT, _QUESTION, _ANSWER, _NEXT)
-    except ValueError:
-        return ""
-    return f"{answer}{{answer}}{next_}" if [before, after] == around else ""
 
 
 def _cut(rest: str, *marks: str) -> list[str]:
