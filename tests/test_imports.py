@@ -156,7 +156,7 @@ def test_nobody_imports_a_bare_package_of_ours() -> None:
             {"torch", "transformers", "lmdb", "grpc", "google.protobuf", "rich", "asyncio"},
         ),
         ("fusionkv.gateway.__main__, fusionkv.gateway.retrieval.embedded", {"torch", "transformers"}),
-        ("fusionkv.gateway.cli.files", {"torch", "transformers", "bs4", "pypdf", "tinycss2"}),
+        ("fusionkv.gateway.cli.files", {"torch", "transformers", "bs4", "pypdf"}),
         ("fusionkv.gateway.cli.supervisor, fusionkv.gateway.cli.commands", {"torch", "transformers"}),
         (
             "fusionkv.gateway.client.client, fusionkv.fusion_worker.client",

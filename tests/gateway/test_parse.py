@@ -117,7 +117,6 @@ def test_blocks_are_apart() -> None:
         ),
         ("<select><option>a<option hidden>no<option>b</select>", "a\n\nb"),
         ("<ol>" + "<li>a" * 500 + "</ol>", "\n".join(f"{number}. a" for number in range(1, 501))),
-        ("<a hidden>no<a href=b>c</a> d <button hidden>no<button>e</button>", "[c](b) d e"),
         ("<p>a<table><tr><td>b<p>c</table>d", "a\n\n|  |\n| --- |\n| b c |\n\nd"),
     ],
 )
@@ -203,7 +202,6 @@ def test_content_that_is_not_of_its_type_is_refused(content: bytes, kind: str, e
 PNG = "iVBORw0KGgoAAAANSUhEUg" + "Az09+/" * 200 + "=="
 IMAGE = f"data:image/png;base64,{PNG}"
 SVG = "data:image/svg+xml;utf8,<svg xmlns='a'><text>secret</text></svg>"
-WRAPPED = "data:image/png;base64," + "\n".join([PNG[at : at + 76] for at in range(0, 600, 76)])
 
 
 @pytest.mark.parametrize(
@@ -211,19 +209,22 @@ WRAPPED = "data:image/png;base64," + "\n".join([PNG[at : at + 76] for at in rang
     [
         (f"<p>a<p><img alt=pump src={IMAGE}><p>b", "a\n\npump\n\nb"),
         (f"<img alt='a pump' src='{IMAGE}'>", "a pump"),
-        (f'a <img src=" \nDA\tTA:image/png;base64,{PNG}"> b', "a  b"),
         (f"<img src=p.png alt=p srcset='{IMAGE} 1x, {IMAGE} 2x'>", "![p](p.png)"),
         (f'<img alt=drawing src="{SVG}">', "drawing"),
-        ("<img alt=drawing src=data:image/svg+xml,%3Csvg%20d='M0(1)'%3E>", "drawing"),
         (f"<a href='data:application/pdf;base64,{PNG}'>paper</a> <a href='javascript:f(1)'>more</a>", "paper more"),
         (f"<video poster='{IMAGE}' src='data:video/mp4;base64,{PNG}'>film</video>", "film"),
         (f"<style>p {{ background: url({IMAGE}) }}</style><p style='background: url({IMAGE})'>a", "a"),
         (f"<pre>a {IMAGE} b</pre>", "```\na  b\n```"),
         ("<p hidden>no</p><p hidden=''>no</p><p hidden=until-found>a</p>", "a"),
         (
-            "<p style='color: red; DISPLAY : None !important'>no</p><p style='display: none; display: block'>a</p>",
+            "<p style='color: red; DISPLAY : None !important'>no</p><p style='content-visibility: hidden'>a</p>",
             "a",
         ),
+        ("<style>p {display: none}</style><p class=x>a", "a"),
+        ("<details><summary>a</summary>b</details><p aria-hidden=true>c</p><p inert>d", "a\n\nb\n\nc\n\nd"),
+        ("<dialog>no</dialog><dialog open>a</dialog><div popover>no</div>", "a"),
+        ("<template>no</template><template shadowrootmode=open>a</template>", "a"),
+        ("<p>a</p><iframe src=/x>no</iframe><datalist><option>no</option></datalist><noframes>no</noframes>", "a"),
         ("<div style=visibility:hidden>no <b>no</b></div><p style='visibility: collapse'>no</p><p>a", "a"),
         ("<nav><a href=/>no</a></nav><div role='Navigation menu'>no</div><template>no</template><p>a", "a"),
         ("<!-- no --><noscript>no</noscript><svg><text>no</text></svg><script>no</script><p>a", "a"),
@@ -254,12 +255,9 @@ def test_a_page_is_what_is_shown_of_it(page: str, text: str) -> None:
         (f"a <img alt='a pump' src='{IMAGE}'/> b", "a a pump b"),
         (f'<picture><source srcset="{IMAGE} 1x, {IMAGE} 2x"><img src={IMAGE}></picture>a', "<picture></picture>a"),
         (f"<style>\np {{ background: url({IMAGE}) }}\n</style>a", "a"),
-        (f'![pump]({SVG}) <img alt=drawing src="{SVG}">', "pump drawing"),
-        ("![pump](data:image/svg+xml,%3Csvg%20d='M0(1)'%3E)", "pump"),
         (f"[paper](data:application/pdf;name=a%20b.pdf;base64,{PNG})", "paper"),
-        (f"![pump]({WRAPPED}) b", "pump b"),
         (f"a\n<!-- no\n\n{IMAGE} --> <nav>no <b>no</b></nav>\nb", "a\n \nb"),
-        ("a <div hidden>no <div>no</div>\n\n```\nno\n```\n</div>b", "a b"),
+        ("a <div hidden>no <p>no</p>\n\n```\nno\n```\n</div>b", "a b"),
         (
             "```html\n<nav>a</nav> <!-- b -->\n```\n`<nav>c</nav>`",
             "```html\n<nav>a</nav> <!-- b -->\n```\n`<nav>c</nav>`",
