@@ -22,6 +22,8 @@ from fusionkv.protos.runtime.errors import FailedPrecondition, ServiceError, Una
 
 # Loading Python, torch and a model of 100 MB takes four seconds on an idle machine.
 _START_SECONDS = 120.0
+# Limit for a batch, in which even a large model on one core answers; a process that takes longer hangs.
+_ANSWER_SECONDS = 600.0
 # Texts per batch: 8 of 256 tokens take MiniLM 0.2 s on one core, for which a question may have to wait.
 _BATCH = 8
 _EMBED, _RERANK = "embed", "rerank"
@@ -40,7 +42,7 @@ class _Request(NamedTuple):
 class _LocalModel:
     """A model in a separate process, which processes questions before documents, and requests of tenants in turn.
 
-    For one event loop. The next request restarts a process that died.
+    For one event loop. The next request restarts a process that died or hung.
     """
 
     task = ""
@@ -84,7 +86,7 @@ class _LocalModel:
         A tenant's message waits behind one of each other tenant, however many that tenant has sent before.
 
         Raises:
-            Unavailable: the process ended before replying, or can't be started.
+            Unavailable: the process ended or hung before replying, or can't be started.
         """
         if self._queue.empty():
             self._last.clear()
@@ -102,15 +104,16 @@ class _LocalModel:
                 continue
             try:
                 process = self._process or await self._start()
-                await process.send(request.message)
-                reply, data = await process.receive()
+                async with asyncio.timeout(_ANSWER_SECONDS):
+                    await process.send(request.message)
+                    reply, data = await process.receive()
             except asyncio.CancelledError:
                 _fail(request.reply, Unavailable("the gateway is stopping"))
                 raise
             except (OSError, EOFError) as error:
                 await self._end()
-                why = type(error).__name__
-                _fail(request.reply, Unavailable(f"the process of the model {self._directory} ended: {why}"))
+                why = "hung" if isinstance(error, TimeoutError) else f"ended: {type(error).__name__}"
+                _fail(request.reply, Unavailable(f"the process of the model {self._directory} {why}"))
             except ServiceError as error:
                 _fail(request.reply, error)
             else:

@@ -10,10 +10,12 @@ import numpy as np
 
 from fusionkv.gateway.embed.base import CHARACTERS, Embedder, Reranker
 from fusionkv.protos.runtime import errors
-from fusionkv.protos.runtime.errors import FailedPrecondition, Unavailable
+from fusionkv.protos.runtime.errors import FailedPrecondition, ResourceExhausted, Unavailable
 
 _SECONDS = 60.0
 _BATCH = 64
+# Pauses before a batch is sent again to a server that is busy.
+_PAUSES_SECONDS = (1.0, 2.0, 4.0)
 # What servers answer to more texts or tokens in a call than they take.
 _TOO_LARGE = (400, 413, 422)
 T = TypeVar("T")
@@ -58,7 +60,7 @@ class _Endpoint:
 
     async def _in_batches(self, texts: Sequence[str], call: Callable[[Sequence[str]], Awaitable[T]]) -> list[T]:
         """What `call` returns for each batch of the texts. Raises as `_post`."""
-        results, at, size = list[T](), 0, self._size
+        results, at, size, pauses = list[T](), 0, self._size, iter(_PAUSES_SECONDS)
         while at < len(texts):
             batch = [text[:CHARACTERS] for text in texts[at : at + self._size]]
             try:
@@ -68,8 +70,13 @@ class _Endpoint:
                     self._size = size
                     raise
                 self._size = min(self._size, len(batch) // 2)
+            except ResourceExhausted:
+                # If the call fails, the results before are computed again when the caller retries.
+                if not results or (pause := next(pauses, None)) is None:
+                    raise
+                await asyncio.sleep(pause)
             else:
-                at += len(batch)
+                at, pauses = at + len(batch), iter(_PAUSES_SECONDS)
         return results
 
     async def close(self) -> None:

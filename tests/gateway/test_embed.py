@@ -17,7 +17,7 @@ from fusionkv.fusion_worker.library import cache
 from fusionkv.gateway.application import Application
 from fusionkv.gateway.auth.tenants import Quotas, Tenants
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.gateway.embed import choose, local
+from fusionkv.gateway.embed import choose, local, url
 from fusionkv.gateway.embed.local import LocalEmbedder, LocalReranker
 from fusionkv.gateway.embed.models import CrossEncoder, SentenceModel, Unsupported
 from fusionkv.gateway.embed.url import URLEmbedder, URLReranker
@@ -137,6 +137,12 @@ async def test_a_process_takes_questions_first(directory: Path, monkeypatch: pyt
     with pytest.raises(Unavailable, match=r"the process of the model .*tiny ended"):
         await embedder.embed(["x"])
     np.testing.assert_array_equal(await embedder.embed(TEXTS), found)
+    os.kill(embedder._process.pid, signal.SIGSTOP)
+    monkeypatch.setattr(local, "_ANSWER_SECONDS", 0.2)
+    with pytest.raises(Unavailable, match=r"the process of the model .*tiny hung"):
+        await embedder.embed(["x"])
+    monkeypatch.setattr(local, "_ANSWER_SECONDS", 600.0)
+    np.testing.assert_array_equal(await embedder.embed(TEXTS), found)
     await embedder.close()
 
 
@@ -174,6 +180,7 @@ class Endpoint:
     def __init__(self) -> None:
         self.said: list[tuple[str, dict[str, Any], str]] = []
         self.status, self.width, self.url = 200, 4, ""
+        self.statuses = list[int]()  # of the next answers, before `status`
         self.texts, self.letters, self.refusal = 1000, 1 << 20, 400
 
     async def answer(self, request: web.Request) -> web.Response:
@@ -186,14 +193,15 @@ class Endpoint:
             {"index": i, "embedding": [float(len(text)), 1.0, *none], "relevance_score": -len(text)}
             for i, text in enumerate(texts)
         ]
-        return web.json_response({"data": rows[::-1], "results": rows[::-1]}, status=self.status)
+        status = self.statuses.pop(0) if self.statuses else self.status
+        return web.json_response({"data": rows[::-1], "results": rows[::-1]}, status=status)
 
 
 @pytest.fixture
 async def endpoint() -> AsyncIterator[Endpoint]:
     made = Endpoint()
-    async with serving(web.post("/v1/embeddings", made.answer), web.post("/v1/rerank", made.answer)) as url:
-        made.url = f"{url}/v1"
+    async with serving(web.post("/v1/embeddings", made.answer), web.post("/v1/rerank", made.answer)) as address:
+        made.url = f"{address}/v1"
         yield made
 
 
@@ -238,6 +246,22 @@ async def test_a_server_that_takes_few_texts_a_call_gets_few(endpoint: Endpoint,
     assert [len(body["input"]) for _, body, _ in endpoint.said][-2:] == [2, 2], "one text makes no later call smaller"
     await embedder.close()
     await reranker.close()
+
+
+async def test_a_server_that_is_busy_in_the_middle_is_asked_again(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(url, "_PAUSES_SECONDS", (0.0, 0.0))
+    embedder, texts = await URLEmbedder.open(endpoint.url, "", ""), ["x"] * 200
+    endpoint.statuses = [200, 429, 429, 200, 429, 200]
+    assert len(await embedder.embed(texts)) == 200
+    assert [len(body["input"]) for _, body, _ in endpoint.said[1:]] == [64, 64, 64, 64, 64, 64, 8]
+    for statuses in ([429], [200, 429, 429, 429]):
+        endpoint.statuses = statuses
+        with pytest.raises(ResourceExhausted, match="status 429"):
+            await embedder.embed(texts)
+        assert endpoint.statuses == []
+    await embedder.close()
 
 
 async def embed(application: Application, texts: list[str], dimensions: int) -> tuple[Any, str, int]:
