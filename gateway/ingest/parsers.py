@@ -3,13 +3,11 @@
 import asyncio
 import contextlib
 import math
-import os
 import signal
 import time
 from array import array
 from collections import defaultdict
 from dataclasses import dataclass
-from pathlib import Path
 
 from fusionkv.gateway.auth.tenants import Tenant
 from fusionkv.gateway.children import ChildProcess
@@ -17,7 +15,6 @@ from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest import parse, parser
 from fusionkv.gateway.ingest.document import Pairs
 from fusionkv.gateway.tokens import Vocabulary
-from fusionkv.protos.runtime.cancellation import background
 from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted, Unavailable
 
 Piece = tuple[str, list[int]]  # text and token ids of a chunk
@@ -53,7 +50,6 @@ class Parsers:
         share = max(1, config.parsers - int(config.several_tenants))
         self._shares: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(share))
         self._idle: list[Parser] = []
-        self._starting: set[asyncio.Task[None]] = set()
 
     async def parse(
         self, tenant: Tenant, content: bytes, kind: str, vocabulary: Vocabulary, first_line: int = 1
@@ -87,29 +83,12 @@ class Parsers:
                 if process.usable:
                     self._idle.append(process)
                 else:
-                    background(self._starting, self._replace(process, vocabulary, slot.pop_all()))
+                    await process.end()
 
     async def close(self) -> None:
         """Ends all processes. Call it when no document is being parsed."""
-        for task in list(self._starting):
-            task.cancel()
-        await asyncio.gather(*self._starting, return_exceptions=True)
         while self._idle:
             await self._idle.pop().end()
-
-    async def _replace(self, ended: "Parser", vocabulary: Vocabulary, slot: contextlib.AsyncExitStack) -> None:
-        """Starts another process before freeing the slot, so that the next document does not wait for the start."""
-        async with slot:
-            process = Parser(self._config)
-            try:
-                await ended.end()
-                with contextlib.suppress(Unavailable):  # the next document retries, and reports the error
-                    await process.use(vocabulary)
-            finally:
-                if process.usable:
-                    self._idle.append(process)
-                else:
-                    await process.end()
 
 
 class Parser:
@@ -121,7 +100,7 @@ class Parser:
         self._vocabulary: Vocabulary | None = None
         self.usable = False
         self.seconds = 0.0
-        """CPU seconds of the last document; 0 before the first."""
+        """CPU seconds of the last document, or all seconds if its process did not finish it; 0 before the first."""
 
     @property
     def pid(self) -> int:
@@ -139,9 +118,6 @@ class Parser:
                 if self._process is None:
                     memory = str(self._config.parse_memory_bytes)
                     self._process = await ChildProcess.start(parser.__name__, memory, environ=_ENVIRON)
-                    # Lowers the priority from the start. If Linux refuses (twice within 0.1 s), the process does it
-                    # later itself.
-                    parser.run_last(self._process.pid)
                 await self._process.send({}, vocabulary.model.SerializeToString())
                 await self._process.receive()
         except (OSError, EOFError, TimeoutError) as error:
@@ -151,13 +127,12 @@ class Parser:
     async def parse(self, content: bytes, kind: str, first_line: int = 1) -> list[ParsedDocument]:
         """Parses a file, after `use`. Raises as `Parsers.parse`."""
         assert self._process is not None
-        config, used, began = self._config, self._used(), time.monotonic()
-        self.usable, answered = False, False
-        max_text = parse.max_text(len(content), config.max_text_bytes)
+        config, began = self._config, time.monotonic()
+        self.usable = False
         options = {
             "kind": kind,
             "seconds": config.parse_seconds,
-            "max_text": max_text,
+            "max_text": parse.max_text(len(content), config.max_text_bytes),
             "max_chunks": config.max_document_chunks,
             "chunk_tokens": config.chunk_tokens,
             "overlap_tokens": config.overlap_tokens,
@@ -175,8 +150,6 @@ class Parser:
                         documents.append(ParsedDocument(name, title, pairs, line, []))
                     else:
                         documents[-1].pieces.append((value["piece"], array("I", data).tolist()))
-            end = message[0]["end"]
-            answered = True
         except TimeoutError as error:
             raise InvalidArgument(
                 f"parsing took longer than {config.parse_seconds:g} s: split the document, or raise parse_seconds"
@@ -184,9 +157,8 @@ class Parser:
         except (OSError, EOFError) as error:
             raise await self._ended() from error
         finally:
-            if not answered:
-                now = self._used()
-                self.seconds = time.monotonic() - began if now is None or used is None else now - used
+            self.seconds = time.monotonic() - began
+        end = message[0]["end"]
         self.seconds, self.usable = end["seconds"], not end["ends"]
         if end["refused"]:
             raise InvalidArgument(end["refused"])
@@ -209,14 +181,6 @@ class Parser:
             return InvalidArgument(parser.no_memory(self._config.parse_memory_bytes))
         cause = signal.Signals(-status).name if status < 0 else f"exit code {status}"
         return InvalidArgument(f"the parser crashed ({cause}) on this document, which is damaged or hostile")
-
-    def _used(self) -> float | None:
-        """CPU seconds of the process so far; None if the system does not report them."""
-        try:
-            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return None
-        return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def _cost(process: Parser) -> int:

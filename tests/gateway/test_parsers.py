@@ -26,7 +26,7 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.system
 # A token for each byte: about a minute of splitting.
-SLOW = "".join(f"word{i} " for i in range(1_400_000)).encode()
+SLOW = b"some words " * 1_400_000
 TOKENS = Vocabulary(vocabulary().model)
 AUTOGROUPS = Path("/proc/self/autogroup").exists()
 
@@ -88,6 +88,7 @@ async def test_a_document_is_parsed_as_in_this_process(kind: str, content: bytes
         other = vocabulary(chunk="[{text}]")
         assert pieces(await made.parse(tenant(), b"x", PLAIN, other)) == other.chunks(Document("x"), 64, 8)
         assert children() == {pid}
+    assert children() == set()
 
 
 async def test_what_is_wrong_with_a_document_is_told_and_costs_its_time() -> None:
@@ -117,7 +118,7 @@ async def test_a_parser_has_nothing_of_the_gateway(monkeypatch: pytest.MonkeyPat
             assert "tokenizers" in mapped
             assert not [name for name in ("torch", "lancedb", "lmdb") if name in mapped]
             assert f"Max address space         {1 << 30}" in told(pid, "limits")
-            assert os.getpriority(os.PRIO_PROCESS, pid) == 10
+            assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
             if AUTOGROUPS:
                 assert told(pid, "autogroup").split()[1:] == ["nice", "10"]
 
@@ -241,19 +242,6 @@ async def test_what_waited_is_refused_when_those_before_it_used_up_the_quota() -
         done = await asyncio.gather(first, second, return_exceptions=True)
         assert isinstance(done[1], ResourceExhausted), done
         assert "100 tokens per minute" in str(done[1])
-
-
-async def test_a_large_gateway_keeps_its_parsers_warm_until_it_ends() -> None:
-    """The memory of a process that starts another one counts as the other's too, in ru_maxrss."""
-    large = b"x" * (500 << 20)
-    async with parsers(parsers=2) as made:
-        await asyncio.gather(*(quick(made, tenant()) for _ in range(2)))
-        before = children()
-        assert len(before) == 2
-        await asyncio.gather(*(quick(made, tenant()) for _ in range(2)))
-        assert children() == before
-    assert children() == set()
-    assert large
 
 
 async def test_without_python_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
