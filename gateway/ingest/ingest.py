@@ -1,8 +1,8 @@
 """Stores files as documents: parses, splits and embeds them; and rebuilds corpora for another model or embedder."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence, Set
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -49,7 +49,6 @@ class Ingest:
         # With several tenants, one tenant always leaves room for the largest document of another.
         spare = config.max_document_bytes if config.several_tenants else 0
         self._bytes = Shares(config.max_ingest_bytes, spare=spare)
-        self._storing: dict[tuple[str, str, str], asyncio.Event] = {}  # set once the document is stored
 
     async def file(self, tenant: Tenant, request: pb.IngestRequest, deadline: Deadline) -> pb.IngestResponse:
         """Stores the documents of a file; each replaces the tenant's document of that name as a whole.
@@ -149,25 +148,10 @@ class Ingest:
             documents = {name: chunks for name, chunks in documents.items() if chunks}
             span.set_attribute("fusionkv.chunks", sum(map(len, documents.values())))
         model = self._search.identity(vocabulary.identity)
-        async with self._alone({(tenant.salt, request.corpus, name) for name in documents}):
-            done = await self._replace(tenant, request, documents, cost, model)
+        done = await self._replace(tenant, request, documents, cost, model)
         done.without_text.extend(without_text)
         _documents.add(len(documents), {"fusionkv.media_type": kind})
         return done
-
-    @asynccontextmanager
-    async def _alone(self, documents: Set[tuple[str, str, str]]) -> AsyncIterator[None]:
-        """Waits while another call stores one of these documents, which may come from another source."""
-        while other := next((self._storing[key] for key in documents if key in self._storing), None):
-            await other.wait()
-        stored = asyncio.Event()
-        self._storing |= dict.fromkeys(documents, stored)
-        try:
-            yield
-        finally:
-            for key in documents:
-                del self._storing[key]
-            stored.set()
 
     async def _replace(
         self,

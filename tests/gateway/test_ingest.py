@@ -19,7 +19,8 @@ from fusionkv.gateway.client import requests
 from fusionkv.gateway.client.results import Passage, passages
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.embed.base import Embedder, Reranker
-from fusionkv.gateway.ingest import precompute
+from fusionkv.gateway.ingest import parse, precompute
+from fusionkv.gateway.ingest.document import of_line
 from fusionkv.gateway.ingest.ingest import Ingest, _documents_of
 from fusionkv.gateway.ingest.parsers import ParsedDocument
 from fusionkv.gateway.ingest.precompute import Precompute
@@ -44,7 +45,6 @@ from fusionkv.protos.runtime.errors import (
 from tests.gateway.conftest import Reopen
 from tests.gateway.test_tokens import vocabulary
 
-pytestmark = pytest.mark.system  # parsers are processes
 TOPICS = ("horse", "code", "lake")
 PARAGRAPHS = [f"Paragraph {i} tells of a horse that has the code {i}." for i in range(4)]
 
@@ -96,13 +96,32 @@ class Workers:
         return fusion_pb2.EncodeResponse(variant=b"v" * 32)
 
 
+class InThisProcess:
+    """Parses as parsers in processes of their own do (test_parsers.py)."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self._config = config
+
+    async def parse(
+        self, tenant: Tenant, content: bytes, kind: str, vocabulary: Vocabulary, first_line: int
+    ) -> tuple[list[ParsedDocument], int]:
+        sizes, parsed = (self._config.chunk_tokens, self._config.overlap_tokens), []
+        for document in parse.parse(content, kind, self._config.max_text_bytes, first_line):
+            with of_line(document.line):
+                pieces = vocabulary.chunks(document, *sizes) if document.text.strip() else []
+            fields = document.name, document.title, document.metadata, document.line
+            parsed.append(ParsedDocument(*fields, pieces))
+        return parsed, 0
+
+
 class Rig:
     def __init__(self, engine: Retrieval, embedder: Embedder | None, reranker: Reranker | None = None) -> None:
         self.engine, self.workers = engine, Workers()
         self.tenant = Tenant("", engine, Meter(Quota))
-        config, workers = GatewayConfig(chunk_tokens=64, parsers=1), self.workers
+        config, workers = GatewayConfig(chunk_tokens=64), self.workers
         self.search = HybridSearch(config, embedder, reranker)
         self.ingesting = Ingest(config, workers, self.search)  # type: ignore[arg-type]
+        self.ingesting._parsers = InThisProcess(config)  # type: ignore[assignment]
         self.pipeline = Pipeline(config, workers, self.search)  # type: ignore[arg-type]
         self.precompute = Precompute(config, workers, self.search)  # type: ignore[arg-type]
 
@@ -142,10 +161,8 @@ async def engine(tmp_path: Path, reopen: Reopen) -> EmbeddedRetrieval:
 
 
 @pytest.fixture
-async def rig(engine: EmbeddedRetrieval) -> AsyncIterator[Rig]:
-    made = Rig(engine, Topics())
-    yield made
-    await made.ingesting.close()
+def rig(engine: EmbeddedRetrieval) -> Rig:
+    return Rig(engine, Topics())
 
 
 @pytest.fixture
@@ -375,21 +392,6 @@ async def test_a_document_of_another_source_is_not_replaced_silently(rig: Rig) -
     assert await rig.names() == ["b/readme.md", "readme.md"]
 
 
-async def test_of_two_sources_at_the_same_time_one_is_refused(
-    rig: Rig, topics: Topics, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    embed = topics.embed
-
-    async def late(texts: Sequence[str], **options: Any) -> np.ndarray:
-        await asyncio.sleep(0.2)  # the other one is parsed meanwhile
-        return await embed(texts, **options)
-
-    monkeypatch.setattr(topics, "embed", late)
-    both = (rig.ingest("d.txt", f"of {source}", source=source) for source in ("/a/d.txt", "/b/d.txt"))
-    done = await asyncio.gather(*both, return_exceptions=True)
-    assert sorted(isinstance(each, AlreadyExists) for each in done) == [False, True]
-
-
 async def test_an_embedder_of_another_width_than_before_is_told(rig: Rig, topics: Topics) -> None:
     await rig.ingest("d.txt", "\n\n".join(PARAGRAPHS))
     topics.dim = 8
@@ -433,7 +435,6 @@ async def test_a_reranker_has_the_last_word(engine: EmbeddedRetrieval) -> None:
     found = await rig.retrieve("Which horse ran far?", top_k=3)
     assert [p.document for p in found] == ["4.txt", "3.txt", "2.txt"]
     assert [p.score for p in found] == sorted((p.score for p in found), reverse=True)
-    await rig.ingesting.close()
 
 
 async def test_an_embedder_that_is_away_is_told_and_nothing_stored(rig: Rig, topics: Topics) -> None:
@@ -451,7 +452,6 @@ async def test_a_corpus_of_another_embedder_or_model_is_told_and_moved(engine: E
     await first.ingest("a.txt", "A horse ran. " * 20, source="/a.txt", metadata={"k": "v"})
     await first.ingest("b.txt", "The lake is deep.")
     assert [p.document for p in await first.retrieve("lake")] == ["b.txt"]
-    await first.ingesting.close()
     rigs = [Rig(engine, each) for each in (Topics(), Topics("other", 8), Topics("other", 8), None)]
     for rig in rigs[2:]:
         model = vocabulary(chunk="[{text}]").model
@@ -477,7 +477,6 @@ async def test_a_corpus_of_another_embedder_or_model_is_told_and_moved(engine: E
         (corpus,) = await engine.corpora()
         assert corpus.model == rig.workers.vocabulary.model.name
         assert corpus.embedder == (rig.search.embedder.name if rig.search.embedder else "")
-        await rig.ingesting.close()
 
 
 async def test_progress_of_a_batch_is_reported_before_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
