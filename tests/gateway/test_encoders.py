@@ -237,10 +237,22 @@ def test_what_comes_late_is_waited_for(late: Late) -> None:
     assert "no corpus" not in encoder.log
     gateway = late.gateway()
     encoder.wait_for_line("no corpus 'notes'")
+    for flags in ((), ("--wait", "0.1")):
+        impatient = late.encode(*flags)
+        assert impatient.wait() == 1
+        assert "fusionkv: gateway: no corpus 'notes'" in impatient.log.splitlines()[-1]
     worker = late.worker()
     late.ingest()
     assert encoder.wait(120) == 0, encoder.log
     assert re.search(r" [1-9]\d* chunks encoded, 0 already stored", encoder.log)
+
+    # The corpus has no documents, as at the moment after its making, and here for as long as it takes.
+    with Client(late.address) as client:
+        client.delete("notes", "a.md")
+    encoder = late.encode("--wait", "600")
+    encoder.wait_for_line("corpus 'notes' has no documents yet")
+    late.ingest()
+    assert encoder.wait(120) == 0, encoder.log
 
     # The corpus is there at an upgrade, and the worker still loads its model.
     for service in (worker, gateway):
@@ -251,26 +263,3 @@ def test_what_comes_late_is_waited_for(late: Late) -> None:
     late.worker()
     assert encoder.wait(120) == 0, encoder.log
     assert " 0 chunks encoded" in encoder.log
-
-
-@pytest.mark.long
-def test_a_corpus_without_a_document_is_waited_for(late: Late) -> None:
-    """As it is at the moment after its making, and here for as long as it takes."""
-    late.gateway()
-    late.worker()
-    late.ingest()
-    with Client(late.address) as client:
-        client.delete("notes", "a.md")
-    encoder = late.encode("--wait", "600")
-    encoder.wait_for_line("corpus 'notes' has no documents yet")
-    late.ingest()
-    assert encoder.wait(120) == 0, encoder.log
-    assert re.search(r" [1-9]\d* chunks encoded, 0 already stored", encoder.log)
-
-
-def test_a_corpus_that_does_not_come_ends_the_wait(late: Late) -> None:
-    late.gateway()
-    for flags in ((), ("--wait", "0.1")):
-        encoder = late.encode(*flags)
-        assert encoder.wait() == 1
-        assert "fusionkv: gateway: no corpus 'notes'" in encoder.log.splitlines()[-1]
