@@ -1,6 +1,5 @@
 """The folder of the embedded retrieval engine: a table for each corpus, and those that are rebuilt or deleted."""
 
-import contextlib
 import fcntl
 import os
 import shutil
@@ -49,7 +48,7 @@ class CorpusFolder:
     def clean(self) -> None:
         """Finishes or removes what interrupted changes left."""
         self._finish_moves()
-        _remove(self._deleted, self._moving)
+        _remove(*_in(self._deleted), *_in(self._moving))
         for table in _tables(self.corpora):
             # Its first commit, which has no rows, did not finish.
             if not any(table.glob("_versions/*")) and not any(table.glob("data/*")):
@@ -58,7 +57,7 @@ class CorpusFolder:
     def discard(self, corpus: str) -> None:
         """Deletes a corpus's table."""
         self._set_aside(self.corpora / f"{table_name(corpus)}.lance")
-        _remove(self._deleted)  # leftovers are removed with the next one, or at the next start
+        _remove(*_in(self._deleted))  # leftovers are removed with the next one, or at the next start
 
     def staging(self) -> Path:
         """A folder for a table that is rebuilt; it is not created."""
@@ -66,9 +65,7 @@ class CorpusFolder:
 
     def unstage(self, staging: Path) -> None:
         """Removes what a rebuilding has left."""
-        _remove(staging, self._deleted)
-        with contextlib.suppress(OSError):  # another move is running, or nothing was written
-            self._moving.rmdir()
+        _remove(staging, *_in(self._deleted))
 
     def place(self, staged: Path, corpus: str) -> None:
         """Puts a table in the place of a corpus's."""
@@ -88,23 +85,19 @@ class CorpusFolder:
             if place.exists():
                 self._set_aside(place)
             os.rename(moved, place)
-        with contextlib.suppress(OSError):  # the folder does not exist
-            self._moved.rmdir()
 
     def _set_aside(self, table: Path) -> None:
-        while True:
-            self._deleted.mkdir(exist_ok=True)
-            try:
-                os.rename(table, self._deleted / uuid.uuid4().hex)
-                return
-            except FileNotFoundError:
-                if not table.exists():
-                    raise  # otherwise the end of another move or deletion has just removed the folder
+        self._deleted.mkdir(exist_ok=True)
+        os.rename(table, self._deleted / uuid.uuid4().hex)
 
 
 def _tables(folder: Path) -> list[Path]:
     """The tables in a folder. Other files are not touched."""
     return [table for table in folder.glob(f"{_PREFIX}*.lance") if table.is_dir()]
+
+
+def _in(folder: Path) -> list[Path]:
+    return [*folder.iterdir()] if folder.is_dir() else []
 
 
 def _remove(*folders: Path) -> None:
