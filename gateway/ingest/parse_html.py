@@ -103,9 +103,10 @@ def _fill_rows(soup: BeautifulSoup) -> None:
                         cell.insert_before(empty)
                     remaining -= 1
                     column += 1
-                for _ in range(_span(cell, "colspan") if cell else 0):
-                    until[column] = number + _span(cell, "rowspan")
-                    column += 1
+                if cell is not None:
+                    for _ in range(_span(cell, "colspan")):
+                        until[column] = number + _span(cell, "rowspan")
+                        column += 1
 
 
 def _span(cell: Tag, name: str) -> int:
