@@ -22,7 +22,7 @@ from fusionkv.protos.runtime.errors import InvalidArgument, Unavailable
 from tests.commands import run_python
 from tests.gateway.conftest import Serve, Start, running_milvus
 from tests.gateway.test_ingest import Rig, Topics
-from tests.gateway.test_retrieval import DIM, MODEL, put, texts, vector
+from tests.gateway.test_retrieval import MODEL, put, texts, vector
 
 Two = tuple[MilvusRetrieval, MilvusRetrieval]
 
@@ -230,14 +230,12 @@ async def test_a_list_ends_with_its_time_whatever_is_left(two: Two, monkeypatch:
     assert 0 < len(read) < 400
 
 
-@pytest.mark.system  # a parser is a process
 async def test_a_question_reads_no_list_of_documents(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(two[0], Topics())
     await rig.ingest("d.txt", "a horse")
     all_read = Mock(side_effect=AssertionError("all documents are read"))
     monkeypatch.setattr(two[0]._milvus._client, "query_iterator", all_read)
     assert [passage.text for passage in await rig.retrieve("horse?")] == ["a horse"]
-    await rig.ingesting.close()
 
 
 async def test_a_gate_lets_the_lone_one_in_before_later_ones() -> None:
@@ -283,11 +281,3 @@ def test_a_gateway_that_cannot_connect_says_so() -> None:
     done = run_python("-m", "fusionkv.gateway", *flags, status=1)
     assert "can't connect to Milvus: " in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_rows_hold_what_they_are_made_from() -> None:
-    chunk = TextChunk("d", 3, "text", tuple(range(0, 70_000, 1000)), b"v" * 32, 7)
-    row = rows.of_chunk(chunk, rows.new_revision(), vector("text"))
-    assert rows.chunk(row) == chunk
-    assert len(rows.vector(row)) == DIM
-    assert rows.new_revision() < rows.new_revision() > rows.hour_old()
