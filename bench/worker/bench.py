@@ -1,4 +1,4 @@
-"""TTFT by prompt length: recipes against full attention in the same run.
+"""TTFT by prompt length: recipes against full attention in the same run, and the ideal by tokens computed.
 
 A real model answers over real passages; `--model shape` and `--model shape-7b` use random weights of the shapes of
 Qwen2.5-0.5B and Qwen2.5-7B, and random tokens, instead. Chunks come from a real cache service over a unix socket, and
@@ -44,7 +44,7 @@ from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.protos.contract.recipes import find_recipe
 
 CHUNK = 512
-COLUMNS = ("name", "context", "r", "baseline_s", "value_s", "resident_s", "ratio")
+COLUMNS = ("name", "context", "r", "baseline_s", "value_s", "resident_s", "ratio", "ideal")
 # On a busy machine, a slow cache must not count as a failed one.
 PATIENT: dict[str, Any] = {"lookup_timeout": 60.0, "fetch_timeout": 60.0, "cache_seconds": 120.0}
 # Recipe and ratio of each row; full_attention is the baseline of the same run.
@@ -130,6 +130,7 @@ def _row(prompt: Prompt, pair: _Pair, warm: Summary, row: tuple[str, float]) -> 
         "value_s": round(seconds["ttft"], 4),
         "resident_s": round(warm.seconds["ttft"], 4),
         "ratio": round(pair.ratio, 2),
+        "ideal": round(prompt.tokens / (summary.prefill.recomputed + len(prompt.question)), 2),
         "stages_s": {stage: round(seconds.get(stage, 0.0), 4) for stage in ("lookup", "load", "select", "prefill")},
         "bytes_fetched": summary.prefill.loaded.bytes_fetched,
         "tokens_recomputed": summary.prefill.recomputed,

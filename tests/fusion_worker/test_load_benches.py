@@ -92,6 +92,8 @@ async def test_a_stopped_run_keeps_the_contexts_before() -> None:
 async def test_times_to_the_first_token() -> None:
     rows = await bench.bench(small(), Passages.random(2, bench.CHUNK), [2 * bench.CHUNK], 1, Console(quiet=True))
     assert [(row["name"], row["r"]) for row in rows] == list(bench.ROWS)
+    ideals = [float(str(row["ideal"])) for row in rows]
+    assert ideals[0] > 2 * max(ideals[1:]), "nothing but the question is computed at r = 0"
     for row in rows:
         baseline, value = float(str(row["baseline_s"])), float(str(row["value_s"]))
         # Times are rounded to 0.1 ms, which is much of what a fast machine takes.
