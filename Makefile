@@ -44,10 +44,6 @@ venv: .venv/.services .venv/.stubs ## The services and the command `fusionkv` in
 demo: venv ## Fetches SmolLM2, starts the three services, asks questions with full attention and with the default
 	@$(PY) examples/demo.py $(ARGS)
 
-.PHONY: cluster
-cluster: setup ## Three nodes over one Redis, killed and cut off in turn while questions go on; ARGS="--remote mooncake"
-	@$(PY) examples/cluster.py $(ARGS)
-
 .PHONY: test
 test: setup ## The tests to run after each change, a few minutes; ARGS="-k frames" picks some
 	@$(PYTEST) $(ARGS)

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import webbrowser
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, replace
@@ -23,13 +22,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from fusionkv import ORDER_NAMES, AsyncClient, ServiceError, as_dict
+from fusionkv import AsyncClient, ServiceError, as_dict
 
 ROOT = Path(__file__).parent.parent
 REAL_MODEL, EMBEDDER = "smollm2", "minilm"
 WORDS_ALONE = {"EMBEDDER": "none"}
 PROGRAM = Path(sys.executable).parent / "fusionkv"
-BASELINE = "full_attention"
+RECIPES = BASELINE, DEFAULT = "full_attention", "default"
 # The ratio at which a lost answer is asked for again; the default's is 0.2.
 REMEDY = 0.4
 START_SECONDS = 120
@@ -46,7 +45,6 @@ class Setting:
         gateway: settings of the gateway.
         neighbours: number of neighbours to encode each chunk with; 0 encodes chunks alone.
         order: order of the chunks in the prompt. The reference models were trained on pages in the order of a story.
-        recipe: the recipe that is compared with full attention.
         documents: number of documents a question, which keeps the demo short; None: all that there are.
         sure: whether full attention has to answer every question right.
     """
@@ -57,12 +55,7 @@ class Setting:
     neighbours: int
     order: str
     sure: bool
-    recipe: str = "default"
     documents: int | None = None
-
-    @property
-    def recipes(self) -> tuple[str, str]:
-        return BASELINE, self.recipe
 
 
 @dataclass(frozen=True)
@@ -238,8 +231,8 @@ def show(console: Console, rows: list[Row]) -> None:
 
 def summarize(setting: Setting, rows: list[Row]) -> dict[str, Any]:
     """For each recipe, the number of right answers, the median seconds to the first token, and token counts."""
-    made: dict[str, Any] = {"model": Path(setting.model).name, "questions": len(rows) // len(setting.recipes)}
-    for recipe in setting.recipes:
+    made: dict[str, Any] = {"model": Path(setting.model).name, "questions": len(rows) // len(RECIPES)}
+    for recipe in RECIPES:
         chosen = [row for row in rows if row.recipe == recipe]
         made[recipe] = {
             "right": sum(row.right for row in chosen),
@@ -250,16 +243,16 @@ def summarize(setting: Setting, rows: list[Row]) -> dict[str, Any]:
             ),
             "recipes": dict(Counter(row.summary["recipe"] for row in chosen)),
         }
-    right = zip(*([row.right for row in rows if row.recipe == recipe] for recipe in setting.recipes), strict=True)
+    right = zip(*([row.right for row in rows if row.recipe == recipe] for recipe in RECIPES), strict=True)
     both = Counter(right)
     made["kept"], made["gained"] = both[True, True], both[False, True]
     return made
 
 
-def conclude(console: Console, setting: Setting, made: dict[str, Any]) -> None:
-    full, chosen = (made[recipe] for recipe in setting.recipes)
+def conclude(console: Console, made: dict[str, Any]) -> None:
+    full, chosen = (made[recipe] for recipe in RECIPES)
     console.print(f"\n[bold]{made['model']}, {made['questions']} questions[/]")
-    for recipe in setting.recipes:
+    for recipe in RECIPES:
         one = made[recipe]
         share = one["tokens_computed"] / one["context_tokens"]
         console.print(
@@ -268,14 +261,14 @@ def conclude(console: Console, setting: Setting, made: dict[str, Any]) -> None:
         )
     named = ", ".join(f"{recipe} ({count})" for recipe, count in chosen["recipes"].items())
     console.print(
-        f"  {setting.recipe} keeps [bold]{made['kept']} of {full['right']}[/] right answers of full attention, has "
+        f"  the default keeps [bold]{made['kept']} of {full['right']}[/] right answers of full attention, has "
         f"{made['gained']} others right, and is [bold]{full['ttft_median_s'] / chosen['ttft_median_s']:.1f} times "
         f"faster[/]: {named}"
     )
 
 
 def advise(console: Console, setting: Setting, made: dict[str, Any], again: list[Row], page: Path) -> None:
-    """Says what to do about answers that were lost, and what to do next; opens the page on a desktop."""
+    """Says what to do about answers that were lost, and what to do next."""
     model = setting.model if Path(setting.model).is_dir() else made["model"]
     for row in again:
         remedy = f"right with `--ratio {REMEDY}`" if row.right else "use `--recipe full_attention`"
@@ -291,8 +284,6 @@ def advise(console: Console, setting: Setting, made: dict[str, Any], again: list
         "  fusionkv ingest notes FOLDER\n"
         "  fusionkv ask notes 'QUESTION' --explain answer.html"
     )
-    if sys.stdout.isatty() and (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
-        webbrowser.open(page.resolve().as_uri())
 
 
 async def run(
@@ -312,10 +303,10 @@ async def run(
         async with services(setting, folder, console) as address, AsyncClient(address) as client:
             await load(client, setting, documents, console)
             for question in questions:
-                answers = [await ask(client, question, recipe, setting.order) for recipe in setting.recipes]
+                answers = [await ask(client, question, recipe, setting.order) for recipe in RECIPES]
                 rows += answers
                 if answers[0].right and not answers[1].right:
-                    again.append(await ask(client, question, setting.recipe, setting.order, REMEDY))
+                    again.append(await ask(client, question, DEFAULT, setting.order, REMEDY))
                     answers.append(again[-1])
                 show(console, answers)
             # Explain the first question that both recipes answer right, if there is one.
@@ -335,7 +326,7 @@ async def explain(address: str, question: Question, setting: Setting, page: Path
         "--order",
         setting.order,
         "--recipe",
-        setting.recipe,
+        DEFAULT,
         "--max-tokens",
         "32",
         "--explain",
@@ -365,11 +356,6 @@ def main() -> int:
     parser.add_argument("--corpora", type=Path, help="folders of *.md, and questions.json (default: examples/world)")
     about = "number of questions; examples/world has four documents for each (default: %(default)s)"
     parser.add_argument("--questions", type=int, default=10, help=about)
-    about = "order of the chunks in a prompt (default: ends; of a reference model document)"
-    parser.add_argument("--order", choices=ORDER_NAMES, help=about)
-    parser.add_argument("--recipe", help="recipe to compare with full attention (default: default)")
-    about = "encode every chunk after so many similar ones (default: 0, alone; of a reference model 10)"
-    parser.add_argument("--neighbours", type=int, help=about)
     parser.add_argument(
         "--out", type=Path, default=ROOT / "build/demo.json", help="file for all answers (default: %(default)s)"
     )
@@ -378,8 +364,6 @@ def main() -> int:
     flags.out.parent.mkdir(parents=True, exist_ok=True)
     try:
         setting = choose(console, flags.model)
-        given = {name: getattr(flags, name) for name in ("order", "neighbours", "recipe")}
-        setting = replace(setting, **{name: value for name, value in given.items() if value is not None})
         started, folder = time.monotonic(), flags.corpora or setting.corpora
         questions = pick(folder, flags.questions)
         documents = gather(folder, setting, questions)
@@ -392,7 +376,7 @@ def main() -> int:
         made = summarize(setting, rows)
         stored = {"summary": made, "rows": [asdict(row) for row in rows], "again": [asdict(row) for row in again]}
         flags.out.write_text(json.dumps(stored, indent=1) + "\n")
-        conclude(console, setting, made)
+        conclude(console, made)
         console.print(f"\n{time.monotonic() - started:.0f} s in total; all answers are in {flags.out}")
         advise(console, setting, made, again, flags.out.with_suffix(".html"))
         check(setting, rows)
