@@ -97,7 +97,10 @@ class GatewayConfig(CallingConfig):
     )
 
     top_k: int = setting(8, "number of chunks retrieved for a request that sets no top_k", low=1)
-    max_top_k: int = setting(128, "maximum top_k of a request, and maximum number of passages in a request", low=1)
+    # With the system prompt, no more than a cache service takes by default (its setting max_path).
+    max_top_k: int = setting(
+        128, "maximum top_k of a request, and maximum number of passages in a request", low=1, high=255
+    )
     language: str = setting(
         "english", f"language of new corpora, for stemming and, in English only, stop words: {', '.join(LANGUAGES)}"
     )
