@@ -188,33 +188,23 @@ class Vocabulary:
         return ids
 
 
-def _parts(text: str) -> list[str]:
+def _parts(text: str) -> Iterator[str]:
     """Cuts a long text where it can, after a paragraph or a line, and a long line after a sentence or a word.
 
     Hardly any ordinary document is that long or has such a line.
     """
-    return [part for lines in _cut(text) for part in _cut_lines(lines)]
-
-
-def _cut(text: str) -> Iterator[str]:
-    """Parts of at most _LONGEST_TEXT characters."""
     start = 0
-    while len(text) - start > _LONGEST_TEXT:
-        end = _border(text, start + _LONGEST_TEXT // 2, start + _LONGEST_TEXT, ("\n\n", "\n", " "))
+    while True:
+        if line := _LONG_LINE.search(text, start, start + _LONGEST_TEXT):
+            low, high = line.start() + _LONGEST_LINE // 2, line.start() + _LONGEST_LINE
+            end = _border(text, low, high, (". ", " "))
+        elif len(text) - start > _LONGEST_TEXT:
+            end = _border(text, start + _LONGEST_TEXT // 2, start + _LONGEST_TEXT, ("\n\n", "\n", " "))
+        else:
+            yield text[start:]
+            return
         yield text[start:end]
         start = end
-    yield text[start:]
-
-
-def _cut_lines(text: str) -> Iterator[str]:
-    """Parts without a line over _LONGEST_LINE."""
-    start = 0
-    while line := _LONG_LINE.search(text, start):
-        low, high = line.start() + _LONGEST_LINE // 2, line.start() + _LONGEST_LINE
-        end = _border(text, low, high, (". ", " "))
-        yield text[start:end]
-        start = end
-    yield text[start:]
 
 
 def _border(text: str, low: int, high: int, borders: Sequence[str]) -> int:

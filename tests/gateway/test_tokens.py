@@ -129,7 +129,7 @@ def test_a_line_without_end_is_split_in_parts(unit: str) -> None:
 def test_a_long_text_is_split_in_parts_at_paragraphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens, "_LONGEST_TEXT", 1000)
     text = "".join(f"The paragraph {i}.\nIts end.\n\n" for i in range(200)) + "no end " * 400 + "x" * 3000
-    parts = [*tokens._cut(text)]
+    parts = [*tokens._parts(text)]
     assert "".join(parts) == text
     assert all(500 < len(part) <= 1000 for part in parts[:-1])
     assert sum(part.endswith(".\n\n") for part in parts) > 5
