@@ -26,8 +26,8 @@ RESOLVE_SECONDS = 5.0
 # A worker whose last reply is older than _FRESH_SECONDS must pass a health check within _CHECK_SECONDS before it
 # receives a request.
 _FRESH_SECONDS, _CHECK_SECONDS = 1.0, 2.0
-# An unresponsive worker is deprioritised, with exponential backoff between these limits.
-_MIN_BACKOFF, _MAX_BACKOFF = 2.0, 30.0
+# An unresponsive worker is tried last for so long.
+_LAST_SECONDS = 10.0
 # Tokens of a pool whose size is not known yet, and the most chunks to remember.
 _FIRST_TOKENS, _MAX_CHUNKS = 1 << 16, 1 << 16
 # What a reply says of a worker rather than of its model.
@@ -86,7 +86,6 @@ class Member:
     described: pb.GetModelResponse | None = None
     """The reply that `vocabulary` was made from."""
     vocabulary: Vocabulary | None = None
-    _backoff: float = 0.0
     _deprioritised_until: float = 0.0
     _last_reply: float = -math.inf
 
@@ -96,12 +95,10 @@ class Member:
 
     def record_timeout(self) -> None:
         """Records that the worker did not reply in time, or while another one did."""
-        if not self.deprioritised:  # otherwise another request has found the same failure
-            self._backoff = min(max(_MIN_BACKOFF, 2 * self._backoff), _MAX_BACKOFF)
-        self._deprioritised_until = time.monotonic() + self._backoff
+        self._deprioritised_until = time.monotonic() + _LAST_SECONDS
 
     def record_reply(self) -> None:
-        self._backoff, self._deprioritised_until, self._last_reply = 0.0, 0.0, time.monotonic()
+        self._deprioritised_until, self._last_reply = 0.0, time.monotonic()
 
     async def is_responsive(self) -> bool:
         """Whether the worker replied within the last second, or passes a health check now."""
@@ -144,12 +141,9 @@ class Members:
         self._tls = tls
         self._listed = {at: Member(WorkerClient(at, tls)) for at in addresses if not at.startswith(_DNS)}
         self._resolved: dict[str, dict[str, Member]] = {at: {} for at in addresses if at.startswith(_DNS)}
-        self._unknown = set(self._resolved)
-        self._looked_up = asyncio.Event()  # a name has given a worker, or all have been looked up
+        self._looked_up = asyncio.Event()  # all names, once
         self._retiring: set[asyncio.Task[None]] = set()
-        self._resolving = [asyncio.create_task(self._follow(name)) for name in self._resolved]
-        if not self._resolved:
-            self._looked_up.set()
+        self._resolving = asyncio.create_task(self._follow())
         self._loading = asyncio.Lock()
 
     @property
@@ -158,7 +152,7 @@ class Members:
         return [*{**resolved, **self._listed}.values()]
 
     async def found(self) -> list[Member]:
-        """The known ones, once a name has given a worker, or all names have been looked up."""
+        """The known ones, once all names have been looked up."""
         await self._looked_up.wait()
         return self.known
 
@@ -182,17 +176,14 @@ class Members:
             return member.vocabulary
 
     async def close(self) -> None:
-        for task in self._resolving:
-            task.cancel()
+        self._resolving.cancel()
         await asyncio.gather(*(member.client.close() for member in self.known))
         await asyncio.gather(*self._retiring)
 
-    async def _follow(self, name: str) -> None:
+    async def _follow(self) -> None:
         while True:
-            await self._resolve(name)
-            self._unknown.discard(name)
-            if self.known or not self._unknown:
-                self._looked_up.set()
+            await asyncio.gather(*map(self._resolve, self._resolved))
+            self._looked_up.set()
             await asyncio.sleep(RESOLVE_SECONDS)
 
     async def _resolve(self, name: str) -> None:

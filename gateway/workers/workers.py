@@ -15,7 +15,13 @@ from fusionkv.kvcache_service import keys
 from fusionkv.protos.deadline import Deadline
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.observe import logs
-from fusionkv.protos.runtime.errors import FailedPrecondition, ResourceExhausted, ServiceError, Unavailable
+from fusionkv.protos.runtime.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    ResourceExhausted,
+    ServiceError,
+    Unavailable,
+)
 from fusionkv.protos.runtime.tls import ClientTLS
 
 log = logging.getLogger(__name__)
@@ -30,6 +36,8 @@ _AFFINITY = 2.0
 _RETRYABLE = (Unavailable, ResourceExhausted, FailedPrecondition)
 # Maximum wait for the description of a model, of calls without a deadline.
 MODEL_SECONDS = 30.0
+# Maximum wait for a worker to encode a chunk: a long one takes minutes on a CPU.
+_ENCODE_SECONDS = 1800.0
 # Maximum wait of the deletion of a corpus for each worker.
 _FORGET_SECONDS = 5.0
 # Templates that requests asked for, of a few KB each.
@@ -102,13 +110,16 @@ class WorkerPool:
             return False
 
     async def encode(self, request: pb.EncodeRequest) -> pb.EncodeResponse:
-        """Encodes one chunk on any worker. Watches workers as `generate` does."""
+        """Encodes one chunk on any worker, and watches workers as `generate` does. Raises DeadlineExceeded."""
 
         async def call(client: WorkerClient) -> AsyncGenerator[pb.EncodeResponse]:
             yield await client.encode(request)
 
-        async with contextlib.aclosing(self._stream({}, call)) as responses:
-            _, encoded = await anext(responses)
+        try:
+            async with asyncio.timeout(_ENCODE_SECONDS), contextlib.aclosing(self._stream({}, call)) as responses:
+                _, encoded = await anext(responses)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"no worker encoded a chunk within {_ENCODE_SECONDS:g} s") from error
         return encoded
 
     async def forget_corpus(self, tenant: str, corpus: str) -> None:

@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import json
-import logging
 import random
 import shutil
 import signal
@@ -16,13 +14,12 @@ from typing import Any
 
 import grpc
 import pytest
-from opentelemetry import trace
 
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.fusion_worker.models import LAYOUT
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.workers import members, vllm, workers
-from fusionkv.gateway.workers.members import Member, PrefixAffinity
+from fusionkv.gateway.workers.members import PrefixAffinity
 from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient
@@ -33,7 +30,6 @@ from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.fusion.v1.fusion_pb2_grpc import FusionServiceServicer
 from fusionkv.protos.kvcache.v1 import kvcache_pb2
 from fusionkv.protos.kvcache.v1.kvcache_pb2_grpc import KVCacheServiceServicer
-from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime import rpc
 from fusionkv.protos.runtime.errors import DeadlineExceeded, FailedPrecondition, NotFound, ServiceError, Unavailable
 from tests.gateway import test_tokens
@@ -77,7 +73,7 @@ async def test_one_that_stops_is_not_waited_for(
     """A health check finds it out: before it is given the request or, just heard, while nothing comes."""
     processes = {w.address: w.process for w in (start(cache=cache) for _ in range(2))}
     monkeypatch.setattr(members, "_FRESH_SECONDS", 600.0 if heard else 0.0)
-    monkeypatch.setattr(members, "_MIN_BACKOFF", 600.0)
+    monkeypatch.setattr(members, "_LAST_SECONDS", 600.0)
     pool = WorkerPool([*processes])
     await until(lambda: all(member.client.connected for member in pool.members.known))
     for member in pool.members.known:
@@ -92,16 +88,6 @@ async def test_one_that_stops_is_not_waited_for(
     finally:
         process.send_signal(signal.SIGCONT)
     assert first.in_flight == 0
-    await pool.close()
-
-
-@pytest.mark.slow
-async def test_a_caller_in_a_hurry_puts_no_worker_back(cache: Any, start: Start) -> None:
-    pool = WorkerPool([start(cache=cache).address for _ in range(2)])
-    await until(lambda: all(member.client.connected for member in pool.members.known))
-    with pytest.raises(DeadlineExceeded):
-        await anext(pool.generate(ASK, Deadline.after(0.0001)))
-    assert not any(member.deprioritised for member in pool.members.known)
     await pool.close()
 
 
@@ -217,37 +203,6 @@ async def test_the_primer_is_deleted_with_its_corpus(cache: Any, start: Start, s
         await client_of.close()
 
 
-async def test_workers_over_one_cache_service_encode_after_the_same_primer(cache: Any, start: Start) -> None:
-    async def stored(entries: int) -> None:
-        """Waits until workers have stored so many, which they do in the background."""
-        await until(lambda: reached(entries))
-
-    async def reached(entries: int) -> bool:
-        return (await store.stats()).puts >= entries
-
-    workers = [WorkerClient(start(cache=cache).address) for _ in range(2)]
-    store = CacheClient(cache.address)
-    assert (await answer(workers[0], range(3)))[1] == 3
-    await stored(5)  # of the system prompt, the primer and the chunks
-    told, missed = await answer(workers[1], range(3, 6))
-    assert missed == 3
-    await stored(8)
-    assert await answer(workers[0], range(3, 6)) == (told, 0)
-    for client in (*workers, store):
-        await client.close()
-
-
-async def test_requests_that_find_one_failure_together_make_one_pause() -> None:
-    member = Member(WorkerClient(f"127.0.0.1:{free_port()}"))
-    for pause in (2, 4, 8, 16, 30):
-        for _ in range(400):
-            member.record_timeout()
-        assert time.monotonic() < member._deprioritised_until <= time.monotonic() + pause
-        member._deprioritised_until = 0.0
-    assert member._backoff == 30
-    await member.client.close()
-
-
 async def test_another_program_at_the_address_of_a_worker_is_passed_over() -> None:
     other = rpc.handlers(OTHER, KVCacheServiceServicer())
     async with pool_of(other) as alone, pool_of(other, Described("cpu").handler) as both:
@@ -263,6 +218,10 @@ class Hung(Described):
     async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
         await asyncio.sleep(60)
         return self.model
+
+    async def Encode(self, request: pb.EncodeRequest, context: Any) -> pb.EncodeResponse:
+        await asyncio.sleep(60)
+        return pb.EncodeResponse()
 
 
 async def test_callers_do_not_wait_for_a_hung_worker_one_after_another() -> None:
@@ -287,34 +246,25 @@ async def test_vllm_does_not_wait_for_a_hung_worker_whose_model_is_known(monkeyp
         await engine.close()
 
 
-async def test_a_name_that_cannot_be_one_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_name_that_cannot_be_one_ends_nothing_and_hides_no_other(caplog: pytest.LogCaptureFixture) -> None:
     pool = WorkerPool(["dns:a..b:7071"])
     with pytest.raises(Unavailable, match="the name in `workers` has no address"):
         async with asyncio.timeout(60):
             await pool.model(Deadline.after(30))
     assert "can't resolve dns:a..b:7071" in caplog.text
-    assert not any(task.done() for task in pool.members._resolving)
+    assert not pool.members._resolving.done()
     await pool.close()
-
-
-async def test_a_name_without_an_address_does_not_hide_one_that_is_still_looked_up(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    looked_up, getaddrinfo = asyncio.Event(), asyncio.get_running_loop().getaddrinfo
-
-    async def slow(host: str, *args: Any, **more: Any) -> Any:
-        if host == "localhost":
-            await looked_up.wait()
-        return await getaddrinfo(host, *args, **more)
-
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", slow)
     async with listening(Described("cpu").handler) as address:
-        pool = WorkerPool(["dns:a..b:7071", f"dns:localhost:{address.rpartition(':')[2]}"])
-        asking = asyncio.create_task(pool.model(Deadline.after(30)))
-        await until(lambda: "can't resolve dns:a..b:7071" in caplog.text)
-        looked_up.set()
-        assert (await asking).model.fingerprint == b"f" * 32
-        await pool.close()
+        both = WorkerPool(["dns:a..b:7071", f"dns:localhost:{address.rpartition(':')[2]}"])
+        assert (await both.model(Deadline.after(30))).model.fingerprint == b"f" * 32
+        await both.close()
+
+
+async def test_a_chunk_that_no_worker_encodes_is_not_waited_for_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_ENCODE_SECONDS", 0.2)
+    async with pool_of(Hung("cpu").handler) as pool:
+        with pytest.raises(DeadlineExceeded, match="no worker encoded a chunk within"):
+            await pool.encode(ENCODE)
 
 
 @pytest.fixture
@@ -371,20 +321,6 @@ async def test_a_worker_that_is_removed_while_one_is_chosen_ends_no_request(
     await pool.close()
     for each in (*kept, *silent):
         each.close()
-
-
-async def test_one_line_for_all_workers(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(caplog.handler, "formatter", logs.JSONLines("fusionkv-gateway"))
-    monkeypatch.setattr(workers, "_faults", logs.RateLimitedLog(logging.getLogger(workers.__name__)))
-    pool = WorkerPool([f"127.0.0.1:{free_port()}" for _ in range(2)])
-    with trace.use_span(trace.NonRecordingSpan(trace.SpanContext(1, 2, is_remote=False))):
-        for _ in range(2):
-            with pytest.raises(Unavailable):
-                await anext(pool.generate(pb.GenerateRequest(), Deadline.after(60.0)))
-    await pool.close()
-    (line,) = [json.loads(line) for line in caplog.text.splitlines() if "fusionkv.gateway" in line]
-    assert line["message"].startswith("a worker failed")
-    assert "trace_id" not in line
 
 
 TOPICS, PAGES, ROUNDS = 4, 6, 15
