@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -52,7 +51,7 @@ class ConnectionFields(BaseModel):
     def caller(self) -> str:
         """A digest of the token and of the client certificate's path, which decide whose corpora are meant."""
         cert = self.tls.cert if self.tls else None
-        identity = json.dumps(["fusionkv caller", self.token, cert and os.fspath(cert)])
+        identity = json.dumps(["fusionkv caller", self.token, str(cert)])
         return hashlib.sha256(identity.encode()).hexdigest()[:32]
 
     def options(self) -> dict[str, Any]:

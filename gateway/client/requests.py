@@ -260,24 +260,20 @@ def _known(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def of(kind: type[T], where: str = "", /, **values: Any) -> T:
     """A message with these fields. Raises InvalidArgument that names the field whose value protobuf refuses."""
+    message = kind()
     for name, value in values.items():
+        expected = _expected(kind, name)
         # protobuf takes anything empty for an empty map, which is a filter that lets everything through.
-        if (value is not None and _expected(kind, name) == _MAPPING and not isinstance(value, Mapping)) or (
-            isinstance(value, bool) and _expected(kind, name) == "a number"
-        ):
-            raise errors.InvalidArgument(f"invalid option: {name}{where} must be {_expected(kind, name)}")
-    try:
-        return kind(**values)
-    except _REFUSED:
-        for name, value in values.items():
-            try:
-                kind(**{name: value})
-            except _REFUSED as error:
-                expected = _expected(kind, name)
-                wrong = isinstance(error, TypeError) or expected == _MAPPING
-                reason = f" must be {expected}" if wrong else f": {error}"
-                raise errors.InvalidArgument(f"invalid option: {name}{where}{reason}") from error
-        raise
+        no_mapping = expected == _MAPPING and value is not None and not isinstance(value, Mapping)
+        try:
+            if no_mapping or (expected == "a number" and isinstance(value, bool)):
+                raise TypeError
+            message.MergeFrom(kind(**{name: value}))
+        except _REFUSED as error:
+            wrong = isinstance(error, TypeError) or expected == _MAPPING
+            reason = f" must be {expected}" if wrong else f": {error}"
+            raise errors.InvalidArgument(f"invalid option: {name}{where}{reason}") from error
+    return message
 
 
 def _expected(kind: type[ProtoMessage], name: str) -> str:

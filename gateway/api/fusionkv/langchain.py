@@ -15,7 +15,7 @@ from langchain_core.callbacks import (
 from langchain_core.documents import Document
 from langchain_core.language_models import BaseChatModel
 from langchain_core.language_models.chat_models import agenerate_from_stream, generate_from_stream
-from langchain_core.messages import AIMessageChunk, BaseMessage
+from langchain_core.messages import AIMessageChunk, BaseMessage, ChatMessage
 from langchain_core.messages.ai import UsageMetadata
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.retrievers import BaseRetriever
@@ -40,10 +40,6 @@ class FusionKVRetriever(RetrievalFields, BaseRetriever):
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
     corpus: str
-
-    def bind(self, **kwargs: Any) -> Any:
-        self._call(kwargs)
-        return super().bind(**kwargs)
 
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **kwargs: Any
@@ -92,10 +88,6 @@ class ChatFusionKV(QuestionFields, BaseChatModel):
     @property
     def _identifying_params(self) -> dict[str, Any]:
         return {"address": self.address, "caller": self.caller(), **self.options(), "corpus": self.corpus}
-
-    def bind(self, **kwargs: Any) -> Any:
-        self._call(kwargs)
-        return super().bind(**kwargs)
 
     def _get_invocation_params(self, stop: list[str] | None = None, **kwargs: Any) -> dict[str, Any]:
         params = super()._get_invocation_params(stop, **kwargs)
@@ -181,7 +173,8 @@ def _turn(number: int, message: BaseMessage) -> requests.Message:
     for part in parts:
         if isinstance(part, dict) and part.get("type") != "text":
             raise InvalidArgument(f"message {number} has a part of type {part.get('type')!r}: only text is supported")
-    return {"role": _ROLES.get(message.type, message.type), "content": message.text}
+    role = message.role if isinstance(message, ChatMessage) else _ROLES.get(message.type, message.type)
+    return {"role": role, "content": message.text}
 
 
 def _document(passage: Passage) -> Document:
