@@ -38,19 +38,15 @@ def template() -> "Template":
     return pages.get_template("explain.html")
 
 
-def render(page: "Template", question: str, answer: Answer, explanation: Explanation, full: Answer | None) -> str:
-    """Renders the page as HTML.
-
-    Args:
-        full: the answer by full attention, if the question was repeated with it.
-    """
-    answers = [("this answer", answer), *([("full attention", full)] if full is not None else [])]
+def render(page: "Template", question: str, answer: Answer, explanation: Explanation, full: Answer) -> str:
+    """Renders the page as HTML; `full` is the answer to the same question by full attention."""
+    answers = [("this answer", answer), ("full attention", full)]
     longest = max(a.summary.seconds.total for _, a in answers) or 1.0
     return page.render(
         question=question,
         answers=[(name, a.text.strip(), a.summary) for name, a in answers],
-        same=full is not None and answer.text == full.text,
-        same_chunks=full is not None and answer.sources == full.sources,
+        same=answer.text == full.text,
+        same_chunks=answer.sources == full.sources,
         summary=answer.summary,
         saved=_saved(answer, full),
         facts=_facts(answer, full),
@@ -70,12 +66,12 @@ def render(page: "Template", question: str, answer: Answer, explanation: Explana
     )
 
 
-def _saved(answer: Answer, full: Answer | None) -> str:
+def _saved(answer: Answer, full: Answer) -> str:
     s = answer.summary
     if not s.context_tokens or s.tokens_recomputed == s.context_tokens:
         return "Nothing was reused: the whole context was computed."
     saved = f"{s.context_tokens - s.tokens_recomputed:,} of {s.context_tokens:,} context tokens were not recomputed"
-    if full is None or not (s.seconds.ttft and full.summary.seconds.ttft):
+    if not (s.seconds.ttft and full.summary.seconds.ttft):
         return f"{saved}."
     times = full.summary.seconds.ttft / s.seconds.ttft
     if times < 1.05:
@@ -83,16 +79,13 @@ def _saved(answer: Answer, full: Answer | None) -> str:
     return f"{saved}; the first token came {times:.1f} times sooner than with full attention."
 
 
-def _facts(answer: Answer, full: Answer | None) -> list[tuple[str, str, str]]:
+def _facts(answer: Answer, full: Answer) -> list[tuple[str, str, str]]:
     s = answer.summary
-    first = f"of {_duration(s.seconds.total)} in total"
-    if full is not None and s.seconds.ttft and full.summary.seconds.ttft:
-        first = f"full attention: {_duration(full.summary.seconds.ttft)}"
     context = s.context_tokens or 1
     kept = f"{s.tokens_lossless:,} lossless, {s.tokens_reused:,} stale of {s.context_tokens:,}"
     hits = [f"{sum(h.chunks for h in s.hits if h.kind == kind)} {kind}" for kind in ("exact", "alternative")]
     return [
-        ("first token", _duration(s.seconds.ttft), first),
+        ("first token", _duration(s.seconds.ttft), f"full attention: {_duration(full.summary.seconds.ttft)}"),
         ("reused", f"{100 * (s.tokens_lossless + s.tokens_reused) / context:.0f}%", kept),
         ("recomputed", f"{100 * s.tokens_recomputed / context:.0f}%", f"{s.tokens_recomputed:,} tokens, {s.recipe}"),
         ("chunks", f"{s.chunks_retrieved}", f"{', '.join(hits)}, {s.chunks_missed} missed"),
