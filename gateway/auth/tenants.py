@@ -45,16 +45,9 @@ class Quota:
 
 
 class Quotas:
-    """The quotas of all tenants, from a TOML file that is read again when it changes; without a file, no limits.
+    """The quotas of all tenants, from a TOML file (docs/security.md) that is read again when it changes.
 
-        [default]
-        requests_per_minute = 600
-
-        [tenants.acme]
-        tokens_per_minute = 200000
-        stored_bytes = "1GiB"
-
-    Settings that a tenant's table omits are taken from [default].
+    Without a file, there are no limits. What a tenant's table omits is taken from [default].
     """
 
     def __init__(self, file: Path | None) -> None:

@@ -40,13 +40,7 @@ _LOCAL = {("http", "localhost"), ("http", "127.0.0.1"), ("http", "::1")}
 
 
 class StaticTokens:
-    """Verifies tokens listed in a TOML file:
-
-        [[token]]
-        name = "shop"
-        role = "app"
-        tenant = "acme"
-        sha256 = "the SHA-256 of the token, in hexadecimal"
+    """Verifies tokens listed in a TOML file (docs/security.md), by their SHA-256.
 
     A plain hash is enough for tokens of 32 random bytes, which can't be guessed. Tokens themselves are not stored.
     """
