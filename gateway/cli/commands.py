@@ -102,7 +102,7 @@ async def _store(
         if part.without_text:
             few = ", ".join(part.without_text[:_SHOWN_NAMES]) + ", ..." * (len(part.without_text) > _SHOWN_NAMES)
             shown.tell(f"{shown.name(file.path)}: without text, so not stored: {few}")
-        if not part.content or args.dry_run:
+        if not part.documents or args.dry_run:
             continue
         call = functools.partial(
             client.ingest, args.corpus, name, part.content, first_line=part.first_line, **options

@@ -5,7 +5,7 @@ import contextlib
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -21,11 +21,8 @@ _PAUSE = 2.0
 _LINE_SECONDS = 5.0
 
 
-class Steps(Protocol):
-    """Shows the progress of something long."""
-
-    def __call__(self, what: str, done: int, total: int | None) -> None:
-        """what: what is being done; total: None while it is unknown."""
+Steps = Callable[[str, int, int | None], object]
+"""Shows the progress of something long: what is being done, how much of it is done, and of what total, if known."""
 
 
 @contextlib.contextmanager

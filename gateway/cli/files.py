@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -38,11 +38,10 @@ class File(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a file.
+    """A part of a file, not to be sent if it has no documents.
 
     Attributes:
         first_line: number of its first line in the file.
-        content: empty if the file is blank, or if the part has no text and another one of the file has some.
         documents: names of its documents that have text, without the prefix.
         without_text: names of those that have none.
     """
@@ -153,23 +152,19 @@ def parts(name: str, path: Path, media_type: str) -> Iterator[Part]:
     if parse.media_type(name, media_type) != JSONL:
         with _opened(path) as file:
             content = _of_length(file.read(MAX_CONTENT + 1))
-        yield Part(1, content, (name,)) if content.strip() else Part(1, b"", (), (name,))
+        yield Part(1, content, (name,)) if content.strip() else Part(1, content, (), (name,))
         return
     ids: dict[str, int] = {}
-    start, size, lines, sent = 1, 0, list[bytes](), False
+    start, size, lines = 1, 0, list[bytes]()
     with _opened(path) as file:
         read = functools.partial(file.readline, MAX_CONTENT + 1)
         for number, line in enumerate(map(_of_length, iter(read, b"")), 1):
             if lines and (size + len(line) > _PART or len(lines) == _LINES):
-                part = _checked(name, lines, start, ids)
-                yield part
-                sent = sent or bool(part.content)
+                yield _checked(name, lines, start, ids)
                 start, size, lines = number, 0, []
             lines.append(line)
             size += len(line)
-    part = _checked(name, lines, start, ids)
-    # The gateway refuses a file without any text.
-    yield part if sent or part.content else replace(part, content=b"".join(lines))
+    yield _checked(name, lines, start, ids)
 
 
 def _source(pattern: str, inside: str, path: Path) -> str:
@@ -199,7 +194,7 @@ def _checked(name: str, lines: Sequence[bytes], start: int, ids: dict[str, int])
             )
     named = [(document.name or f"{name}#{document.line}", not is_blank(document.text)) for document in documents]
     full, empty = (tuple(name for name, has_text in named if has_text is expected) for expected in (True, False))
-    return Part(start, content if full else b"", full, empty)
+    return Part(start, content, full, empty)
 
 
 def _expand(

@@ -2,13 +2,10 @@
 
 import argparse
 import os
-import signal
 import sys
-import threading
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import NoReturn
 
 from fusionkv.gateway.cli import connect, shown
 from fusionkv.gateway.cli.launch import launched, missing_package
@@ -26,11 +23,10 @@ _INTERRUPTED, _READER_LEFT = 130, 141
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command. Returns the exit code: 0 for success, 1 for an error, 2 for wrong usage, or a signal's."""
-    _open_streams()
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ["serve"] and given[1:2] and given[1] in MODULES:
         # Replace this process by the service, which parses its own flags.
-        _replace(f"serve {given[1]}", MODULES[given[1]], given[2:])
+        os.execv(sys.executable, launched(f"serve {given[1]}", MODULES[given[1]], given[2:]))
     try:
         if given and given[0] in LOCAL:
             return _run_local(given[0], given[1:])
@@ -48,23 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_output()
 
 
-def _open_streams() -> None:
-    """Opens what the caller has closed: Python has None for it, and the next file or socket would get its number."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - until the process ends
-
-
 def _drop_output() -> None:
     """Drops what can't be written: Python would try again at exit, and report that with the exit code 120."""
     try:
         sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _replace(command: str, module: str, flags: Sequence[str]) -> NoReturn:
-    os.execv(sys.executable, launched(command, module, flags))
 
 
 def _run_local(command: str, flags: Sequence[str]) -> int:
@@ -98,10 +83,6 @@ def _run(args: argparse.Namespace) -> int:
         run = commands.COMMANDS[args.command]
 
     async def command() -> int:
-        ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as in a shell's background
-        if (task := asyncio.current_task()) and threading.current_thread() is threading.main_thread() and not ignored:
-            # asyncio.run's own handler does not wake the loop if the signal comes just before it waits.
-            asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
         try:
             return await run(args)
         except asyncio.CancelledError:  # Ctrl-C

@@ -11,7 +11,6 @@ import struct
 import subprocess
 import sys
 import termios
-import tracemalloc
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,8 +28,6 @@ from fusionkv.gateway.cli.launch import missing_package
 from fusionkv.gateway.client import requests
 from fusionkv.gateway.client.results import Item, Passage
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.gateway.ingest.media_types import JSONL
-from fusionkv.gateway.ingest.parse import parse
 from fusionkv.protos.answer.v1.answer_pb2 import Summary, Token
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.gateway.v1.gateway_pb2_grpc import GatewayServiceServicer
@@ -62,12 +59,8 @@ def test_a_directory_is_searched_by_ending_and_files_go_by_their_own_names(folde
     assert list(find([str(folder / "a.txt"), str(folder / "a.*")], "")) == ["a.txt"]
     assert find([str(folder / "a.txt")], "", "notes.md")["notes.md"].path == folder / "a.txt"
     assert find(["-"], "", "notes.md") == {"notes.md": File(Path("-"), "")}
-
-
-def test_what_a_directory_holds_beside_documents_is_skipped_and_told(folder: Path) -> None:
     assert skipped([str(folder)], "") == [folder / "f.png"]
-    assert skipped([str(folder)], "text/plain") == []
-    assert skipped([str(folder / "f.png"), str(folder / "*.png"), "-"], "") == []
+    assert skipped([str(folder), str(folder / "f.png"), "-"], "text/plain") == []
 
 
 @pytest.mark.parametrize(
@@ -130,20 +123,6 @@ def test_no_more_of_a_file_is_read_than_gateways_accept(name: str, monkeypatch: 
         _ = [*parts(name, Path("-"), "")]
 
 
-def test_a_file_that_is_too_large_is_not_read_whole_by_clients(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(requests, "MAX_CONTENT", 1 << 20)
-    file = tmp_path / "a.txt"
-    file.write_bytes(bytes(8 << 20))
-    tracemalloc.start()
-    with pytest.raises(InvalidArgument, match="has more than 1048576 bytes"):
-        requests.ingest("corpus", "a.txt", file)
-    _, most = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert most < 4 << 20
-
-
 def test_a_client_refuses_half_of_a_surrogate_pair() -> None:
     with pytest.raises(InvalidArgument, match=r"invalid option: content: .* surrogates not allowed"):
         requests.ingest("c", "a.txt", "a\ud800")
@@ -154,19 +133,14 @@ def test_parts_of_json_lines_without_text_are_left_out(tmp_path: Path) -> None:
     blank = b"\n" * (1 << 20)
     file.write_bytes(b"\n" + blank + b'{"text": "one"}\n' + blank + b'""\n')
     found = [*parts("all.jsonl", file, "")]
-    (part,) = [part for part in found if part.content]
-    assert part.content.strip() == b'{"text": "one"}'
+    (part,) = [part for part in found if part.documents]
     line = part.first_line + part.content[: part.content.index(b"{")].count(b"\n")
     assert part.documents == (f"all.jsonl#{line}",) == (f"all.jsonl#{(1 << 20) + 2}",)
     assert [name for part in found for name in part.without_text] == [f"all.jsonl#{(2 << 20) + 3}"]
     file.write_bytes(b"\n \n")
-    assert [part.content for part in parts("all.jsonl", file, "")] == [b"\n \n"]
-
-
-def test_json_lines_may_start_with_a_byte_order_mark(tmp_path: Path) -> None:
-    (tmp_path / "all.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one"}')
-    (part,) = parts("all.jsonl", tmp_path / "all.jsonl", "")
-    assert [document.text for document in parse(part.content, JSONL)] == ["one"]
+    assert [part.documents for part in parts("all.jsonl", file, "")] == [()]
+    file.write_bytes(b'\xef\xbb\xbf{"text": "behind a byte order mark"}')
+    assert [part.documents for part in parts("all.jsonl", file, "")] == [("all.jsonl#1",)]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +149,7 @@ def test_json_lines_may_start_with_a_byte_order_mark(tmp_path: Path) -> None:
         [], ["fly"], ["ask", "c"], ["ingest", "c"], ["ingest", "c", "p", "--concurrency", "0"],
         ["ask", "c", "q", "--filter", "year"],
         ["serve", "--config", "no.toml", "worker"],
-        *(["list", "--timeout", seconds] for seconds in ("0", "-1", "nan", "inf", "soon")),
+        *(["list", "--timeout", seconds] for seconds in ("0", "nan", "soon")),
     ],
 )  # fmt: skip
 def test_wrong_usage_exits_with_2(argv: list[str], capsys: Capsys) -> None:
@@ -197,23 +171,17 @@ def test_what_is_not_there_is_one_line(capsys: Capsys, tmp_path: Path) -> None:
     assert capsys.readouterr().err == said
     assert cli.main(["ask", "c", "q", "--explain", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"fusionkv: --explain {tmp_path}: it is a folder\n"
-
-
-def test_an_empty_name_deletes_no_corpus(capsys: Capsys) -> None:
-    assert cli.main(["delete", "c", "", "--gateway", "127.0.0.1:1"]) == 2
+    assert cli.main(["delete", "c", ""]) == 2
     assert capsys.readouterr().err.startswith("fusionkv: DOCUMENT is empty: ")
+    assert cli.main(["list", "--gateway", "no-such-host.invalid:7072"]) == 1
+    assert re.search(r"is `fusionkv serve all` running\?.*; --gateway sets the address\n$", capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("address", ["", "7072", "localhost", ":7072", "http://localhost:7072", "a:b", "a:65536"])
+@pytest.mark.parametrize("address", ["", "7072", "http://localhost:7072", "a:65536"])
 def test_an_address_of_a_gateway_that_is_none_is_one_line(address: str, capsys: Capsys) -> None:
     assert cli.main(["list", "--gateway", address]) == 2
     remedy = "give host:port, such as 127.0.0.1:7072, or unix:/path"
     assert capsys.readouterr().err == f"fusionkv: {address!r} is not a gateway's address: {remedy}\n"
-
-
-def test_a_host_that_is_unknown_is_told_with_a_remedy(capsys: Capsys) -> None:
-    assert cli.main(["list", "--gateway", "no-such-host.invalid:7072"]) == 1
-    assert re.search(r"is `fusionkv serve all` running\?.*; --gateway sets the address\n$", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("command", ["ask c", "delete", "encode", "list", "move"])
@@ -309,34 +277,22 @@ async def test_text_of_others_moves_and_colours_nothing(
         assert said.err.count(":markup[/]") >= 4
 
 
-async def test_progress_without_a_terminal_is_plain_lines(
-    capsys: Capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(console, "_LINE_SECONDS", 0.0)
-    for i in range(3):
-        (tmp_path / f"{i}.txt").write_text("x")
-    async with listening(rpc.handlers(SERVICE, Nasty()), f"unix:{tmp_path}/g.sock") as address:
-        argv = ["ingest", "c", str(tmp_path), "--gateway", address]
-        assert await asyncio.to_thread(cli.main, argv) == 0
-        lines = [f"fusionkv: ingest: {i} of 3" for i in (1, 2, 3)]
-        assert capsys.readouterr().err.splitlines() == lines
-        assert await asyncio.to_thread(cli.main, [*argv, "--json"]) == 0
-    assert capsys.readouterr().err == ""
-
-
 class Encoding(GatewayServiceServicer):
     async def Precompute(self, request: pb.PrecomputeRequest, context: Any) -> AsyncIterator[pb.PrecomputeResponse]:
         for done in (0, 2, 6):
             yield pb.PrecomputeResponse(done=done, total=6)
 
 
-async def test_encode_tells_how_many_chunks_are_done(
+async def test_progress_without_a_terminal_is_plain_lines(
     capsys: Capsys, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(console, "_LINE_SECONDS", 0.0)
     async with listening(rpc.handlers(SERVICE, Encoding()), f"unix:{tmp_path}/g.sock") as address:
         assert await asyncio.to_thread(cli.main, ["encode", "c", "--gateway", address]) == 0
-    assert capsys.readouterr().err.splitlines() == [f"fusionkv: c: encoding: {done} of 6" for done in (0, 2, 6)]
+        lines = [f"fusionkv: c: encoding: {done} of 6" for done in (0, 2, 6)]
+        assert capsys.readouterr().err.splitlines() == lines
+        assert await asyncio.to_thread(cli.main, ["encode", "c", "--gateway", address, "--json"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(("output", "status", "said"), [("full", 1, "No space left on device"), ("closed", 141, "")])
@@ -356,27 +312,6 @@ async def test_output_that_nobody_takes_is_told_once(output: str, status: int, s
     assert said in error.decode()
 
 
-@pytest.mark.parametrize(
-    ("command", "closed", "status"), [("list", ">&-", 1), ("list", "2>&-", 1), ("ingest c - --name x.txt", "<&-", 0)]
-)
-def test_a_stream_that_the_caller_has_closed_is_empty(command: str, closed: str, status: int, tmp_path: Path) -> None:
-    shell = f"{sys.executable} -P -m fusionkv.gateway.cli.main {command} --gateway unix:{tmp_path}/none {closed}"
-    ran = subprocess.run(["sh", "-c", shell], capture_output=True, text=True)
-    assert (ran.returncode, "Traceback" in ran.stderr, "unix:" in ran.stdout) == (status, False, False), ran
-
-
-def test_ctrl_c_while_modules_are_loaded_ends_without_a_word(tmp_path: Path) -> None:
-    (tmp_path / "grpc.py").write_text("import time\nprint('loading', flush=True)\ntime.sleep(60)\n")
-    argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", "list"]
-    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env) as running:
-        assert running.stdout is not None
-        assert running.stdout.readline() == b"loading\n"
-        running.send_signal(signal.SIGINT)
-        _, error = running.communicate()
-    assert (running.returncode, error) == (130, b"")
-
-
 def test_ctrl_c_ends_a_command_that_reads_standard_input() -> None:
     argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", "ingest", "c", "-", "--name", "x.txt"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as running:
@@ -392,18 +327,10 @@ def test_ctrl_c_ends_a_command_that_reads_standard_input() -> None:
         assert running.stderr.read() == b""
 
 
-@pytest.mark.parametrize("command", ["serve", "ingest", "encode", "ask", "move", "delete", "list", "stats"])
-def test_every_command_explains_itself(command: str, capsys: Capsys) -> None:
-    with pytest.raises(SystemExit) as exit:
-        cli.main([command, "--help"])
-    assert exit.value.code == 0
-    assert "--json" in capsys.readouterr().out
-
-
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["eval", "check"])
-def test_commands_that_need_no_gateway_explain_themselves_too(command: str) -> None:
+def test_commands_that_need_no_gateway_explain_themselves(command: str) -> None:
     assert "--json" in fusionkv(command, "--help").stdout
 
 
@@ -412,10 +339,9 @@ def test_commands_that_need_no_gateway_explain_themselves_too(command: str) -> N
     [
         ({"chunk_tokens": "100", "overlap_tokens": "100"}, "overlap_tokens .100. must be less than chunk_tokens"),
         ({"top_k": "300"}, "top_k .300. exceeds max_top_k"),
+        ({"max_top_k": "256"}, r"--max-top-k: 256 is outside 1\.\.255"),
         ({"max_ingest_bytes": "1MiB"}, "max_document_bytes exceeds max_ingest_bytes"),
         ({"workers": ""}, "must name at least one fusion worker"),
-        ({"workers": "127.0.0.1:7071,7072"}, "workers: '7072' is not host:port"),
-        ({"workers": "http://a:7071"}, "workers: 'http://a:7071' is not host:port"),
         ({"workers": "dns:7071"}, "workers: 'dns:7071' is not host:port"),
         ({"dense_weight": "1.5"}, "--dense-weight"),
         ({"language": "klingon"}, "language 'klingon' is not one of arabic, "),
@@ -460,19 +386,10 @@ def test_a_missing_package_is_one_line(tmp_path: Path, command: str, arguments: 
     assert done.stderr == line
 
 
-def test_services_started_together_say_what_is_missing(tmp_path: Path) -> None:
-    flags = ("--model", tmp_path, "--data-dir", tmp_path)
-    done = fusionkv("serve", *flags, status=1, env=_without(tmp_path, "lmdb"), cwd=tmp_path)
-    assert 'serve kvcache needs lmdb, which is not installed: pip install "fusionkv[all]"' in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("name", ["fusionkv.gone", "asyncio.gone", "numpy.gone", None])
-def test_other_failed_imports_are_raised(name: str | None) -> None:
-    error = ModuleNotFoundError("gone", name=name)
-    with pytest.raises(ModuleNotFoundError) as raised:
-        missing_package("size", error)
-    assert raised.value is error
+def test_other_failed_imports_are_raised() -> None:
+    for name in ("asyncio.gone", "numpy.gone", None):
+        with pytest.raises(ModuleNotFoundError, match="gone"):
+            missing_package("size", ModuleNotFoundError("gone", name=name))
 
 
 TEXTS = [
