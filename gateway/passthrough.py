@@ -28,60 +28,59 @@ _FINISHED = {"stop": "end", "length": "max_tokens"}
 _BYTES_PER_TOKEN = 4
 
 
-class Passthrough:
-    """Passes chats on to vLLM, which computes the prompt, and reuses what its prefix cache has of it."""
+async def passed(
+    engine: "VLLMEngine",
+    pipeline: Pipeline,
+    tenant: Tenant,
+    request: pb.GenerateRequest,
+    fields: Mapping[str, Any],
+    stream: bool,
+    deadline: Deadline,
+) -> AsyncGenerator[pb.GenerateResponse | dict[str, Any]]:
+    """Passes a chat on to vLLM, which computes the prompt: Sources, its reply or the chunks of its stream, a Summary.
 
-    def __init__(self, engine: "VLLMEngine", pipeline: Pipeline) -> None:
-        self._engine = engine
-        self._pipeline = pipeline
+    Args:
+        request: what FusionKV reads: the passages, the messages without those about tools, and the sampling.
+        fields: for vLLM, with all messages.
 
-    async def answer(
-        self, tenant: Tenant, request: pb.GenerateRequest, passed: Mapping[str, Any], stream: bool, deadline: Deadline
-    ) -> AsyncGenerator[pb.GenerateResponse | dict[str, Any]]:
-        """Answers a request: Sources, vLLM's reply or the chunks of its stream, a Summary.
-
-        Args:
-            request: what FusionKV reads: the passages, the messages without those about tools, and the sampling.
-            passed: fields for vLLM, with all messages.
-
-        Raises as `Pipeline.answer`.
-        """
-        began = time.perf_counter()
-        vocabulary, passages = await self._pipeline.sources(tenant, request, deadline)
-        yield pb.GenerateResponse(sources=pb.Sources(passages=[source for _, source in passages]))
-        body = _body(passed, request, passages, stream)
-        spent = len(json.dumps(body).encode()) // _BYTES_PER_TOKEN
-        tenant.meter.spend(spent)
-        context = sum(len(chunk.ids) for chunk, _ in passages)
-        name = vocabulary.model.name
-        summary = Summary(recipe="full_attention", ratio=1.0, context_tokens=context, tokens_recomputed=context)
-        summary.model, summary.chunks_retrieved = name, len(passages)
-        summary.seconds.retrieve = time.perf_counter() - began
-        span = tracer.start_span(f"chat {name}", kind=SpanKind.CLIENT)
-        try:
-            async with contextlib.aclosing(self._engine.chat(body, tenant.salt, deadline)) as replies:
-                async for reply in replies:
-                    if not summary.seconds.ttft:
-                        summary.seconds.ttft = time.perf_counter() - began
-                    _count(summary, reply)
-                    if stream:  # a chunk has a token at least
-                        tenant.meter.spend(len(reply.get("choices", ())))
-                        spent += len(reply.get("choices", ()))
-                    yield reply
-            if not summary.finish_reason:
-                raise Unavailable("vLLM ended the answer early")
-        except ServiceError:
-            if not summary.seconds.ttft:
-                tenant.meter.give_back(spent)
-            raise
-        else:
+    Raises as `Pipeline.answer`.
+    """
+    began = time.perf_counter()
+    vocabulary, passages = await pipeline.sources(tenant, request, deadline)
+    yield pb.GenerateResponse(sources=pb.Sources(passages=[source for _, source in passages]))
+    body = _body(fields, request, passages, stream)
+    spent = len(json.dumps(body).encode()) // _BYTES_PER_TOKEN
+    tenant.meter.spend(spent)
+    context = sum(len(chunk.ids) for chunk, _ in passages)
+    name = vocabulary.model.name
+    summary = Summary(recipe="full_attention", ratio=1.0, context_tokens=context, tokens_recomputed=context)
+    summary.model, summary.chunks_retrieved = name, len(passages)
+    summary.seconds.retrieve = time.perf_counter() - began
+    span = tracer.start_span(f"chat {name}", kind=SpanKind.CLIENT)
+    try:
+        async with contextlib.aclosing(engine.chat(body, tenant.salt, deadline)) as replies:
+            async for reply in replies:
+                if not summary.seconds.ttft:
+                    summary.seconds.ttft = time.perf_counter() - began
+                _count(summary, reply)
+                if stream:  # a chunk has a token at least
+                    tenant.meter.spend(len(reply.get("choices") or ()))
+                    spent += len(reply.get("choices") or ())
+                yield reply
+        if not summary.finish_reason:
+            raise Unavailable("vLLM ended the answer early")
+    except ServiceError:
+        if not summary.seconds.ttft:
             tenant.meter.give_back(spent)
-            tenant.meter.spend(summary.prompt_tokens + summary.tokens_generated)
-            summary.seconds.total = time.perf_counter() - began
-            span.set_attributes(answer_attributes(summary, name))
-            yield pb.GenerateResponse(summary=summary)
-        finally:
-            span.end()
+        raise
+    else:
+        tenant.meter.give_back(spent)
+        tenant.meter.spend(summary.prompt_tokens + summary.tokens_generated)
+        summary.seconds.total = time.perf_counter() - began
+        span.set_attributes(answer_attributes(summary, name))
+        yield pb.GenerateResponse(summary=summary)
+    finally:
+        span.end()
 
 
 def _count(summary: Summary, reply: Mapping[str, Any]) -> None:
@@ -89,16 +88,16 @@ def _count(summary: Summary, reply: Mapping[str, Any]) -> None:
     usage = reply.get("usage") or {}
     summary.prompt_tokens = usage.get("prompt_tokens") or summary.prompt_tokens
     summary.tokens_generated = usage.get("completion_tokens") or summary.tokens_generated
-    for choice in reply.get("choices", ()):
+    for choice in reply.get("choices") or ():
         if ended := choice.get("finish_reason"):
             summary.finish_reason = _FINISHED.get(ended, ended)
 
 
 def _body(
-    passed: Mapping[str, Any], request: pb.GenerateRequest, passages: Sequence[Passage], stream: bool
+    fields: Mapping[str, Any], request: pb.GenerateRequest, passages: Sequence[Passage], stream: bool
 ) -> dict[str, Any]:
     """vLLM's request."""
-    body = {**_sampling(request.sampling), **passed, "messages": _with_passages(passed["messages"], passages)}
+    body = {**_sampling(request.sampling), **fields, "messages": _with_passages(fields["messages"], passages)}
     if request.chat_template_kwargs:
         values = {name: json.loads(value) for name, value in request.chat_template_kwargs.items()}
         body["chat_template_kwargs"] = values

@@ -9,7 +9,6 @@ import ipaddress
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
@@ -25,14 +24,8 @@ MALFORMED = (web.RequestPayloadError, HttpProcessingError)
 _MAX_LINE, _MAX_HEADERS, _MAX_HEAD = 8190, 100, 64 << 10
 # Time for which the body of a refused request is read and dropped, so that the client receives the refusal.
 _DISCARD_SECONDS = 2.0
-_MAX_REFUSED = 64
 # An IPv6 client usually controls all addresses of its /64 network.
 _NETWORK_BITS = 64
-_FULL = {
-    "http_connections": b"HTTP/1.1 503 Service Unavailable",
-    "http_connections_per_address": b"HTTP/1.1 429 Too Many Requests",
-}
-_REFUSAL = b"\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
 class Connections:
@@ -41,8 +34,6 @@ class Connections:
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
         self._open: Counter[str] = Counter()
-        self.refused = 0
-        """Connections over a limit that are still open while the refusal is sent."""
 
     def enter(self, address: str) -> str:
         """Counts a new connection; returns the name of the limit that it exceeds, or an empty string."""
@@ -57,33 +48,6 @@ class Connections:
         self._open[address] -= 1
         if not self._open[address]:
             del self._open[address]
-
-
-class Timers:
-    """Limits on the time of a connection's phases. One that expires is counted by name, and ends the connection."""
-
-    def __init__(self, abort: Callable[[], None]) -> None:
-        self._abort = abort
-        self._running: dict[str, asyncio.TimerHandle] = {}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._running
-
-    def start(self, name: str, seconds: float, *, counted: bool = True) -> None:
-        self.stop(name)
-        self._running[name] = asyncio.get_running_loop().call_later(seconds, self._expired, name, counted)
-
-    def stop(self, *names: str) -> None:
-        """Stops these timers; without a name, all."""
-        for name in names or [*self._running]:
-            if timer := self._running.pop(name, None):
-                timer.cancel()
-
-    def _expired(self, name: str, counted: bool) -> None:
-        del self._running[name]
-        if counted:
-            rejected.note(name)
-        self._abort()
 
 
 class HTTPConnection(web.RequestHandler):
@@ -105,7 +69,7 @@ class HTTPConnection(web.RequestHandler):
         self.opened = time.monotonic()
         self._socket: asyncio.Transport | None = None
         self._address: str | None = None  # None if the connection was refused
-        self._timers = Timers(self._abort)
+        self._timers: dict[str, asyncio.TimerHandle] = {}
         self._head_bytes = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -114,20 +78,19 @@ class HTTPConnection(web.RequestHandler):
         address = _address(transport)
         if full := self._connections.enter(address):
             rejected.note(full)
-            self._refuse(full)
+            transport.abort()
             return
         self._address = address
         super().connection_made(transport)
         assert self._task_handler is not None
         self._task_handler.add_done_callback(self._ended)
-        self._timers.start("http_head_timeout", self._config.http_head_seconds)
+        self._limit("http_head_timeout", self._config.http_head_seconds)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._timers.stop()
+        for name in [*self._timers]:
+            self._stop(name)
         self._socket = None
-        if self._address is None:
-            self._connections.refused -= 1
-        else:
+        if self._address is not None:
             self._connections.leave(self._address)
             super().connection_lost(exc)
 
@@ -143,22 +106,22 @@ class HTTPConnection(web.RequestHandler):
             self._abort()
         elif self._request_count > parsed:
             self._head_bytes = 0
-            self._timers.stop("http_head_timeout")
+            self._stop("http_head_timeout")
         elif idle or "http_head_timeout" in self._timers:
             self._head_bytes += len(data)
             if self._head_bytes > _MAX_HEAD:
                 rejected.note("http_head")
                 self._abort()
             elif "http_head_timeout" not in self._timers:
-                self._timers.start("http_head_timeout", self._config.http_head_seconds)
+                self._limit("http_head_timeout", self._config.http_head_seconds)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._timers.start("http_send_timeout", self._config.http_send_seconds)
+        self._limit("http_send_timeout", self._config.http_send_seconds)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._timers.stop("http_send_timeout")
+        self._stop("http_send_timeout")
 
     def handle_error(
         self,
@@ -186,24 +149,24 @@ class HTTPConnection(web.RequestHandler):
         else:
             log.error("unexpected error on an HTTP connection", exc_info=error)
 
-    def _refuse(self, full: str) -> None:
-        """Sends a refusal. Input is discarded for a while: closing the socket at once would drop the refusal."""
-        assert self._socket is not None
-        self._connections.refused += 1
-        if self._connections.refused > _MAX_REFUSED:
-            self._abort()
-            return
-        self._socket.write(_FULL[full] + _REFUSAL)
-        if self._socket.can_write_eof():
-            self._socket.write_eof()
-        else:
-            self._socket.close()
-        self._timers.start(full, _DISCARD_SECONDS, counted=False)
+    def _limit(self, name: str, seconds: float) -> None:
+        """Limits the time of a phase of the connection: when it is over, it is counted by name, and all ends."""
+        self._stop(name)
+        self._timers[name] = asyncio.get_running_loop().call_later(seconds, self._expired, name)
+
+    def _stop(self, name: str) -> None:
+        if timer := self._timers.pop(name, None):
+            timer.cancel()
+
+    def _expired(self, name: str) -> None:
+        del self._timers[name]
+        rejected.note(name)
+        self._abort()
 
     def _ended(self, task: object) -> None:
         """Limits the time for sending what remains: there will be no more requests."""
         if self._socket is not None:
-            self._timers.start("http_send_timeout", self._config.http_send_seconds)
+            self._limit("http_send_timeout", self._config.http_send_seconds)
 
     def _abort(self) -> None:
         if self._socket is not None:

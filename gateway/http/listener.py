@@ -30,6 +30,14 @@ _CONNECTION_SECONDS = 3600.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+class UnreadBody(InvalidArgument):
+    """A request whose body is not read, and the status of HTTP that says why."""
+
+    def __init__(self, http_status: int, message: str) -> None:
+        super().__init__(message)
+        self.http_status = http_status
+
+
 class Listener:
     """Serves and drains beside the gRPC server. A request is cancelled when its client disconnects."""
 
@@ -110,31 +118,29 @@ class Listener:
             server.close()
         await self._runner.cleanup()
 
-    async def body(self, request: web.Request, content_type: str = "") -> bytes:
+    async def body(self, request: web.Request) -> bytes:
         """Reads the body of a request.
 
-        Args:
-            content_type: the type that it must have; empty allows any.
-
         Raises:
-            web.HTTPUnsupportedMediaType: it is compressed, or of another type.
-            web.HTTPRequestTimeout: the body took too long; the connection closes after the response.
+            UnreadBody: it is compressed, of another type or larger than 4 MiB, or took too long; then the connection
+                closes after the response.
             ResourceExhausted: too many bodies are arriving.
-            web.HTTPRequestEntityTooLarge: the body is larger than 4 MiB.
             InvalidArgument: the body is malformed.
         """
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise web.HTTPUnsupportedMediaType(reason="compressed bodies are not supported: omit Content-Encoding")
+            raise UnreadBody(415, "compressed bodies are not supported: omit Content-Encoding")
         # A page of another site may send other types without asking the browser, which would ask this server (CORS).
-        if content_type and request.content_type != content_type:
-            raise web.HTTPUnsupportedMediaType(reason=f"the body must have Content-Type: {content_type}")
+        if request.content_type != "application/json":
+            raise UnreadBody(415, "the body must have Content-Type: application/json")
         try:
             async with self._arrivals.place():
                 return await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            raise UnreadBody(413, f"the body has more than {_MAX_BODY} bytes") from None
         except DeadlineExceeded:
             rejected.note("http_body_timeout")
             request.protocol.close()
-            raise web.HTTPRequestTimeout from None
+            raise UnreadBody(408, "the body took too long to arrive") from None
         except MALFORMED as error:
             rejected.note("http_body")
             raise InvalidArgument("the body is malformed: its chunked encoding is invalid") from error

@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import asdict
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import numpy as np
@@ -98,13 +98,10 @@ async def passed(
     async for response in responses:
         if isinstance(response, pb.GenerateResponse):
             event = results.event(response)
-            new = (
-                _listed(event.passages) if isinstance(event, Sources) else {"summary": as_dict(cast(Summary, event))}
-            )
-            ours |= new
+            ours |= _listed(event.passages) if isinstance(event, Sources) else {"summary": as_dict(response.summary)}
             continue
         last = {**response, "model": completion.model}
-        if completion.stream and last["choices"]:
+        if completion.stream and last.get("choices"):
             usage = {"usage": None} if completion.usage else {}
             yield {**last, **usage, **({_OWNER: ours} if ours else {})}
             ours = {}
@@ -153,15 +150,11 @@ def record(error: Exception) -> None:
         log.error("unexpected error in an HTTP request", exc_info=error)
 
 
-def message(error: Exception) -> str:
-    """The error's message for the caller; of an unexpected error only its type."""
-    return errors.details(error) if isinstance(error, ServiceError) else f"internal error: {type(error).__name__}"
-
-
 def error_body(error: Exception) -> dict[str, Any]:
     _, kind, code = _known(error)
-    param = error.param if isinstance(error, BadRequest) else None
-    return error_of(message(error), kind, code, param)
+    unexpected = f"internal error: {type(error).__name__}"
+    message = errors.details(error) if isinstance(error, ServiceError) else unexpected
+    return error_of(message, kind, code, error.param if isinstance(error, BadRequest) else None)
 
 
 def error_of(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:

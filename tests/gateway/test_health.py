@@ -13,14 +13,14 @@ import pytest
 from aiohttp import web
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from fusionkv.gateway.application import SERVICE
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.gateway.servicer import SERVICE
 from fusionkv.gateway.workers.vllm import VLLMEngine
 from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.deadline import Deadline
 from tests.gateway.conftest import Serve, Start
 from tests.http_server import serving
-from tests.services import Launch, listening, start_cache, start_gateway, token_entry, token_flags
+from tests.services import Launch, listening, start_gateway, token_entry, token_flags
 from tests.waiting import until, wait_until
 
 pytestmark = pytest.mark.system
@@ -52,6 +52,8 @@ def test_a_gateway_is_ready_while_a_worker_answers(start: Start, serve: Serve, t
     _, gateway = serve([first, second], *BOTH, *flags, services=2)
     wait_until(lambda: statuses(gateway) == READY)
     wait_until(lambda: health(gateway, SERVICE.full_name) == SERVING)
+    head = httpx2.head(f"http://{gateway.addresses[HTTP][0]}/livez")
+    assert (head.status_code, head.content) == (200, b"")
     # One that hangs has its connection yet.
     first.process.send_signal(signal.SIGSTOP)
     second.stop()
@@ -61,18 +63,6 @@ def test_a_gateway_is_ready_while_a_worker_answers(start: Start, serve: Serve, t
     first.process.send_signal(signal.SIGCONT)
     wait_until(lambda: statuses(gateway) == READY)
     wait_until(lambda: health(gateway, SERVICE.full_name) == SERVING)
-
-
-def test_what_is_no_worker_makes_a_gateway_not_ready(launch: Launch, tmp_path: Path) -> None:
-    cache = start_cache(launch, tmp_path)
-    gateway = start_gateway(launch, tmp_path, cache, *BOTH, services=2)
-    began = time.monotonic()
-    reply = httpx2.get(f"http://{gateway.addresses[HTTP][0]}/readyz", timeout=20)
-    assert time.monotonic() - began < 10
-    assert (reply.status_code, reply.json()) == (503, {"status": "not ready"})
-    assert health(gateway, SERVICE.full_name) == NOT_SERVING
-    head = httpx2.head(f"http://{gateway.addresses[HTTP][0]}/livez")
-    assert (head.status_code, head.content) == (200, b"")
 
 
 class Worker:

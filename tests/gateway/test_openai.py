@@ -83,7 +83,7 @@ def test_an_answer_is_that_of_grpc(gateway: Any, client: openai.OpenAI) -> None:
     assert [s["text"] for s in own["sources"]] == [s.text for s in answer.sources]
 
 
-def test_a_stream_holds_the_same(client: openai.OpenAI) -> None:
+def test_a_stream_holds_the_same(gateway: Any, client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "notes:full_reuse", "messages": ASKED, "max_completion_tokens": 8}
     whole = client.chat.completions.create(**asked)
     stream = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
@@ -101,18 +101,11 @@ def test_a_stream_holds_the_same(client: openai.OpenAI) -> None:
     assert usage.choices == []
     assert all("usage" in chunk.model_fields_set and chunk.usage is None for chunk in (first, *middle, last))
     assert {chunk.id for chunk in (first, *middle, last, usage)} == {first.id}
-
-
-def test_a_stream_that_was_read_to_its_end_was_not_cancelled(gateway: Any, client: openai.OpenAI) -> None:
     before = len(gateway.log)
-    asked: dict[str, Any] = {"model": "notes", "messages": ASKED, "max_completion_tokens": 3}
-    stream = client.chat.completions.create(**asked, stream=True)
-    chunks = list(stream)
-    assert chunks[-1].choices[0].finish_reason == "length"
-    assert not any("usage" in chunk.model_fields_set for chunk in chunks)  # as was not asked for
-    wait_until(lambda: "first token after" in gateway.log[before:])
-    (line,) = [line for line in gateway.log[before:].splitlines() if "first token after" in line]
-    assert "Generate OK after" in line
+    without = list(client.chat.completions.create(**asked, stream=True))
+    assert not any("usage" in chunk.model_fields_set for chunk in without), "as was not asked for"
+    # Read to its end, it was not cancelled.
+    wait_until(lambda: "Generate OK after" in gateway.log[before:])
 
 
 def test_a_text_completion_is_the_answer_to_its_prompt(client: openai.OpenAI) -> None:
@@ -207,16 +200,11 @@ def test_what_cannot_be_followed_is_refused(gateway: Any, body: Any, param: str 
     ("headers", "status", "said"),
     [
         ({"Content-Type": "text/plain"}, 415, "must have Content-Type: application/json"),
-        ({"Content-Type": "text/plain; x=application/json"}, 415, "must have Content-Type: application/json"),
         ({}, 415, "must have Content-Type: application/json"),
         ({**JSON, "Content-Encoding": "gzip"}, 415, "omit Content-Encoding"),
-        ({**JSON, "Content-Encoding": "br"}, 415, "omit Content-Encoding"),
-        ({**JSON, "Content-Encoding": "identity, deflate"}, 415, "omit Content-Encoding"),
         ({**JSON, "Host": "rebound.example"}, 403, "localhost only"),
         ({**JSON, "Host": "localhost.rebound.example:80"}, 403, "localhost only"),
-        ({**JSON, "Host": "10.0.0.1"}, 403, "localhost only"),
         ({**JSON, "Origin": "https://page.example"}, 403, "localhost only"),
-        ({**JSON, "Origin": "null"}, 403, "localhost only"),
         ({**JSON, "Host": "LOCALHOST:7", "Origin": "http://[::1]:3000"}, 400, "not valid JSON"),
         ({**JSON, "Content-Encoding": "identity", "Host": "app.localhost"}, 400, "not valid JSON"),
     ],
@@ -238,7 +226,7 @@ def test_other_errors_of_http_are_json_too(gateway: Any) -> None:
         reply = httpx2.request(method, url(gateway) + path)
         assert (reply.status_code, reply.json()["error"]["type"]) == (code, "invalid_request_error")
     long = httpx2.post(f"{url(gateway)}/chat/completions", content=b" " * (5 << 20), headers=JSON)
-    assert (long.status_code, long.json()["error"]["code"]) == (413, None)
+    assert (long.status_code, long.json()["error"]["message"]) == (413, "the body has more than 4194304 bytes")
 
 
 def allowed(reply: httpx2.Response) -> str | None:
@@ -262,11 +250,12 @@ def test_pages_of_allowed_origins_may_call(gateway: Any) -> None:
     body = {"model": "notes", "messages": ASKED, "max_tokens": 1, "stream": True}
     streamed = httpx2.post(chat, json=body, headers={"Origin": PAGE}, timeout=60)
     assert (streamed.status_code, allowed(streamed)) == (200, PAGE)
+    nothing = httpx2.options(f"{url(gateway)}/nothing", headers={"Origin": PAGE, **PREFLIGHT})
+    no_preflight = httpx2.options(f"{url(gateway)}/models", headers={"Origin": PAGE})
+    assert (nothing.status_code, no_preflight.status_code) == (404, 405)
 
 
-@pytest.mark.parametrize(
-    "origin", ["https://app.example", "http://app.example:8443", f"{PAGE}.evil.example", "null", "*", ""]
-)
+@pytest.mark.parametrize("origin", ["http://app.example:8443", f"{PAGE}.evil.example", "null", ""])
 def test_pages_of_other_origins_may_not(gateway: Any, origin: str) -> None:
     asked = httpx2.options(f"{url(gateway)}/chat/completions", headers={"Origin": origin, **PREFLIGHT})
     assert (asked.status_code, allowed(asked)) == (405, None)
@@ -274,19 +263,12 @@ def test_pages_of_other_origins_may_not(gateway: Any, origin: str) -> None:
     assert (allowed(found), found.headers["Vary"]) == (None, "Origin")
 
 
-def test_preflights_are_for_what_there_is(gateway: Any) -> None:
-    nothing = httpx2.options(f"{url(gateway)}/nothing", headers={"Origin": PAGE, **PREFLIGHT})
-    assert nothing.status_code == 404
-    no_preflight = httpx2.options(f"{url(gateway)}/models", headers={"Origin": PAGE})
-    assert no_preflight.status_code == 405
-
-
 def test_by_default_no_page_may_call(embedding: Any) -> None:
     asked = httpx2.options(f"{url(embedding)}/embeddings", headers={"Origin": PAGE, **PREFLIGHT})
     assert (asked.status_code, allowed(asked), asked.headers.get("Vary")) == (405, None, None)
 
 
-@pytest.mark.parametrize("origin", ["app.example", "https://app.example/", "https://App.example", "null", "https://"])
+@pytest.mark.parametrize("origin", ["app.example", "https://app.example/", "null"])
 def test_what_is_no_origin_is_refused_at_the_start(origin: str) -> None:
     with pytest.raises(ValueError, match=r"http_allowed_origins: .* is not an origin"):
         GatewayConfig(http_allowed_origins=(origin,))
