@@ -9,7 +9,6 @@ import logging
 import ssl
 import struct
 import time
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -142,20 +141,6 @@ class _Answer:
         return details is not None and 2 * (details.get("cached_tokens") or 0) < self.usage.get("prompt_tokens", 0)
 
 
-class _Prompts(OrderedDict[str, tuple[str, answer_pb2.Summary]]):
-    """Prompts whose KV vLLM received, and keeps in its prefix cache until it needs the room: the last ones.
-
-    By their fused salt, with the salt of their KV, and the summary of their prefill. A repeated prompt needs no
-    prefill by a worker; if vLLM has evicted its KV, vLLM computes it.
-    """
-
-    def add(self, prompt: str, salt: str, summary: answer_pb2.Summary) -> None:
-        self[prompt] = salt, summary
-        self.move_to_end(prompt)
-        if len(self) > _MAX_REMEMBERED:
-            self.popitem(last=False)
-
-
 class VLLMEngine:
     """Decodes with a vLLM server, which prefills the prompt itself if no worker can, or if the KV can't be used."""
 
@@ -173,7 +158,10 @@ class VLLMEngine:
         # A connection for each answer, which max_requests limits, and for health checks: the default is 100 in all.
         self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(ssl=trusted, limit=0))
         self._vocabulary: Vocabulary | None = None
-        self._remembered = _Prompts()
+        # The last prompts whose KV vLLM received, and keeps in its prefix cache until it needs the room, by fused
+        # salt: the salt of their KV, and the summary of their prefill. A repeated prompt needs no prefill by a worker,
+        # and if vLLM has evicted its KV, vLLM computes it.
+        self._remembered: dict[str, tuple[str, answer_pb2.Summary]] = {}
 
     async def model(self, deadline: Deadline, check: Check = lambda _: None) -> Vocabulary:
         """The workers' model; the last known one while no worker describes its own."""
@@ -293,7 +281,9 @@ class VLLMEngine:
         if answer.prefilled is not None:
             summary = await answer.prefilled.summary()
             if answer.tokens > 1 and not (summary.degraded or answer.prefilled.promised):
-                self._remembered.add(answer.fused_salt, answer.salt, summary)
+                self._remembered[answer.fused_salt] = answer.salt, summary
+                if len(self._remembered) > _MAX_REMEMBERED:
+                    del self._remembered[next(iter(self._remembered))]
         elif answer.remembered is not None:
             if answer.evicted:
                 self._remembered.pop(answer.fused_salt, None)
