@@ -1,6 +1,5 @@
 """Bearer tokens at a real gateway: who may call what, refusals that tell nothing, tokens that rotate."""
 
-import asyncio
 import contextvars
 import hashlib
 import re
@@ -32,7 +31,6 @@ from fusionkv.protos.runtime.errors import (
     PermissionDenied,
     ServiceError,
     Unauthenticated,
-    Unavailable,
     from_rpc,
 )
 from fusionkv.protos.runtime.watched import BadFile
@@ -98,12 +96,9 @@ def test_a_method_wants_a_token_of_its_roles(channel: grpc.Channel, method: str)
         [("authorization", "Bearer " + "x" * 8193)],
         [bearer(TOKENS[Role.APP]), bearer(TOKENS[Role.APP])],
         [bearer(hashlib.sha256(TOKENS[Role.APP].encode()).hexdigest())],
-        [bearer(TOKENS[Role.APP] + "x")],
         [bearer(TOKENS[Role.APP][:-1])],
-        [bearer("a.b.c")],
-        [("authorization-bin", b"Bearer")],
     ],
-    ids=["no scheme", "basic", "empty", "long", "twice", "its hash", "longer", "shorter", "no jwt", "binary"],
+    ids=["no scheme", "basic", "empty", "long", "twice", "its hash", "shorter"],
 )
 def test_a_bad_header_is_no_token(channel: grpc.Channel, given: Any) -> None:
     status, said = call(channel, f"/{SERVICE.full_name}/List", [b""], *given)
@@ -213,17 +208,6 @@ def test_a_bad_file_of_tokens_is_refused_and_not_quoted(tmp_path: Path, text: st
     assert "by-mistake" not in str(raised.value)
 
 
-async def test_the_caller_of_one_call_is_not_that_of_another() -> None:
-    async def one(name: str) -> bool:
-        made = access.Caller(Role.APP, name)
-        access.CALLER.set(made)
-        await asyncio.sleep(0)
-        return access.CALLER.get() == made
-
-    assert await asyncio.gather(one("a"), one("b")) == [True, True]
-    assert access.CALLER.get() is None
-
-
 @pytest.mark.parametrize(
     ("said", "shown"),
     [
@@ -263,11 +247,3 @@ async def test_an_app_is_not_told_by_any_error_of_a_worker() -> None:
             assert said == "fusion worker [address]: x is 1"
     # What the caller sent stays as it is.
     assert await told(InvalidArgument("unknown recipe 'epic:10'")) == "unknown recipe 'epic:10'"
-
-
-def test_an_app_is_not_told_where_workers_are(gateway: Any) -> None:
-    for role, told in ((Role.APP, False), (Role.OPERATOR, True)):
-        with Client(gateway.address, token=TOKENS[role], timeout=60) as client:
-            with pytest.raises(Unavailable) as raised:
-                client.ingest("c", "a.txt", "A page.", timeout=30)
-            assert ("127.0.0.1:1" in str(raised.value)) is told

@@ -23,7 +23,6 @@ from fusionkv.protos.runtime.errors import (
     NotFound,
     ServiceError,
 )
-from tests.gateway import sentence_models
 from tests.gateway.conftest import Serve, Stack, Start
 from tests.services import Launch, start_cache
 
@@ -217,13 +216,8 @@ def test_the_default_recipe_finds_every_chunk_that_was_encoded_ahead_of_time(cli
         [*client.precompute("ahead", "prefix_cache")]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("embedded", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_tenant_uses_what_was_encoded_ahead_of_time(
-    cache: Any, start: Start, serve: Serve, tmp_path: Path, embedded: bool
-) -> None:
-    embedder = str(sentence_models.write(tmp_path / "embedder")) if embedded else "none"
-    client, _ = serve(start(cache=cache), "--tenant", "acme", "--embedder", embedder, "--embedder-threads", "1")
+def test_a_tenant_uses_what_was_encoded_ahead_of_time(cache: Any, start: Start, serve: Serve) -> None:
+    client, _ = serve(start(cache=cache), "--tenant", "acme")
     for i in range(9):
         client.ingest("c", f"{i}.txt", f"Of Name{i}: " + f"a{i} b{i} c{i} " * 20)
     assert [[*client.precompute("c")][-1].skipped for _ in range(2)] == [0, 9]

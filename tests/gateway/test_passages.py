@@ -53,24 +53,6 @@ def test_sources_say_what_is_cited(client: Client) -> None:
     assert [s.name for s in sources] == ["Lakes", "passage 2", "hills.txt#7"]
 
 
-@pytest.mark.parametrize(
-    ("asked", "positions"),
-    [
-        ({}, [0, 3, 2, 1]),
-        ({"order": "ends"}, [0, 3, 2, 1]),
-        ({"order": "rank"}, [0, 1, 2, 3]),
-        ({"order": "rank_reversed"}, [3, 2, 1, 0]),
-        ({"order": "document"}, [0, 1, 2, 3]),
-    ],
-)
-def test_given_passages_have_the_order_of_retrieved_ones(
-    client: Client, asked: dict[str, str], positions: list[int]
-) -> None:
-    given = [f"The lake {number} is blue." for number in range(4)]
-    answer = client.ask(question="Which?", passages=given, max_tokens=1, **asked)  # type: ignore[arg-type]
-    assert [s.position for s in answer.sources] == positions
-
-
 def laid_out(client: Client, **asked: Any) -> tuple[str, str]:
     """What stands before the passages and behind them, as the worker says."""
     events = client.stream(passages=["A page."], explain=True, max_tokens=1, **asked)
