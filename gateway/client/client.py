@@ -61,10 +61,10 @@ class _BaseClient:
             )
         process.check_sockets([address])
         self.address = address
-        self._token: str | Watched[str] | None
-        if token is None or isinstance(token, str):
-            self._token = token if token is None else _checked(token)
-        else:
+        self._token: str | Watched[str] | None = None
+        if isinstance(token, str):
+            self._token = _checked(token)
+        elif token is not None:
             file = Path(token)
             self._token = Watched([file], lambda: _from_file(file))
         if token is not None and tls is None and not address.startswith(_LOCAL):
@@ -191,21 +191,16 @@ class AsyncClient(_BaseClient):
         r = await self._call("Delete", requests.of(pb.DeleteRequest, corpus=corpus, name=name), timeout)
         return Deleted(r.documents, r.chunks)
 
-    async def page(
-        self, corpus: str, token: str = "", size: int = _PAGE, *, timeout: float | None = None
-    ) -> tuple[list[Item], str]:
-        """One page of `list`, and the token of the next page, which is empty after the last page."""
-        request = requests.of(pb.ListRequest, corpus=corpus, page_size=size, page_token=token)
-        r = await self._call("List", request, timeout)
-        return [results.item(i) for i in r.items], r.next_page_token
-
     async def list(self, corpus: str = "", *, timeout: float | None = None) -> list[Item]:
         """All corpora, or all documents of a corpus, sorted by name."""
-        items, token = await self.page(corpus, timeout=timeout)
-        while token:
-            more, token = await self.page(corpus, token, timeout=timeout)
-            items += more
-        return items
+        items: list[Item] = []
+        request = requests.of(pb.ListRequest, corpus=corpus, page_size=_PAGE)
+        while True:
+            r = await self._call("List", request, timeout)
+            items += map(results.item, r.items)
+            if not r.next_page_token:
+                return items
+            request.page_token = r.next_page_token
 
     async def model(self, *, timeout: float | None = None) -> Model:
         """The model that answers, and its limits."""
@@ -233,10 +228,7 @@ class AsyncClient(_BaseClient):
 
 
 class Client(_BaseClient):
-    """The blocking counterpart of `AsyncClient`, without `page` and `plan_precompute`.
-
-    Thread-safe; `with` closes it.
-    """
+    """The blocking counterpart of `AsyncClient`, without `plan_precompute`. Thread-safe; `with` closes it."""
 
     _dial = staticmethod(rpc.dial_sync)
 
@@ -312,14 +304,13 @@ class Client(_BaseClient):
     def list(self, corpus: str = "", *, timeout: float | None = None) -> list[Item]:
         """All corpora, or all documents of a corpus, sorted by name."""
         items: list[Item] = []
-        token = ""
+        request = requests.of(pb.ListRequest, corpus=corpus, page_size=_PAGE)
         while True:
-            r = self._call(
-                "List", requests.of(pb.ListRequest, corpus=corpus, page_size=_PAGE, page_token=token), timeout
-            )
-            items.extend(map(results.item, r.items))
-            if not (token := r.next_page_token):
+            r = self._call("List", request, timeout)
+            items += map(results.item, r.items)
+            if not r.next_page_token:
                 return items
+            request.page_token = r.next_page_token
 
     def model(self, *, timeout: float | None = None) -> Model:
         """The model that answers, and its limits."""
