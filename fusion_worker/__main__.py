@@ -40,7 +40,6 @@ def main() -> int:
             start.follow(config, rank, meeting, pipes)
             return 0
         process.share_heaps()
-        process.check_files()
         process.check_ports(config.listen, "--listen")
         telemetry.attach("fusionkv-worker", config.metrics_listen)
         if config.tls_cert or config.tls_ca:

@@ -36,7 +36,6 @@ def main() -> int:
     try:
         config = settings.load(GatewayConfig, "gateway", file=flags.pop("config"), flags=flags)
         process.share_heaps()
-        process.check_files()
         process.check_ports(config.listen, "--listen")
         process.check_ports(config.http_listen, "--http-listen")
         telemetry.attach("fusionkv-gateway", config.metrics_listen)

@@ -75,11 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def check_files(config: Config) -> None:
     """Raises the soft limit on open files to the hard one: a disk tier keeps every segment file open.
 
-    Raises OSError if that is too low for the service to start, or for a full disk tier.
+    Raises OSError if that is too low for a full disk tier.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    process.check_files()
     needed = -(-config.disk_bytes // SEGMENT_BYTES) * (2 if config.disk_keys else 1) + _OTHER_FILES
     if hard != resource.RLIM_INFINITY and needed > hard:
         raise OSError(

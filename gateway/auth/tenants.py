@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import logging
 import time
+import tomllib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -18,7 +19,7 @@ from fusionkv.gateway.retrieval.base import Retrieval
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime import cancellation
 from fusionkv.protos.runtime.errors import ResourceExhausted, Unavailable
-from fusionkv.protos.runtime.settings import parse_bytes, toml
+from fusionkv.protos.runtime.settings import parse_bytes
 from fusionkv.protos.runtime.watched import BadFile, Watched, read_bytes
 
 log = logging.getLogger(__name__)
@@ -273,7 +274,7 @@ def read_key(file: Path | None) -> bytes:
 
 def _read(file: Path) -> tuple[Quota, dict[str, Quota]]:
     try:
-        table = toml(read_bytes(file, "the quotas").decode())
+        table = tomllib.loads(read_bytes(file, "the quotas").decode())
     except ValueError as error:
         raise BadFile(f"the quotas {file}: not valid TOML: {error}") from None
     unknown = set(table) - {"default", "tenants"}

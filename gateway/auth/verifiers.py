@@ -6,6 +6,7 @@ import hmac
 import json
 import logging
 import time
+import tomllib
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from http.client import HTTPException
@@ -18,7 +19,6 @@ import jwt
 from fusionkv.gateway.auth.access import TENANT_FORM, Caller, Role, is_tenant
 from fusionkv.protos.runtime import process
 from fusionkv.protos.runtime.errors import PermissionDenied, Unauthenticated, Unavailable
-from fusionkv.protos.runtime.settings import toml
 from fusionkv.protos.runtime.watched import BadFile, Watched, read_bytes
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class StaticTokens:
 
     def _read(self) -> list[tuple[bytes, Caller]]:
         try:
-            table = toml(read_bytes(self._file, "the tokens").decode())
+            table = tomllib.loads(read_bytes(self._file, "the tokens").decode())
         except ValueError as error:
             # The TOML parser's message quotes only one character and its position, so no secret.
             raise BadFile(f"the tokens {self._file}: not valid TOML: {error}") from None

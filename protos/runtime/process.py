@@ -7,7 +7,6 @@ import errno
 import functools
 import ipaddress
 import os
-import resource
 import signal
 import socket
 import stat
@@ -17,8 +16,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-# Without about 16 file descriptors of its own, gRPC crashes with SIGSEGV or SIGABRT, and LanceDB panics.
-_SPARE_FILES = 32
 _PR_SET_PDEATHSIG = 1
 # Constants of mallopt from glibc's malloc.h.
 _M_ARENA_MAX, _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -8, -1, -3
@@ -133,20 +130,6 @@ def how_ended(status: int) -> str:
     return f"was killed by {next((known.name for known in signal.Signals if known == -status), f'signal {-status}')}"
 
 
-def check_files() -> None:
-    """Raises OSError if the limit on open files is too low for a service to start. Call it first."""
-    try:
-        with contextlib.ExitStack() as spare:
-            for _ in range(_SPARE_FILES):
-                spare.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-    except OSError as error:
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        raise OSError(
-            f"only {limit} open files are allowed, which leaves none for connections: raise the limit to 1024 or "
-            "more (ulimit -n, or LimitNOFILE of systemd)"
-        ) from error
-
-
 def data_folder(path: Path, *files: str) -> None:
     """Creates a folder for data that only this user may read, or makes it one.
 
@@ -208,18 +191,16 @@ def check_ports(addresses: Sequence[str], flag: str) -> None:
 
 
 def check_sockets(addresses: Sequence[str]) -> None:
-    """Raises ValueError if the path of some unix:/path can't be a socket's, also if a list was split at its comma."""
-    for before, address in zip(("", *addresses), addresses, strict=False):
-        split = before.startswith("unix:") and not is_address(address.removeprefix("dns:"))
-        whole = f"{before},{address}" if split else address
-        path = whole.removeprefix("unix:")
-        if path == whole:
+    """Raises ValueError if the path of some unix:/path can't be a socket's."""
+    for address in addresses:
+        path = address.removeprefix("unix:")
+        if path == address:
             continue
         if "," in path:  # gRPC splits addresses there, also at %2C
-            raise ValueError(f"{whole}: the path of a unix socket can't have a comma; choose another folder")
+            raise ValueError(f"{address}: the path of a unix socket can't have a comma; choose another folder")
         if (size := len(os.fsencode(path))) > _MAX_SOCKET_PATH:
             raise ValueError(
-                f"{whole}: the path of a unix socket has at most {_MAX_SOCKET_PATH} bytes, not {size}; choose "
+                f"{address}: the path of a unix socket has at most {_MAX_SOCKET_PATH} bytes, not {size}; choose "
                 "a shorter one, which may be relative to the working folder"
             )
 

@@ -16,20 +16,20 @@ from urllib.parse import quote
 import grpc
 from google.protobuf import descriptor, message_factory
 from google.protobuf.message import DecodeError, Message
-from grpc_health.v1 import health, health_pb2
+from grpc_health.v1 import health_pb2
 
 from fusionkv.protos.deadline import NO_DEADLINE, Deadline
 from fusionkv.protos.observe import logs, rejected, telemetry
 from fusionkv.protos.runtime import errors, fields, process
 from fusionkv.protos.runtime.admission import PROBE_PLACES, Admit, Arrivals, following, write
-from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted, ServiceError
+from fusionkv.protos.runtime.errors import InvalidArgument, NotFound, ResourceExhausted, ServiceError
 from fusionkv.protos.runtime.tls import MAX_AGE_SECONDS, ClientTLS
 from fusionkv.protos.serving import ServingConfig
 
 log = logging.getLogger(__name__)
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
-_SERVING, _NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-_UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+_STATUS = health_pb2.HealthCheckResponse.ServingStatus
+_UNKNOWN = health_pb2.HealthCheckResponse(status=_STATUS.SERVICE_UNKNOWN)
 # Between two readiness checks of a service.
 _READY_SECONDS = 2.0
 # Calls that stay open without any work.
@@ -52,9 +52,7 @@ _CLIENT_OPTIONS = [
     ("grpc.max_receive_message_length", _MAX_RESPONSE_BYTES),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    # Reconnect within a second; gRPC's default backoff is up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
     # A service that comes back at another address is found once DNS tells it: by default, gRPC asks every 30 s only,
     # on top of the up to 30 s for which a cluster's DNS keeps an answer.
     ("grpc.dns_min_time_between_resolutions_ms", 1_000),
@@ -64,8 +62,6 @@ _CLIENT_OPTIONS = [
 # the last hundred calls failed, there are no retries. Delete is not retried: a repeated call would fail as NOT_FOUND.
 _RETRIED = ("Ingest", "Upload", "Precompute", "List", "Retrieve", "Generate", "GetModel", "Stats")
 MAX_RETRIES = 4
-# Reconnecting to a local socket costs nothing, so a starting service is found at once.
-_LOCAL_BACKOFF = ("grpc.max_reconnect_backoff_ms", 200)
 _SERVER_OPTIONS = [
     *_OPTIONS,
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
@@ -163,10 +159,9 @@ def _target(address: str) -> str:
 
 
 def _client_options(address: str, retries: int) -> list[tuple[str, Any]]:
-    options = [*_CLIENT_OPTIONS, *(_retrying(retries) if retries else ())]
-    if not address.startswith("unix:"):
-        return options
-    return [*(option for option in options if option[0] != _LOCAL_BACKOFF[0]), _LOCAL_BACKOFF]
+    # gRPC's default backoff is up to two minutes; reconnecting to a local socket costs nothing.
+    backoff = ("grpc.max_reconnect_backoff_ms", 200 if address.startswith("unix:") else 1_000)
+    return [*_CLIENT_OPTIONS, backoff, *(_retrying(retries) if retries else ())]
 
 
 def _retrying(retries: int) -> list[tuple[str, Any]]:
@@ -189,24 +184,10 @@ def _retrying(retries: int) -> list[tuple[str, Any]]:
     ]
 
 
-class Call(Protocol):
-    """What is read of a `grpc.aio.ServicerContext`."""
-
-    def time_remaining(self) -> float | None:
-        """Seconds until the caller's deadline; None without one."""
-        ...
-
-
-def deadline(call: Call | None) -> Deadline:
-    """The caller's deadline; a caller in this process (`call` is None) has none.
-
-    gRPC subtracts two readings of the wall clock, and a clock that jumps between them leaves nothing or a day (28 of
-    13,759 readings while the clock jumped every 0.5 ms). gRPC itself ends a call at its deadline by a clock that does
-    not jump, so the longer of two answers is safe.
-    """
-    readings = [call.time_remaining() for _ in range(2)] if call else []
-    longest = max((seconds for seconds in readings if seconds is not None), default=_LONGEST)
-    return Deadline.after(longest) if longest < _LONGEST else NO_DEADLINE
+def deadline(call: grpc.aio.ServicerContext | None) -> Deadline:
+    """The caller's deadline; a caller in this process (`call` is None) has none."""
+    seconds = call.time_remaining() if call else None
+    return NO_DEADLINE if seconds is None or seconds >= _LONGEST else Deadline.after(seconds)
 
 
 def handlers(
@@ -234,7 +215,7 @@ def handlers(
         kind = f"stream_{'stream' if method.server_streaming else 'unary'}_rpc_method_handler"
         called = functools.partial(_called, method, arrivals or _ARRIVALS, admit)
         table[method.name] = getattr(grpc, kind)(
-            _with_status(getattr(servicer, method.name), called, method.server_streaming),
+            (_stream if method.server_streaming else _unary)(getattr(servicer, method.name), called),
             request_deserializer=_reader((deserialisers or {}).get(method.name, bounded(request))),
             response_serializer=(serialisers or {}).get(method.name, response.SerializeToString),
         )
@@ -271,103 +252,99 @@ def _reader(parse: Deserialiser) -> Deserialiser:
 async def _called(
     method: descriptor.MethodDescriptor, arrivals: Arrivals, admit: Admit, context: grpc.aio.ServicerContext
 ) -> AsyncIterator[Any]:
-    """Admits a call, and then reads its message; yields it, or the stream that it begins, and the admitted call."""
-    async with admit(method.name, context) as call:
-        first = await arrivals.message(context)
-        if not method.client_streaming:
-            if first is grpc.aio.EOF:
+    """Admits a call, and then reads its message; yields it, or the stream that it begins, and the admitted call.
+
+    Turns a ServiceError into its status, and any other error into INTERNAL with a log record.
+    """
+    try:
+        async with admit(method.name, context) as call:
+            first = await arrivals.message(context)
+            if method.client_streaming:
+                async with contextlib.aclosing(following(first, context)) as requests:
+                    yield requests, call
+            elif first is grpc.aio.EOF:
                 raise InvalidArgument("the call ended without a message")
-            yield first, call
-            return
-        async with contextlib.aclosing(following(first, context)) as requests:
-            yield requests, call
+            else:
+                yield first, call
+    except grpc.aio.AbortError:
+        raise
+    except Exception as error:
+        telemetry.record_error(error)
+        if isinstance(error, ServiceError):
+            await context.abort(error.status, errors.details(error), errors.trailing_metadata(error))
+        log.exception("unexpected error in %s", method.full_name)
+        await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}")
 
 
-def _with_status(method: Callable[..., Any], called: Callable[..., Any], streams: bool) -> Callable[..., Any]:
-    """Turns a ServiceError into its status, and any other error into INTERNAL with a log record."""
-
-    @contextlib.asynccontextmanager
-    async def reported(context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
-        try:
-            async with called(context) as arguments:
-                yield arguments
-        except grpc.aio.AbortError:
-            raise
-        except Exception as error:
-            telemetry.record_error(error)
-            if isinstance(error, ServiceError):
-                await context.abort(error.status, errors.details(error), errors.trailing_metadata(error))
-            log.exception("unexpected error in %s", method.__qualname__)
-            await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}")
-
+def _unary(method: Callable[..., Any], called: Callable[..., Any]) -> Callable[..., Any]:
     async def unary(_: object, context: grpc.aio.ServicerContext) -> Any:
-        async with reported(context) as arguments:
+        async with called(context) as arguments:
             return await method(*arguments)
 
+    return unary
+
+
+def _stream(method: Callable[..., Any], called: Callable[..., Any]) -> Callable[..., Any]:
     async def stream(_: object, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         """Writes to the context, in order to limit the wait for the client, and yields nothing."""
-        async with reported(context) as arguments, contextlib.aclosing(method(*arguments)) as responses:
+        async with called(context) as arguments, contextlib.aclosing(method(*arguments)) as responses:
             async for response in responses:
                 await write(context, response)
         if False:
             yield  # makes this a generator, which the interceptors of telemetry require
 
-    return stream if streams else unary
+    return stream
 
 
-class _Health(health.aio.HealthServicer):
-    """Answers probes without a token. The library's servicer lacks List, before 1.82 its stubs lack the messages."""
+class _Health:
+    """Answers probes without a token.
+
+    Not the library's: that has no List, and its Watch writes with a lock held, so that a caller that reads nothing
+    would hold up all others, and the drain.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
-        self._watching, self._changed = 0, asyncio.Event()
+        self._statuses: dict[str, health_pb2.HealthCheckResponse] = {}
+        self._changed = asyncio.Event()
+        self._watches = asyncio.Semaphore(_MAX_WATCHES)
 
-    async def List(self, request: "health_pb2.HealthListRequest", context: object) -> "health_pb2.HealthListResponse":
-        """The status of every service that Check knows."""
-        statuses = {
-            name: health_pb2.HealthCheckResponse(status=status) for name, status in self._server_status.items()
-        }
-        return health_pb2.HealthListResponse(statuses=statuses)
+    def set(self, services: Iterable[str], serving: bool) -> None:
+        status = _STATUS.SERVING if serving else _STATUS.NOT_SERVING
+        self._statuses |= dict.fromkeys(services, health_pb2.HealthCheckResponse(status=status))
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def drain(self) -> None:
+        self.set([*self._statuses], False)
 
     async def follow(self, services: Iterable[str], ready: Callable[[], Awaitable[bool]]) -> None:
         """Sets the status of services by whether they are ready, until it is cancelled."""
         while True:
-            status = await ready()
-            for service in services:
-                await self.set(service, _SERVING if status else _NOT_SERVING)
+            self.set(services, await ready())
             await asyncio.sleep(_READY_SECONDS)
 
-    async def set(self, service: str, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
-        await super().set(service, status)
-        self._tell()
+    async def Check(self, request: health_pb2.HealthCheckRequest, _: object) -> health_pb2.HealthCheckResponse:
+        if request.service not in self._statuses:
+            raise NotFound("no such service: call List")
+        return self._statuses[request.service]
 
-    async def enter_graceful_shutdown(self) -> None:
-        await super().enter_graceful_shutdown()
-        self._tell()
+    async def List(self, request: object, _: object) -> "health_pb2.HealthListResponse":
+        """The status of every service that Check knows. Stubs before 1.82 lack its messages."""
+        return health_pb2.HealthListResponse(statuses=self._statuses)
 
-    def _tell(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def Watch(self, request: health_pb2.HealthCheckRequest, context: object) -> AsyncIterator[Any]:
-        """The status of a service whenever it changes, for a limited number of callers.
-
-        The library's writes with a lock held: a caller that reads nothing would hold up all others, and the drain.
-        """
-        if self._watching >= _MAX_WATCHES:
-            raise ResourceExhausted(f"{self._watching} calls are watching: call Check")
-        self._watching += 1
-        try:
+    async def Watch(self, request: health_pb2.HealthCheckRequest, _: object) -> AsyncIterator[Any]:
+        """The status of a service whenever it changes, for a limited number of callers."""
+        if self._watches.locked():
+            raise ResourceExhausted("too many calls are watching: call Check")
+        async with self._watches:
             last = None
             while True:
-                changed, status = self._changed, self._server_status.get(request.service, _UNKNOWN)
+                changed, status = self._changed, self._statuses.get(request.service, _UNKNOWN)
                 if status == last:
                     await changed.wait()
                 else:
                     last = status
-                    yield health_pb2.HealthCheckResponse(status=status)
-        finally:
-            self._watching -= 1
+                    yield status
 
 
 class _Probes(Arrivals):
@@ -400,18 +377,14 @@ class _Reflection:
     """The library's servicer, for a limited number of callers."""
 
     def __init__(self, servicer: Any) -> None:
-        self._servicer = servicer
-        self._callers = 0
+        self._servicer, self._calls = servicer, asyncio.Semaphore(_MAX_REFLECTIONS)
 
     async def ServerReflectionInfo(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        if self._callers >= _MAX_REFLECTIONS:
-            raise ResourceExhausted(f"{self._callers} calls are listing methods: try again later", retry_after=0.5)
-        self._callers += 1
-        try:
+        if self._calls.locked():
+            raise ResourceExhausted("too many calls are listing methods: try again later", retry_after=0.5)
+        async with self._calls:
             async for response in self._servicer.ServerReflectionInfo(requests, context):
                 yield response
-        finally:
-            self._callers -= 1
 
 
 class Beside(Protocol):
@@ -473,7 +446,7 @@ async def serve(name: str, config: ServingConfig, served: Served, stop: asyncio.
     )
     described = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
     checks = _Health()
-    names = [*services, health.SERVICE_NAME]
+    names = [*services, _HEALTH.full_name]
     reflected = _Reflection(reflection.aio.ReflectionServicer([*names, reflection.SERVICE_NAME]))
     probes = handlers(_HEALTH, checks, arrivals=_Probes(PROBE_PLACES))
     server.add_generic_rpc_handlers((*services.values(), probes, handlers(described, reflected)))
@@ -489,8 +462,9 @@ async def serve(name: str, config: ServingConfig, served: Served, stop: asyncio.
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
     await server.start()
-    for service in ("", *names):
-        await checks.set(service, _NOT_SERVING if served.ready and service in services else _SERVING)
+    checks.set(("", *names), True)
+    if served.ready:
+        checks.set(services, False)
     following = asyncio.create_task(checks.follow(services, served.ready)) if served.ready else None
     for listener, where in ((name, bound), *others):
         # A shell's words: the path of a unix socket may have a space.
@@ -500,14 +474,13 @@ async def serve(name: str, config: ServingConfig, served: Served, stop: asyncio.
     await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
     if following is not None:
         following.cancel()
+    checks.drain()
     if served.failure is not None and served.failure.done():
         stopping.cancel()
-        await checks.enter_graceful_shutdown()
         await asyncio.gather(server.stop(0), *(other.stop(0) for other in beside))
         served.failure.result()
     drain_seconds = config.drain_seconds
     log.info("%s is draining for up to %g s", name, drain_seconds)
-    await checks.enter_graceful_shutdown()
     if served.on_stop is not None:
         started = loop.time()
         await served.on_stop(drain_seconds / 2)

@@ -19,9 +19,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_MAX_PARTS = 16
-# At the beginning of a line, or in an inline table.
-_LONG_KEY = re.compile(rf"""(?:^|[{{,])[ \t\[]*(?:[\w"'-]+[ \t]*\.[ \t]*){{{_MAX_PARTS}}}""", re.MULTILINE)
 _UNITS = {
     "": 1,
     "b": 1,
@@ -138,25 +135,11 @@ def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
             parser.add_argument(flag, dest=f.name, default=None, metavar=_metavar(f, kind), help=help)
 
 
-def toml(text: str) -> dict[str, Any]:
-    """Parses a TOML document.
-
-    Raises ValueError if it is malformed, or has a key of too many parts: tomllib's memory is quadratic in their
-    number, 256 MB for 8,000.
-    """
-    if _LONG_KEY.search(text):
-        raise ValueError(f"a key has more than {_MAX_PARTS} parts")
-    try:
-        return tomllib.loads(text)
-    except RecursionError as error:
-        raise ValueError("values are nested too deeply") from error
-
-
 def _file_table(file: Path | None, section: str) -> dict[str, Any]:
     if file is None:
         return {}
     try:
-        table = toml(file.read_text(encoding="utf-8-sig"))
+        table = tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise SettingsError(f"can't read the configuration {file}: {error}") from error
     unknown = set(table) - {"kvcache", "worker", "gateway"}

@@ -245,22 +245,16 @@ def read_identity(cert: Path, key: Path) -> tuple[bytes, bytes]:
     Raises BadFile if a file can't be read or is not PEM of its kind, or the key has a password or is another's.
     """
     from cryptography.exceptions import UnsupportedAlgorithm
-    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
     chain, secret = read_bytes(cert, "the certificate"), read_bytes(key, "the key")
     certificate = _certificates(chain, "the certificate", cert)[0]
-    form = Encoding.DER, PublicFormat.SubjectPublicKeyInfo
     try:
-        public = certificate.public_key().public_bytes(*form)
-    except (ValueError, UnsupportedAlgorithm) as error:
-        raise BadFile(f"the certificate {cert} has a key that can't be used for TLS: {error}") from error
-    private = None
-    # The library's error could quote the key.
-    with contextlib.suppress(ValueError, TypeError, UnsupportedAlgorithm):
         private = load_pem_private_key(secret, password=None)
-    if private is None:
-        raise BadFile(f"the key {key} is not a PEM private key without a password")
-    if private.public_key().public_bytes(*form) != public:
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        # Without the library's error, which could quote the key.
+        raise BadFile(f"the key {key} is not a PEM private key without a password") from None
+    if private.public_key() != certificate.public_key():
         raise BadFile(f"the key {key} does not belong to the certificate {cert}")
     return secret, chain
 

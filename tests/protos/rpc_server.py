@@ -3,7 +3,6 @@
 import asyncio
 import os
 import sys
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -49,9 +48,6 @@ class Servicer:
         return pb.PutResponse(key=received.to_bytes(8, "big"))
 
     async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
-        """Keeps the event loop busy for as many seconds as the lease has."""
-        print("busy", flush=True)
-        time.sleep(request.lease)  # noqa: ASYNC251 - as many small things do together
         return pb.ReleaseResponse()
 
     async def Delete(self, request: pb.DeleteRequest, context: Any) -> pb.DeleteResponse:

@@ -80,7 +80,7 @@ def test_it_is_a_digest_of_digests_of_pieces(size: int) -> None:
     assert checksum(data) == of_pieces(pieces) == xxhash.xxh3_128_digest(b"".join(pieces))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_cuts_do_not_count(seed: int) -> None:
     chance = random.Random(seed)
     data = chance.randbytes(chance.choice(SIZES))

@@ -2,13 +2,13 @@
 
 import asyncio
 import os
-import re
 import shutil
 import signal
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -103,7 +103,7 @@ async def test_the_unforeseen_is_internal_and_the_log_says_where_but_not_its_tex
     """The text of an error may quote what a caller sent."""
     error = await failure(stub_of(channel).Lookup(pb.LookupRequest(namespace=b"secret")))
     assert (error.code(), error.details()) == (grpc.StatusCode.INTERNAL, "internal error: ValueError")
-    server.wait_for_line("unexpected error in Servicer.Lookup")
+    server.wait_for_line(f"unexpected error in {NAME}.Lookup")
     server.wait_for(lambda: "ValueError" in server.lines(), 60)
     assert "in Lookup" in server.log
     assert "secret" not in server.log
@@ -200,21 +200,6 @@ async def test_messages_over_grpcs_usual_limit_pass_and_over_ours_are_refused(ch
     assert (await failure(stub_of(channel).Delete(too_large))).code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-@pytest.mark.long
-@pytest.mark.slow
-async def test_a_call_waits_for_a_busy_server_as_long_as_its_caller_does(serve: Serve) -> None:
-    """gRPC's default is to drop it after 30 s, as INTERNAL."""
-    server, channel = serve("0")
-    stub = stub_of(channel)
-    busy = asyncio.ensure_future(stub.Release(pb.ReleaseRequest(lease=32)))
-    await asyncio.to_thread(server.wait_for_line, "busy")
-    waiting = [asyncio.ensure_future(stub.Stats(pb.StatsRequest(), timeout=300)) for _ in range(50)]
-    error = await failure(stub.Stats(pb.StatsRequest(), timeout=1))
-    assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert not busy.done(), "all of them wait"
-    await asyncio.gather(*waiting, busy)
-
-
 @pytest.mark.parametrize("others", [0, 1])
 async def test_a_place_goes_to_a_call_that_still_waits(others: int) -> None:
     """Also if one that does not is cancelled in the turn of the loop in which the place is left."""
@@ -286,7 +271,7 @@ async def test_a_drain_ends_in_time_whatever_is_in_flight(serve: Serve) -> None:
     assert "drained" in server.log
 
 
-@pytest.mark.parametrize(("sent", "seconds"), [("1500", 1.5), ("-1", None), ("9" * 400, None), ("9" * 5000, None)])
+@pytest.mark.parametrize(("sent", "seconds"), [("1500", 1.5), ("-1", None), ("9" * 400, None)])
 def test_a_retry_delay_that_makes_no_sense_is_none(sent: str, seconds: float | None) -> None:
     refused = grpc.StatusCode.RESOURCE_EXHAUSTED
     error = grpc.aio.AioRpcError(refused, grpc.aio.Metadata(), grpc.aio.Metadata(("retry-after-ms", sent)))
@@ -315,23 +300,17 @@ async def test_who_is_cancelled_gets_no_error_that_could_be_tried_again() -> Non
         await task
 
 
-@pytest.mark.parametrize(
-    ("readings", "seconds"), [((20.0, 20.0), 20.0), ((0.0, 20.0), 20.0), ((20.0, 0.0), 20.0), ((1e7, 1e7), None)]
-)
-def test_a_clock_that_jumps_leaves_a_call_its_time(readings: tuple[float, float], seconds: float | None) -> None:
-    class Call:
-        _readings = iter(readings)
-
-        def time_remaining(self) -> float | None:
-            return next(self._readings)
-
-    assert rpc.deadline(Call()).timeout() == (seconds and pytest.approx(seconds, abs=1.0))
+def test_a_deadline_is_the_callers() -> None:
+    for given, seconds in ((20.0, pytest.approx(20.0, abs=1.0)), (1e7, None), (None, None)):
+        call: Any = SimpleNamespace(time_remaining=lambda given=given: given)
+        assert rpc.deadline(call).timeout() == seconds
     assert rpc.deadline(None) == NO_DEADLINE
 
 
-@pytest.mark.parametrize("name", ["a b", "c%2F", "é", "100%", "a b; c%2F é"])
-async def test_a_socket_in_a_folder_of_any_name_is_reached(name: str) -> None:
-    folder = tempfile.mkdtemp(suffix=name)  # shorter than tmp_path: a socket's path has at most 107 bytes
+async def test_a_socket_in_a_folder_of_any_name_is_reached() -> None:
+    folder = tempfile.mkdtemp(
+        suffix="a b; c%2F é 100%"
+    )  # shorter than tmp_path: a socket's path has at most 107 bytes
     address = f"unix:{folder}/s"
     server = grpc.aio.server()
     assert rpc._bind(server, address, None) == address
@@ -366,11 +345,7 @@ async def test_a_socket_whose_path_can_be_none_is_refused(address: str, said: st
             dial(address)
     with pytest.raises(errors.InvalidArgument, match=said):
         rpc._bind(grpc.aio.server(), address, None)
-    # As environment variables and flags give a list, which is split at commas.
-    given = address.split(",")
-    with pytest.raises(ValueError, match=re.escape(address)):
-        process.check_ports(given, "--listen")
-    for setting, kind in (({"workers": ("127.0.0.1:1", *given)}, GatewayConfig), ({"cache": address}, WorkerConfig)):
+    for setting, kind in (({"workers": (address,)}, GatewayConfig), ({"cache": address}, WorkerConfig)):
         with pytest.raises(ValueError, match=said):
             kind(**setting)
     with pytest.raises(ValueError, match=said):

@@ -111,8 +111,7 @@ UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1
 UNITS |= {"kB": 10**3, "GB": 10**9, "TB": 10**12}
 
 
-@pytest.mark.parametrize("unit", UNITS)
-@given(number=st.integers(0, 10**15), space=st.sampled_from(["", " ", "  "]))
+@given(unit=st.sampled_from([*UNITS]), number=st.integers(0, 10**15), space=st.sampled_from(["", " ", "  "]))
 def test_a_whole_size_is_exact(unit: str, number: int, space: str) -> None:
     assert settings.parse_bytes(f"{space}{number}{space}{unit}") == number * UNITS[unit]
 
@@ -126,14 +125,3 @@ def test_a_size_reads_back(size: int) -> None:
 def test_any_text_is_a_size_or_a_value_error(text: str) -> None:
     with contextlib.suppress(ValueError):
         assert settings.parse_bytes(text) >= 0
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["a." * 16 + "a = 1", "[" + "a." * 16 + "a]", "x = {" + "a . " * 16 + "a = 1}", "x = {y = 1, 'a'." + "b." * 16],
-)
-def test_keys_of_many_parts_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="a key has more than 16 parts"):
-        settings.toml(text)
-    # Dots within a text are no parts.
-    assert settings.toml('x = "' + "a." * 99 + '"\n[' + "a." * 14 + "a]\n")["x"] == "a." * 99
