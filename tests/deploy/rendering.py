@@ -1,8 +1,9 @@
 """What the chart makes of values, and the versions of Kubernetes that it has to be valid for."""
 
-import shutil
+import json
 import subprocess
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.kvcache_service.config import Config as CacheConfig
 from fusionkv.protos.runtime import settings
-from tests.deploy import foreign
 
+# Python's own is slow.
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # From the oldest that the chart takes on.
 VERSIONS = ("1.27", "1.33", "1.37")
 CONFIGS: dict[str, Any] = {"kvcache": CacheConfig, "worker": WorkerConfig, "gateway": GatewayConfig}
@@ -24,16 +26,33 @@ PORTS = {"kvcache": 7070, "worker": 7071, "gateway": 7072}
 DATA_PORT = 7073
 CHART = Path(__file__).parent.parent.parent / "k8s/fusionkv"
 EXAMPLES = sorted((CHART.parent / "examples").glob("*.yaml"))
+# All that the chart can make at once, in two parts.
+EVERYTHING: dict[str, dict[str, Any]] = {
+    "everything": {
+        **{name: {"enabled": True} for name in ("redis", "milvus", "vllm", "certManager")},
+        "worker": {"model": {"uri": "hf://o/m"}, "gpu": {"count": 2}, "autoscaling": {"max": 2}},
+        "gateway": {"http": {"port": 8080}, "ingress": {"enabled": True, "hosts": ["a.example"]}},
+        "metrics": {"port": 9464, "serviceMonitor": {"enabled": True}, "rules": {"enabled": True}},
+        "encode": {"corpora": ["a"]},
+    },
+    "ray": {"mooncake": {"enabled": True}, "encode": {"corpora": ["a"], "ray": {"enabled": True}}},
+}
+CASES: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    **EVERYTHING,
+    **{file.stem: yaml.load(file.read_text(), LOADER) for file in EXAMPLES},
+}
 
 
 def template(helm: str, folder: Path, values: Any, version: str = VERSIONS[-1], chart: Path = CHART) -> list[Any]:
     """The objects of a release `rel` in the namespace `ns`. ValueError with what helm says if it refuses them."""
-    (folder / "values.yaml").write_text(yaml.safe_dump(values))
-    command = [helm, "template", "rel", str(chart), "-n", "ns", "--kube-version", version]
-    done = subprocess.run([*command, "-f", str(folder / "values.yaml")], capture_output=True, text=True)
+    file = folder / "values.yaml"
+    file.write_text(json.dumps(values))
+    command = [helm, "template", "rel", str(chart), "-n", "ns", "--kube-version", version, "-f", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise ValueError(done.stderr)
-    return [document for document in yaml.safe_load_all(done.stdout) if document]
+    return [document for document in yaml.load_all(done.stdout, LOADER) if document]
 
 
 def merged(values: Any, changes: Any) -> Any:
@@ -43,31 +62,36 @@ def merged(values: Any, changes: Any) -> Any:
     return {**values, **{name: merged(values.get(name), change) for name, change in changes.items()}}
 
 
-def notes(helm: str, folder: Path, *flags: str) -> str:
-    """What helm tells after an installation, in one line: only with a cluster, so an object is made of it."""
-    chart = folder / "chart"
-    shutil.copytree(CHART, chart)
-    text = chart / "templates/NOTES.txt"
-    defined = f'{{{{ define "notes" }}}}{text.read_text()}{{{{ end }}}}'
-    text.with_name("notes.yaml").write_text(defined + 'kind: Notes\ntext: {{ include "notes" . | quote }}')
-    command = [helm, "template", "rel", str(chart), "--kube-version", VERSIONS[-1], *flags]
-    done = subprocess.run([*command, "-s", "templates/notes.yaml"], capture_output=True, text=True)
-    if done.returncode != 0:
-        raise ValueError(done.stderr)
-    return " ".join(yaml.safe_load(done.stdout)["text"].split())
+# Kinds that Kubernetes does not have, and which it has no schema of.
+FOREIGN = {"GRPCRoute", "HTTPRoute", "ScaledObject", "ServiceMonitor", "PrometheusRule"}
+FOREIGN |= {"Issuer", "Certificate", "RayJob"}
+
+
+# Read anew for every object, the schemas took most of the tests' time.
+kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)
 
 
 def validate(documents: Iterable[Any], version: str) -> None:
-    """Holds objects to the schemas of a version of Kubernetes, and those of other APIs to what is known of these."""
+    """Holds objects, and the pods of those of other APIs, to the schemas of a version of Kubernetes."""
     for document in documents:
-        if document["kind"] in foreign.KINDS:
-            foreign.validate(document)
-            made = foreign.pods(document)
-        else:
-            made = [document]
-        for each in made:
-            kubernetes_validate.validate(each, version, strict=True)
-            _have_names_of_their_own(each)
+        for each in ray_pods(document) if document["kind"] in FOREIGN else [document]:
+            _validated(json.dumps(each), version)
+
+
+@cache
+def _validated(text: str, version: str) -> None:
+    """Once for all releases that have the same object."""
+    kubernetes_validate.validate(json.loads(text), version, strict=True)
+    _have_names_of_their_own(json.loads(text))
+
+
+def ray_pods(document: Any) -> list[Any]:
+    """The pods that are to be made from the templates of a RayJob; of other kinds none."""
+    if document["kind"] != "RayJob":
+        return []
+    cluster = document["spec"]["rayClusterSpec"]
+    templates = [group["template"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+    return [{"apiVersion": "v1", "kind": "Pod", **template} for template in templates]
 
 
 # Of a list of objects, the field that names each. Server-side apply, which Helm 4 uses, refuses two of a name.
@@ -88,19 +112,25 @@ def env_of(container: Any) -> dict[str, str]:
     return {each["name"]: each["value"] for each in container["env"] if "value" in each}
 
 
-def confined(pod: Any, *, claims: Iterable[str] = ()) -> Any:
-    """Its container. The pod has no rights and bounded memory, and mounts its volumes and claims, and no others."""
+def restricted(pod: Any) -> None:
+    """It has no rights and bounded memory, as the standard `restricted` asks, and mounts what it has."""
     assert pod["automountServiceAccountToken"] is False
+    # A Service called <release>-worker would otherwise become FUSIONKV_WORKER_PORT, an unknown setting.
+    assert pod["enableServiceLinks"] is False
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
+    kinds = {kind for volume in pod["volumes"] for kind in volume if kind != "name"}
+    assert kinds <= {"configMap", "emptyDir", "persistentVolumeClaim", "projected", "secret"}
     assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     containers = [*pod.get("initContainers", []), *pod["containers"]]
     for each in containers:
         rights = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
         assert rights.items() <= each["securityContext"].items()
+        assert each["securityContext"].keys() <= {*rights, "readOnlyRootFilesystem", "runAsUser"}
+        assert not [port for port in each.get("ports", []) if "hostPort" in port]
         assert "memory" in each["resources"]["limits"]
     mounted = {mount["name"] for each in containers for mount in each["volumeMounts"]}
-    assert mounted == {volume["name"] for volume in pod["volumes"]} | set(claims)
-    (container,) = pod["containers"]
-    return container
+    assert {volume["name"] for volume in pod["volumes"]} <= mounted
 
 
 class Objects(dict[str, dict[str, Any]]):
@@ -119,6 +149,13 @@ class Objects(dict[str, dict[str, Any]]):
         """StatefulSets, Deployments and DaemonSets, by name."""
         kinds = ("StatefulSet", "Deployment", "DaemonSet")
         return {name: made for kind in kinds for name, made in self.get(kind, {}).items()}
+
+    @property
+    def pods(self) -> list[Any]:
+        """The specs of all pods that come of a release: of workloads, of jobs, and that of the test, the last."""
+        jobs = [job["spec"]["template"]["spec"] for job in self.get("Job", {}).values()]
+        jobs += [pod["spec"] for job in self.get("RayJob", {}).values() for pod in ray_pods(job)]
+        return [*map(self.pod, self.workloads), *jobs, self["Pod"]["test"]["spec"]]
 
     def pod(self, name: str) -> Any:
         """The pod's spec of a workload."""

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.deploy.rendering import CONFIGS, VERSIONS, Render, env_of, notes
+from tests.deploy.rendering import CONFIGS, VERSIONS, Render, env_of
 from tests.services import start_cache, start_gateway, start_worker
 from tests.system.redis_process import RedisServer
 
@@ -67,14 +67,13 @@ def test_a_release_has_a_ca_of_its_own_unless_it_names_another(render: Render) -
     assert not {"Issuer", "Certificate"} & set(render({}))
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_services_and_callers_may_trust_several_cas(render: Render, version: str) -> None:
+def test_services_and_callers_may_trust_several_cas(render: Render) -> None:
     trusting = {
         "certManager": {"enabled": True, "trust": "cas"},
         "vllm": {"enabled": True},
         "redis": {"enabled": False},
     }
-    found = render({**SECURED, "kvcache": {}, **trusting}, version)
+    found = render({**SECURED, "kvcache": {}, **trusting})
     ca = {"name": "cas", "items": [{"key": "ca.crt", "path": "ca.crt"}]}
     for name in (*CONFIGS, "vllm"):
         (volume,) = [v for v in found.pod(name)["volumes"] if v["name"] == "certificates"]
@@ -105,7 +104,6 @@ def test_who_calls_the_gateway_trusts_its_ca_and_learns_no_key(render: Render) -
     assert {"name": "secret", "secret": {"secretName": "operator", "defaultMode": 0o440}} in plain["volumes"]
 
 
-@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize(
     ("backend", "user", "more", "url"),
     [
@@ -114,8 +112,8 @@ def test_who_calls_the_gateway_trusts_its_ca_and_learns_no_key(render: Render) -
         ("milvus", "gateway", {}, "http://rel-milvus:19530"),
     ],
 )
-def test_services_share_a_backend(render: Render, version: str, backend: str, user: str, more: Any, url: str) -> None:
-    found = render({backend: {"enabled": True}, user: {"replicas": 2, **more}}, version)
+def test_services_share_a_backend(render: Render, backend: str, user: str, more: Any, url: str) -> None:
+    found = render({backend: {"enabled": True}, user: {"replicas": 2, **more}})
     setting, port = "milvus_url" if user == "gateway" else "remote_url", urlsplit(url).port
     assert getattr(found.config(user), setting) == url
     assert found["Service"][backend]["spec"]["ports"][0]["port"] == port
@@ -129,7 +127,7 @@ def test_services_share_a_backend(render: Render, version: str, backend: str, us
     placed = {"nodeSelector": {"disk": "ssd"}, "tolerations": [{"key": "a", "operator": "Exists"}]}
     placed |= {"affinity": {"nodeAffinity": {}}, "priorityClassName": "high"}
     told = {"podLabels": {"team": "a"}, "podAnnotations": {"note": "b"}}
-    made = render({backend: {"enabled": True, **placed, **told}}, version).workloads[backend]["spec"]["template"]
+    made = render({backend: {"enabled": True, **placed, **told}}).workloads[backend]["spec"]["template"]
     assert placed.items() <= made["spec"].items()
     assert made["metadata"]["labels"].items() >= told["podLabels"].items()
     assert made["metadata"]["annotations"] == told["podAnnotations"]
@@ -166,33 +164,6 @@ def test_that_redis_takes_its_command_line(render: Render, tmp_path: Path) -> No
             assert {name: client.config_get(name)[name] for name in wanted} == wanted
     finally:
         server.kill9()
-
-
-def test_a_caller_from_outside_is_told_whom_to_trust(helm: str, tmp_path: Path) -> None:
-    found = notes(helm, tmp_path, "--set=certManager.enabled=true")
-    assert "fusionkv list --gateway localhost:7072 --tls-ca ca.crt" in found
-    assert """get secret rel-gateway-tls --output go-template='{{ index .data "ca.crt" | base64decode }}'""" in found
-
-
-@pytest.mark.parametrize(
-    ("own", "policy", "told"),
-    [
-        ((), False, None),
-        (("redis", "milvus"), True, None),
-        (("redis",), False, "Redis,"),
-        (("milvus",), False, "Milvus,"),
-        (("mooncake",), False, "Mooncake Store,"),
-        (("redis", "milvus"), False, "Redis and Milvus,"),
-    ],
-)
-def test_without_policies_open_ones_are_told_of(
-    helm: str, tmp_path: Path, own: Any, policy: bool, told: str | None
-) -> None:
-    flags = [f"--set=networkPolicy.enabled={str(policy).lower()}", *(f"--set={name}.enabled=true" for name in own)]
-    found = notes(helm, tmp_path, *flags)
-    assert "fusionkv list --gateway localhost:7072" in found
-    assert ("every pod" in found) == (told is not None)
-    assert told is None or f"change what is in {told} which" in found
 
 
 def test_a_milvus_keeps_its_data_in_its_volume(render: Render) -> None:

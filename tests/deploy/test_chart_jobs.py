@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from fusionkv.gateway.cli import main as cli
 from fusionkv.protos.runtime import settings
-from tests.deploy.rendering import COMPONENT, CONFIGS, EXAMPLES, VERSIONS, Objects, Render, called, confined, env_of
+from tests.deploy.rendering import CASES, COMPONENT, CONFIGS, VERSIONS, Objects, Render, called, env_of, restricted
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +23,8 @@ def parsed(command: list[str]) -> Any:
 def container(job: Any) -> Any:
     pod = job["spec"]["template"]["spec"]
     assert pod["restartPolicy"] == "Never"
-    found = confined(pod)
+    restricted(pod)
+    (found,) = pod["containers"]
     assert found["securityContext"]["readOnlyRootFilesystem"] is True
     return found
 
@@ -45,27 +45,8 @@ def test_gateways_that_share_a_milvus_are_several(render: Render, url: str, port
     assert budgets.count("gateway") == 1
 
 
-@pytest.mark.parametrize("example", [None, *EXAMPLES], ids=lambda file: file.stem if file else "defaults")
-@pytest.mark.parametrize("version", VERSIONS)
-def test_an_example_is_valid_and_its_settings_are_taken(render: Render, example: Path | None, version: str) -> None:
-    found = render(yaml.safe_load(example.read_text()) if example else {}, version)
-    for component in CONFIGS:
-        (container,) = found.pod(component)["containers"]
-        config, limits = found.config(component), container["resources"]["limits"]
-        assert limits["memory"].endswith(("Gi", "Mi"))
-        allowed = int(limits["memory"][:-2]) << (30 if limits["memory"].endswith("Gi") else 20)
-        if component == "kvcache":
-            assert config.memory_bytes + (512 << 20) <= allowed
-        if component == "worker" and "nvidia.com/gpu" not in limits:
-            assert config.pool_bytes < allowed
-    # A cache drains for longer than what was looked up is used.
-    cache = found.config("kvcache")
-    assert cache.drain_seconds > max(cache.lease_ms / 1000, found.config("worker").cache_seconds)
-    assert found.pod("kvcache")["terminationGracePeriodSeconds"] > cache.drain_seconds
-
-
-def test_only_workers_get_the_keys_that_entries_are_signed_with(render: Render, root: Path) -> None:
-    found = render(yaml.safe_load((root / "k8s/examples/secured.yaml").read_text()))
+def test_only_workers_get_the_keys_that_entries_are_signed_with(render: Render) -> None:
+    found = render(CASES["secured"])
     volumes = [(name, volume) for name in found.workloads for volume in found.pod(name)["volumes"]]
     secrets = [(name, volume["secret"]["secretName"]) for name, volume in volumes if "secret" in volume]
     assert [name for name, secret in secrets if secret == "fusionkv-worker"] == ["worker"]
@@ -80,7 +61,6 @@ def test_a_model_is_fetched_into_the_claim_that_workers_read(render: Render) -> 
     found = render({"worker": {"model": model}})
     assert "Job" not in found, "a job can't be changed"
     pod = found.pod("worker")
-    confined(pod)
     (fetching,) = pod["initContainers"]
     assert fetching["image"] == pod["containers"][0]["image"]
     env = {e["name"]: e for e in fetching["env"]}

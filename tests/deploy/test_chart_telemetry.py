@@ -26,9 +26,13 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_every_pod_logs_and_sends_as_told(render: Render, authority: Any, name: str) -> None:
+def test_every_pod_logs_and_sends_as_told(render: Render, authority: Any) -> None:
     found = render(SENT)
+    for name in CONFIGS:
+        _sends_as_told(found, authority, name)
+
+
+def _sends_as_told(found: Objects, authority: Any, name: str) -> None:
     (container,) = found.pod(name)["containers"]
     given = {e["name"]: e for e in container["env"]}
     header = given["OTEL_EXPORTER_OTLP_HEADERS"]["valueFrom"]["secretKeyRef"]
@@ -56,7 +60,7 @@ def otel(found: Objects, name: str) -> dict[str, str]:
 
 def test_the_share_may_be_text(render: Render) -> None:
     """Helm takes the number of `--set otlp.ratio=0.05` for a text."""
-    for given, told in (("0.05", "0.05"), (0.05, "0.05"), ("0", "0"), (0, "0"), ("1.0", None), (1, None)):
+    for given, told in (("0.05", "0.05"), (0, "0"), ("1.0", None)):
         found = render({"otlp": {"endpoint": "http://collector:4317", "ratio": given}})
         assert otel(found, "gateway").get("OTEL_TRACES_SAMPLER_ARG") == told
 

@@ -37,17 +37,12 @@ labels: {{- include "fusionkv.labels" . | nindent 2 }}
 {{- end }}
 
 
-{{/* The chart's own Redis. */}}
-{{- define "fusionkv.redis" -}}
-redis://{{ include "fusionkv.fullname" (dict "root" . "name" "redis") }}:6379
-{{- end }}
-
 {{/* The tier that cache services share: what config names, or the chart's own; empty without one. */}}
 {{- define "fusionkv.remote" -}}
 {{- if .Values.mooncake.enabled -}}
 mooncake://{{ include "fusionkv.fullname" (dict "root" . "name" "mooncake") }}:50051?host=$(K8S_POD_IP)
 {{- else if .Values.redis.enabled -}}
-{{ include "fusionkv.redis" . }}
+redis://{{ include "fusionkv.fullname" (dict "root" . "name" "redis") }}:6379
 {{- else -}}
 {{ .Values.kvcache.config.remote_url | default "" }}
 {{- end }}
@@ -279,6 +274,10 @@ spec:
         {{- end }}
         {{- if eq .name "kvcache" }}
         - {name: data, containerPort: 7073, protocol: TCP}
+        {{- with include "fusionkv.eventsPort" .root }}
+        - {name: events, containerPort: {{ . }}, protocol: TCP}
+        - {name: replays, containerPort: {{ add1 . }}, protocol: TCP}
+        {{- end }}
         {{- end }}
         {{- with .http }}
         - {name: http, containerPort: {{ . }}, protocol: TCP}
@@ -380,17 +379,13 @@ affinity:
 {{- end }}
 {{- end }}
 
-{{- define "fusionkv.podName" -}}
-- name: K8S_POD_NAME
-  valueFrom: {fieldRef: {fieldPath: metadata.name}}
-{{- end }}
-
 {{/* How a process logs, and where it sends traces and metrics: its environment, and the mount and volume for that. */}}
 {{- define "fusionkv.telemetry" -}}
 - {name: FUSIONKV_LOG, value: {{ .Values.log.level }}}
 - {name: FUSIONKV_LOG_FORMAT, value: {{ .Values.log.format }}}
 {{- with .Values.otlp }}{{ if .endpoint }}
-{{ include "fusionkv.podName" $ }}
+- name: K8S_POD_NAME
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
 - {name: OTEL_RESOURCE_ATTRIBUTES, value: "service.instance.id=$(K8S_POD_NAME)"}
 - {name: OTEL_EXPORTER_OTLP_ENDPOINT, value: {{ .endpoint | quote }}}
 {{- if lt (float64 .ratio) 1.0 }}
@@ -495,16 +490,22 @@ spec: {{- include "fusionkv.claim" .storage | nindent 2 }}
 # DNS: OpenShift's listens at 5353.
 - ports: [{port: 53, protocol: UDP}, {port: 53, protocol: TCP}, {port: 5353, protocol: UDP}, {port: 5353, protocol: TCP}]
 {{- with .root.Values.otlp.endpoint }}
-- ports: [{port: {{ (urlParse .).host | splitList ":" | last }}, protocol: TCP}]
+{{ include "fusionkv.portEgress" (dict "url" . "usual" "4317") }}
 {{- end }}
 {{- with .root.Values.networkPolicy.egress }}
 {{ toYaml . }}
 {{- end }}
 {{- end }}
 
-{{/* Egress of a download. */}}
-{{- define "fusionkv.hubEgress" -}}
-- ports: [{port: 443, protocol: TCP}]
+{{/* Egress to the port of `url`, or to the `usual` one if it names none. */}}
+{{- define "fusionkv.portEgress" -}}
+{{- $host := (urlParse .url).host -}}
+- ports: [{port: {{ regexMatch ":[0-9]+$" $host | ternary (splitList ":" $host | last) .usual }}, protocol: TCP}]
+{{- end }}
+
+{{/* The port of a cache service's KV events, if there is one; replays are at the next. */}}
+{{- define "fusionkv.eventsPort" -}}
+{{- regexFind "[0-9]+$" (regexFind "^tcp://.*" (.Values.kvcache.config.events_endpoint | default "")) }}
 {{- end }}
 
 {{/* What pods of jobs have in common: no rights, no token, tried again by the job alone; on nodes that gateways run on,
