@@ -57,8 +57,8 @@ test-engines: setup ## The adapters in SGLang and LMCache themselves, with fault
 	@test -e build/engines/.done || scripts/setup.sh engines
 	@OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/build/engines .venv/bin/pytest tests/engines $(ARGS)
 
-.PHONY: lint style mypy pyright
-lint: style mypy pyright ## ruff, mypy, pyright, buf, hadolint
+.PHONY: lint style mypy
+lint: style mypy ## ruff, mypy, buf, hadolint
 
 style: setup
 	$(PY) -m ruff check
@@ -69,9 +69,6 @@ style: setup
 
 mypy: setup
 	$(PY) -m mypy -p fusionkv
-
-pyright: setup
-	.venv/bin/pyright -p build/paths/fusionkv
 
 .PHONY: format
 format: setup ## Formats Python and protos
@@ -94,8 +91,6 @@ docs: setup ## Regenerates the pages that follow from the code, and builds the s
 	@for page in configuration methods; do \
 	  $(PY) scripts/$${page}_docs.py > build/$$page.md && mv build/$$page.md docs/$$page.md || exit 1; done
 	@$(PY) scripts/chart_schema.py > build/schema.json && mv build/schema.json k8s/fusionkv/values.schema.json
-	@$(PY) scripts/chart_docs.py > build/chart.md && mv build/chart.md k8s/fusionkv/README.md
-	@$(PY) scripts/drawings.py
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -f scripts/site.yml 2>&1 | grep -v '^INFO'; exit $${PIPESTATUS[0]}
 
 .PHONY: observe
