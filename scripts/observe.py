@@ -15,7 +15,6 @@ from pathlib import Path
 
 import aiohttp
 from browser import Page, browsing
-from dashboard import draw
 
 from fusionkv.gateway.client.client import AsyncClient
 
@@ -85,8 +84,8 @@ def scraping(ports: dict[str, int]) -> str:
     )
 
 
-async def traffic(address: str, seconds: float) -> tuple[float, str]:
-    """Asks questions about the example corpus, two at a time; returns the start time and the trace id to show."""
+async def traffic(address: str, seconds: float) -> str:
+    """Asks questions about the example corpus, two at a time; returns the trace id to show."""
     questions = json.loads((CORPUS / "questions.json").read_text())
     best, trace_id = -1.0, ""
     async with AsyncClient(address, timeout=120) as client:
@@ -105,7 +104,7 @@ async def traffic(address: str, seconds: float) -> tuple[float, str]:
                 if summary.tokens_recomputed and rich > best:
                     best, trace_id = rich, summary.trace_id
             if time.time() > began + seconds:
-                return began, trace_id
+                return trace_id
     raise AssertionError
 
 
@@ -196,13 +195,12 @@ async def observe(flags: argparse.Namespace) -> None:
                 await answering(f"{at['http']}/health")
                 await answering(f"{at['prometheus']}/-/ready")
                 print(f"traffic for {flags.seconds:g} s ...", flush=True)
-                began, trace_id = await traffic(gateway, flags.seconds)
+                trace_id = await traffic(gateway, flags.seconds)
                 flags.out.mkdir(parents=True, exist_ok=True)
-                await draw(at["prometheus"], began, time.time(), flags.out / "metrics.svg")
                 print(await alerts(at["prometheus"]), flush=True)
                 await pictures(flags.out, chromium, at["phoenix"], trace_id)
                 shown = f"Phoenix {at['phoenix']}, Prometheus {at['prometheus']}"
-                print(f"pictures are in {flags.out}; {shown}", flush=True)
+                print(f"the picture is in {flags.out}; {shown}", flush=True)
                 if flags.stay:
                     print("stop with Ctrl-C", flush=True)
                     await asyncio.Event().wait()

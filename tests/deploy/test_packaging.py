@@ -103,30 +103,6 @@ def test_the_wheel_holds_the_product_alone(root: Path) -> None:
     assert not [name for name in packages if "api" in name], "it is imported as fusionkv"
 
 
-def test_urls_are_the_same_everywhere(root: Path, project: dict[str, Any]) -> None:
-    """A real one in place of the placeholder has to be written on each of these pages."""
-    source, issues = project["urls"]["Source"], project["urls"]["Issues"]
-    assert issues.startswith(f"{source}/")
-    pages = {name: (root / name).read_text() for name in ("README.md", "docs/tutorial.md", "k8s/fusionkv/Chart.yaml")}
-    assert all(source in text for text in pages.values())
-    assert issues in pages["README.md"]
-    host = "https://fusionkv.example"
-    written = [
-        *(root / "docs").rglob("*.md"),
-        *root.glob("*.md"),
-        root / "pyproject.toml",
-        root / "k8s/fusionkv/Chart.yaml",
-    ]
-    named = {url for file in written for url in re.findall(rf"{host}[\w./-]*\w", file.read_text())}
-    assert named == ({source, issues} if source.startswith(host) else set())
-    assert ("placeholders" in pages["README.md"]) == bool(named)
-
-
-def test_every_folder_is_imported_under_its_own_name(root: Path) -> None:
-    folders = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
-    assert {name for name, folder in folders.items() if name != f"fusionkv.{folder}"} == {"fusionkv"}
-
-
 @pytest.mark.slow
 def test_the_wheel(root: Path, project: dict[str, Any], tmp_path: Path) -> None:
     source = tmp_path / "source"
