@@ -1,4 +1,4 @@
-"""Services as forks of a process that has loaded what they import: six CPU seconds of a worker, one of a gateway.
+"""Services as forks of a process that has loaded what they import: six CPU seconds of a worker, one of each other.
 
 A fork is a process like any other: it has its own pid, arguments, environment, output, signals and exit status.
 """
@@ -16,10 +16,13 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 
+# What every service loads as it starts to serve.
+_SERVING = ("grpc_reflection.v1alpha.reflection", "opentelemetry.instrumentation.grpc")
 # By service. Not lancedb itself, which starts threads, and those are not in a fork.
 IMPORTS = {
-    "fusionkv.fusion_worker": ("fusionkv.fusion_worker.servicer",),
-    "fusionkv.gateway": ("fusionkv.gateway.application", "lance_namespace"),
+    "fusionkv.kvcache_service": ("fusionkv.kvcache_service.__main__", *_SERVING),
+    "fusionkv.fusion_worker": ("fusionkv.fusion_worker.servicer", *_SERVING),
+    "fusionkv.gateway": ("fusionkv.gateway.application", "lance_namespace", *_SERVING),
 }
 # What a service reads of its environment after the imports; a test that sets anything else has a process started.
 LATE = ("FUSIONKV_", "OTEL_", "PYTEST_", "PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR")

@@ -1,6 +1,5 @@
 """What the tests stand on: which services are no forks, and the time that a test may take."""
 
-import time
 from typing import Any
 
 from tests import stopwatch
@@ -14,12 +13,5 @@ def test_what_may_change_the_imports_is_no_fork(launch: Any) -> None:
 
 
 def test_only_a_mark_lets_a_test_take_long() -> None:
-    watch = stopwatch.Stopwatch()
-    end = time.process_time() + 0.2
-    while time.process_time() < end:
-        pass
-    assert 0.2 <= watch.seconds() < stopwatch.LIMIT_SECONDS
-    assert stopwatch.quiet_seconds(cpu=1, wall=9, stalled=2) == 7, "it slept"
-    assert stopwatch.quiet_seconds(cpu=1, wall=99, stalled=90) == 1, "others had the cores"
     assert stopwatch.too_long(1e9, {"system"}) == stopwatch.too_long(0.0, {"gpu"}) == ""
     assert "a test that has no mark" in stopwatch.too_long(1e9, {"gpu"})
