@@ -1,13 +1,11 @@
 """Decoders of bytes from a disk, a socket, Redis or a GGUF file, and what holds of each, whatever the bytes are.
 
-Each is called with inputs that hypothesis makes up (test_decoders.py), and that atheris grows towards code that was
-not reached before (guided.py). What it raises is a bug.
+Each is called with inputs that hypothesis makes up (test_decoders.py). What it raises is a bug.
 """
 
 import importlib
-import struct
 import tracemalloc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -17,7 +15,7 @@ from google.protobuf.message import DecodeError
 from fusionkv.fusion_worker.library import gguf_file
 from fusionkv.fusion_worker.load import primer
 from fusionkv.fusion_worker.load.lookup import CacheFault
-from fusionkv.fusion_worker.prompt import Chunk, Primer
+from fusionkv.fusion_worker.prompt import Chunk
 from fusionkv.kvcache_service import client, servicer
 from fusionkv.kvcache_service.data_plane import listener
 from fusionkv.kvcache_service.index import record
@@ -31,6 +29,7 @@ from fusionkv.protos.runtime.errors import InvalidArgument
 KEY = bytes(range(32))
 GOOD = record.make(bytes([0]) * 32, [bytes([1]) * 32, bytes([2]) * 32], b"", 5, 1, 0, bytes(16))
 _ARENA = memoryview(bytes(1000))
+_FALLBACK = Chunk((1, 2, 3))
 _put_message = frames.frame_or(pb.PutRequest.FromString)
 
 
@@ -141,34 +140,3 @@ def gguf(data: bytes) -> None:
         tracemalloc.stop()
         assert most < (1 << 20) + 100 * len(data)
     assert sum(tensor.data.nbytes for tensor in found.tensors.values()) <= len(data)
-
-
-_PUT = pb.PutRequest(
-    header=pb.PutHeader(
-        namespace=GOOD.namespace, path=[GOOD.system, GOOD.chunk], size_bytes=5, tokens=1, checksum=GOOD.checksum
-    )
-)
-_HIT = pb.Hit(kind=pb.HIT_KIND_EXACT, entry=pb.Entry(key=KEY, size_bytes=100, tier=pb.TIER_MEMORY, arena_offset=950))
-_FALLBACK = Chunk((1, 2, 3))
-_PRIMER = Primer(Chunk(tuple(range(200))), (GOOD.system, GOOD.chunk), _FALLBACK)
-_REMOTE = GOOD.key + record.encode(GOOD, 0)[:-8]
-# Two keys, a number and an array of two strings; and a tensor of eight numbers.
-_GGUF = (
-    struct.pack("<4sIQQ", b"GGUF", 3, 1, 2)
-    + struct.pack("<Q1sIIQ1sIIQQQ", 1, b"n", 4, 7, 1, b"a", 9, 8, 2, 0, 0)
-    + struct.pack("<Q1sIQIQ", 1, b"t", 1, 8, 0, 0)
-)
-_GGUF += bytes(-len(_GGUF) % 32 + 32)
-
-GUIDED: Mapping[str, tuple[Callable[[bytes], None], tuple[bytes, ...]]] = {
-    "index_record": (index_record, (record.encode(GOOD, 0)[:-8], b"")),
-    "torn_record": (torn_record, (record.encode(GOOD, 0),)),
-    "frame": (frame, (frames.encode_frame(bytes(200)), b"")),
-    "put_message": (put_message, (_PUT.SerializeToString(),)),
-    "data_request": (data_request, (pb.DataRequest(put=_PUT.header).SerializeToString(),)),
-    "answered_hit": (answered_hit, (_HIT.SerializeToString(),)),
-    "remote_record": (remote_record, (_REMOTE,)),
-    "stored_primer": (stored_primer, (primer._packed(_PRIMER), b"")),
-    "gguf": (gguf, (_GGUF,)),
-}
-"""What atheris calls, by name, and inputs to begin with."""

@@ -1,10 +1,9 @@
-"""How time and memory grow with the size of an input: at n, 2n and 4n, each at most 2.5 times the one before, or the
-next but one at most 2.5 times 2.5.
+"""How time and memory grow with the size of an input: of one four times as long, at most 2.5 times 2.5 as much.
 
     check(lambda n: b"<a" * n, in_thread(parse, errors=InvalidArgument), 20_000)
 
 What takes less than a floor is not compared, so that a busy machine fails no test. What a limit cuts (a deadline, a
-bound on memory) may take as long as the limit says, and what comes behind it is not compared.
+bound on memory) may take as long as the limit says.
 """
 
 import contextlib
@@ -17,11 +16,10 @@ from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
-MOST = 2.5
+MOST = 2.5**2
 FLOOR_SECONDS = 0.1
 FLOOR_BYTES = 24 << 20
-RUNS = 3
-AGAIN = 9
+_AGAIN = 9
 _HIGH, _NOW = (re.compile(rf"^{name}:\s+(\d+) kB", re.M) for name in ("VmHWM", "VmRSS"))
 
 
@@ -82,61 +80,29 @@ def _kilobytes(pid: int | str, pattern: re.Pattern[str]) -> int:
     return int(match[1])
 
 
-def check(
-    make: Callable[[int], T], measure: Measure[T], n: int, *, deadline: float = 60.0, steps: int = 2
-) -> list[Cost]:
-    """Measures `make(n)` and so on, each twice the one before; returns what they cost.
+def check(make: Callable[[int], T], measure: Measure[T], n: int, *, deadline: float = 60.0) -> None:
+    """Measures `make(n)` and `make(4 * n)`.
 
-    deadline: CPU seconds after which a limit must have ended any of them.
+    deadline: CPU seconds after which a limit must have ended either of them.
 
     Raises:
         AssertionError: a cost grew faster than MOST, or a limit came too late.
     """
-    costs: list[Cost] = []
-    smaller: T | None = None
-    for step in range(steps + 1):
-        given = make(n << step)
-        before = costs[-1] if costs else None
-        cost = _least(measure, given)
-        for _ in range(AGAIN):
-            if cost.cut or before is None or smaller is None or _fits(cost, before):
-                break
-            # A second has fewer cycles while others use the machine: both anew, one right after the other.
-            before, cost = _less(before, measure(smaller)), _less(cost, measure(given))
-        where = f"at {n << step:,}: {cost}, before that {before}"
-        assert cost.seconds <= deadline, f"longer than {deadline:g} s {where}"
-        if not cost.cut and before is not None and not _fits(cost, before):
-            # Or both steps together: what grows with its square has sixteen times as much behind them.
-            twice = _least(measure, make(n << step + 1))
-            what = "memory" if cost.seconds <= MOST * max(before.seconds, FLOOR_SECONDS) else "time"
-            fits = not twice.cut and _fits(twice, before, 2)
-            assert fits, f"{what} grows too fast {where}"
-        costs.append(cost)
-        smaller = given
-        if cost.cut:
+    small, large = make(n), make(4 * n)
+    before, cost = measure(small), measure(large)
+    for _ in range(_AGAIN):
+        if _fits(cost, before):
             break
-    return costs
+        # A second has fewer cycles while others use the machine: both anew, one right after the other.
+        before, cost = _less(before, measure(small)), _less(cost, measure(large))
+    assert max(before.seconds, cost.seconds) <= deadline, f"longer than {deadline:g} s: {before}, {cost}"
+    assert _fits(cost, before), f"grows too fast: {before}, and {cost} for four times as much"
 
 
-def _fits(cost: Cost, before: Cost, steps: int = 1) -> bool:
-    most = MOST**steps
-    time_fits = cost.seconds <= most * max(before.seconds, FLOOR_SECONDS)
-    return time_fits and cost.bytes <= most * max(before.bytes, FLOOR_BYTES)
+def _fits(cost: Cost, before: Cost) -> bool:
+    time_fits = cost.seconds <= MOST * max(before.seconds, FLOOR_SECONDS)
+    return cost.cut or (time_fits and cost.bytes <= MOST * max(before.bytes, FLOOR_BYTES))
 
 
 def _less(one: Cost, other: Cost) -> Cost:
     return Cost(min(one.seconds, other.seconds), min(one.bytes, other.bytes), one.cut or other.cut)
-
-
-def _least(measure: Measure[T], given: T) -> Cost:
-    """The least of several runs; of one that can't fail, one is enough."""
-    found: Cost | None = None
-    for _ in range(RUNS):
-        cost = measure(given)
-        if cost.cut:
-            return cost
-        found = _less(cost, found) if found else cost
-        if found.seconds <= FLOOR_SECONDS and found.bytes <= FLOOR_BYTES:
-            break
-    assert found is not None
-    return found

@@ -6,17 +6,15 @@ from collections.abc import Callable
 from tests.fuzz.shapes import Bytes, data
 
 
-def file(objects: list[bytes], xref: bool = True) -> bytes:
+def file(objects: list[bytes]) -> bytes:
     """A PDF; the first object is its catalogue."""
     made, offsets = bytearray(b"%PDF-1.7\n"), []
     for number, body in enumerate(objects, 1):
         offsets.append(len(made))
         made += b"%d 0 obj\n%s\nendobj\n" % (number, body)
     table, size = len(made), len(objects) + 1
-    if xref:
-        made += b"xref\n0 %d\n0000000000 65535 f \n" % size + b"".join(b"%010d 00000 n \n" % o for o in offsets)
-    made += b"trailer\n<< /Size %d /Root 1 0 R >>\n" % size
-    return bytes(made) + (b"startxref\n%d\n%%%%EOF\n" % table if xref else b"")
+    made += b"xref\n0 %d\n0000000000 65535 f \n" % size + b"".join(b"%010d 00000 n \n" % o for o in offsets)
+    return bytes(made) + b"trailer\n<< /Size %d /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF\n" % (size, table)
 
 
 def stream(data: bytes, more: bytes = b"") -> bytes:
@@ -52,13 +50,6 @@ def _pages(size: int, kids: Callable[[int], bytes]) -> bytes:
     return file([CATALOGUE, tree, page(), FONT, stream(_DRAWN), *[page()] * count])
 
 
-def _tree(size: int) -> bytes:
-    depth = max(1, size // 60)
-    nodes = [b"<< /Type /Pages /Kids [%d 0 R] /Count 1 >>" % (i + 7) for i in range(depth)]
-    objects = [CATALOGUE, b"<< /Type /Pages /Kids [6 0 R] /Count 1 >>", b"null", FONT, stream(b"BT (x) Tj ET")]
-    return file([*objects, *nodes, page()])
-
-
 def _mapped(pattern: str) -> Callable[[int], bytes]:
     inside, font = data(f"begincmap 1 {pattern} endcmap"), FONT[:-2] + b"/ToUnicode 6 0 R >>"
     return lambda size: file([CATALOGUE, _PAGES, page(), font, stream(_DRAWN), stream(inside(size))])
@@ -71,56 +62,33 @@ def _turned(pattern: str) -> Callable[[int], bytes]:
     return lambda size: file([CATALOGUE, _PAGES, page(), font, stream(inside(size)), letter])
 
 
-def _forms(size: int) -> bytes:
-    """Each draws the next one twice."""
-    count = max(1, size // 120)
-    form = b"/Subtype /Form /Resources << /XObject << /X %d 0 R >> >>"
-    forms = [stream(b"/X Do /X Do", form % (i + 7)) for i in range(count)]
-    resources = b"/Font << /F1 4 0 R >> /XObject << /X 6 0 R >>"
-    last = stream(_DRAWN, b"/Subtype /Form")
-    return file([CATALOGUE, _PAGES, page(b"5 0 R", resources), FONT, stream(b"/X Do"), *forms, last])
-
-
-# Text from right to left: lines, lines that go up, many on a line, a long line, and columns.
-_TURNED = (
-    "«0 -20 Td (xx) Tj »", "«0 20 Td (xx) Tj »", "«1 0 0 1 9 9 Tm (xx) Tj »", "(«x a 1 ») Tj",
-    "«0 -20 Td (xxxxxxxxxxxx) Tj »200 400 Td «0 -20 Td (xxxxxxxxxxxx) Tj »",
-)  # fmt: skip
-# What stands in the content of a page: behind a text, within one, or instead of it.
-_BEHIND = (
-    "(x) Tj ", "[(x) 1 (y)] TJ ", "[", "<<", "1 ", "1", "/a ", "%x\n", " ", "q ", "Q ", "1 1 Td (x) Tj ", "(x) ' ",
-    "1 0 0 1 9 9 Tm (x) Tj ", "/F1 12 Tf (x) Tj ", "BI /W 1 /H 1 ID x EI ", "BI ID ", "/P << /MCID 0 >> BDC ",
-)  # fmt: skip
-_WITHIN = ("[«(x) 1 »] TJ ET", "(«x») Tj ET", "(«x» ET", "<«78»> Tj ET", "(«\\(») Tj ET", "(«(»x«)») Tj ET", "«(» ET")
 SHAPES: Bytes = {
-    **{f"behind: {unit}": _drawn(f"BT /F1 12 Tf (x) Tj «{unit}» ET") for unit in _BEHIND},
-    **{f"within: {pattern}": _drawn(f"BT /F1 12 Tf {pattern}") for pattern in _WITHIN},
-    **{pattern: _drawn(pattern) for pattern in ("BT /«a» 1 Tf ET", "«BT /F1 12 Tf (x) Tj ET »")},
-    **{f"turned: {pattern}": _turned(pattern) for pattern in _TURNED},
+    # Behind a text, within one, or instead of it.
+    **{
+        f"behind: {unit}": _drawn(f"BT /F1 12 Tf (x) Tj «{unit}» ET")
+        for unit in ("(x) Tj ", "[(x) 1 (y)] TJ ", "[", "<<", "1 ", "1", " ", "q ", "1 1 Td (x) Tj ", "BI ID ")
+    },
+    **{
+        f"within: {pattern}": _drawn(f"BT /F1 12 Tf {pattern}")
+        for pattern in ("[«(x) 1 »] TJ ET", "(«x») Tj ET", "(«x» ET", "<«78»> Tj ET", "(«(»x«)») Tj ET", "«(» ET")
+    },
+    # From right to left: lines, lines that go up, many on a line, a long line, and columns.
+    **{
+        f"turned: {pattern}": _turned(pattern)
+        for pattern in (
+            *("«0 -20 Td (xx) Tj »", "«0 20 Td (xx) Tj »", "«1 0 0 1 9 9 Tm (xx) Tj »", "(«x a 1 ») Tj"),
+            "«0 -20 Td (xxxxxxxxxxxx) Tj »200 400 Td «0 -20 Td (xxxxxxxxxxxx) Tj »",
+        )
+    },
     **{f"packed: {unit}": _packed(unit, times) for unit, times in (("(x) Tj ", 4), (" ", 100), ("x", 40))},
-    "compressed twice": lambda size: _content(
-        zlib.compress(zlib.compress(b"BT " + b"(x) Tj " * size + b" ET", 9), 9),
-        b"/Filter [/FlateDecode /FlateDecode]",
-    ),
-    "hexadecimal stream": lambda size: _content(b"20" * (size // 2) + b">", b"/Filter /ASCIIHexDecode"),
-    "base 85 stream": lambda size: _content(b"z" * size + b"~>", b"/Filter /ASCII85Decode"),
     "run lengths": lambda size: _content(b"\x81 " * (size // 2) + b"\x80", b"/Filter /RunLengthDecode"),
     "LZW": lambda size: _content(b"\x80\x0b\x60\x50" * (size // 4), b"/Filter /LZWDecode"),
     "filters": lambda size: _content(b"x", b"/Filter [%s]" % (b"/ASCIIHexDecode " * (size // 16))),
     "pages": lambda size: _pages(size, lambda i: b"%d 0 R" % (i + 6)),
     "one page many times": lambda size: _pages(size, lambda i: b"3 0 R"),
     "pages of themselves": lambda size: _pages(size, lambda i: b"2 0 R"),
-    "a deep tree": _tree,
-    "forms": _forms,
-    "contents": lambda size: file(
-        [CATALOGUE, _PAGES, page(b"[%s]" % (b"5 0 R " * (size // 6))), FONT, stream(b"BT /F1 9 Tf (x) Tj ET")]
-    ),
     "objects": lambda size: _content(_DRAWN)[:-6] + b"9 0 obj null endobj\n" * (size // 20),
-    "objects without a table": lambda size: file(
-        [CATALOGUE, _PAGES, page(), FONT, stream(_DRAWN), *[b"null"] * (size // 25)], xref=False
-    ),
     "bytes behind the end": lambda size: _content(_DRAWN) + b"\n" * size,
-    "an open file": data("%PDF-1.7\n«1 0 obj << »"),
     "codes": _mapped("beginbfchar «<41> <0042>\n» endbfchar"),
     "ranges of codes": _mapped("beginbfrange «<0000> <ffff> <0000>\n» endbfrange"),
     "a wide range of codes": _mapped("beginbfrange «<00000000> <00ffffff> <0000>\n» endbfrange"),

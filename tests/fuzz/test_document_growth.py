@@ -18,59 +18,46 @@ from tests.fuzz.shapes import Bytes, datas
 from tests.gateway.test_tokens import vocabulary
 
 _HTML = datas(
-    "<p>a« »b</p>", "<p>a«\t\n»b</p>", "<pre>a«\n »b</pre>", "<pre>\n« »b</pre>", "<pre>a« <b> </b>\n»b</pre>",
-    "«<a»", "«<a»>", "«<a b='c' »", "«<a b='»>", "«</a»", "«<!--»", "«<!a»", "«<?a»", "«<![CDATA[»", "«<»", "«&»",
-    "«<![if»", "«&#»", "«&amp;&#65;&#x41;»", "«&aaaaa»",
+    "<p>a« »b</p>", "<p>a«\t\n»b</p>", "<pre>a«\n »b</pre>", "<pre>a« <b> </b>\n»b</pre>",
+    "«<a»", "«<a»>", "«<a b='c' »", "«<a b='»>", "«</a»", "«<!--»", "«<?a»", "«<![CDATA[»", "«<»", "«&»", "«&#»",
     "<p« a=1»>x", "<p« a%d=1»>x", "<p a« »>x", "<p class='«a »'>x",
-    "«<p>x</p>»", "«<p>x»", "«</p>x»", "«<b> x </b>»", "«<a href='/x' title='y'>x</a>»", "«<img src='x' alt='y'>»",
-    "«x<br>»", "«<br>»x«</br>»", "«<br>»x«</hr>»", "«<!-- x -->»",
-    "«<p>x</p><script>y</script>»", "<script>«</s»", "<title>t</title>«<h1>x</h1>»",
-    "<title>t</title><template>«<h1>x</h1>»",
-    "<ul>«<li>x»</ul>", "<ul>«<li>x</li>»</ul>", "<ol>«<li>x</li>»</ol>",
-    f"<ol start='{'9' * 4000}'>«<li>x<br>y</li>»</ol>", "«<li>x</li>»", "«<ul></ul> »",
-    "<dl>«<dt>x</dt><dd>y</dd>»</dl>", "<table><tr>«<td>x</td>»", "<table><tr>«<td colspan=1000>x</td>»",
-    "<table>«<tr><td colspan=1000>x</td></tr>»", "<table><tr>«<td rowspan=1000>x</td>»",
-    "<table>«<tr><td rowspan=1000>x</td></tr>»", "<table><tr>«<td rowspan=1000>x</td>»«<tr><td>x</td>»",
-    "<table>«<tr><td>x</td></tr>»</table>", "<table><thead>«<tr><td>x</td></tr>»</thead></table>",
-    "«<table><tr><td>x</td></tr></table>»", "<code>«`a»</code>",
+    "«<p>x</p>»", "«<p>x»", "«</p>x»", "«<b> x </b>»", "«<a href='/x' title='y'>x</a>»", "«<br>»x«</br>»",
+    "<script>«</s»", "<title>t</title>«<h1>x</h1>»",
+    "<ul>«<li>x»</ul>", "<ol>«<li>x</li>»</ol>", f"<ol start='{'9' * 4000}'>«<li>x<br>y</li>»</ol>", "«<ul></ul> »",
+    "<table><tr>«<td>x</td>»", "<table><tr>«<td colspan=1000>x</td>»", "<table>«<tr><td colspan=1000>x</td></tr>»",
+    "<table><tr>«<td rowspan=1000>x</td>»«<tr><td>x</td>»", "«<table><tr><td>x</td></tr></table>»",
+    "<code>«`a»</code>",
     "<blockquote>" * 50 + "a« »b", "«<div>»x«</div>»", "«<blockquote>»x«</blockquote>»", "«<ul><li>»x«</li></ul>»",
-    "«<table><tr><td>»x«</td></tr></table>»", "«<svg>»x«</svg>»<p>y", "«<meta charset=latin-1»",
-    "<p style='«display:none;»'>x", "«<p style='display:none'>x</p>»y", "<b style='visibility:hidden'>«<p>y</p>»</b>",
-    "<p><table>«<b>»«<p></p>»x",
-    "<meta charset« »=utf-8><p>x", "<blockquote>" * 100 + "«x<br>»", "<ul><li>" * 60 + "«x<br>»",
+    "<p style='«display:none;»'>x", "<b style='visibility:hidden'>«<p>y</p>»</b>", "<p><table>«<b>»«<p></p>»x",
+    "<meta charset« »=utf-8><p>x", "<blockquote>" * 100 + "«x<br>»",
 )  # fmt: skip
 _MARKDOWN = {
     **datas(
-        "«*»", "«*a_ »", "«_a_»", "«[»", "«[a](»", "«![a](»", "«[a](b) »", "«[»x«](b)»", "«[a%d]: /x\n»",
-        "[a]: /x\n\n«[a] »", "«[^%d] \n\n[^0]: x\n»", "«> »", "«> x\n»", "«>»", "«* x\n»", "«1. x\n»", "«# x\n\n»",
-        "«![a][%d] »\n\n«[%d]: data:image/png;base64,AA\n»", "«[»\n\n[a]: data:image/png;base64,AA",
-        "«>\t»[a]: data:image/png;base64,AA\nx",
-        "«#»", "«x\n=\n»", "«---\n»", "«-»", "«`»", "«```\n»", "«~~~x\n»", "«a|»\n" + "-|" * 10,
-        "|a|b|\n|-|-|\n«|a|b|\n»", "«<a>»", "«<a »", "«<!--»", "«<!A»", "«<?»", "«<![CDATA[»", "«<http://a »", "«a@»",
-        "«&amp;&#»", "«\\»", "«$a$$»", "«\n»", "a« »b", "«a  \n»",
+        "«*»", "«*a_ »", "«[»", "«[a](»", "«![a](»", "«[»x«](b)»", "«[a%d]: /x\n»", "[a]: /x\n\n«[a] »",
+        "«[^%d] \n\n[^0]: x\n»", "«> x\n»", "«>»", "«* x\n»", "«1. x\n»",
+        "«![a][%d] »\n\n«[%d]: data:image/png;base64,AA\n»",
+        "«#»", "«x\n=\n»", "«-»", "«`»", "«```\n»", "«a|»\n" + "-|" * 10, "|a|b|\n|-|-|\n«|a|b|\n»", "«<a »",
+        "«<http://a »", "«\\»", "a« »b",
     ),
     "deep items": lambda size: "".join(" " * 2 * i + "* x\n" for i in range(int(size**0.5))).encode(),
     "growing backticks": lambda size: b"".join(b"`" * i + b"a" for i in range(int((2 * size) ** 0.5))),
 }  # fmt: skip
 _TEXT = {
     **datas(
-        "«a»", "«word »", "«word%d »", "«It is. »", "«.»", "«e.g.»", "a« »b", "«a\n»", "«a\n\n»", "a«\n»b",
-        "a«\r\n»b", "a«\t»b", "«0»", "«1,234.5 »", "«!?»", "«'s»", '«"»', "«a-»", "«/a»", "a«\u0301»", "«ä»",
-        "«日本»", "«\U0001f600»", "«\U0001f468\u200d»\U0001f468", "«\U0001f1e6»", "«\u202eא»", "«\u200b»", "«\u3000»",
-        "«\u2028»", "a«\ufeff»", "«<eos><|user|>»", "«<|user»", "«한글 »", "«ไทย»",
+        "«a»", "«word%d »", "«It is. »", "«e.g.»", "a« »b", "a«\n»b", "a«\r\n»b", "«1,234.5 »", "«'s»", "«/a»",
+        "a«\u0301»", "«日本»", "«\U0001f468\u200d»\U0001f468", "«\u202eא»", "«\u2028»", "«<eos><|user|>»", "«ไทย»",
     ),
     "more and more empty lines": lambda size: b"".join(b"a" + b"\n" * i for i in range(int((2 * size) ** 0.5))),
 }  # fmt: skip
-_VALUES = ("«1»", "0.«1»", "1e«1»", "[«1,»0]", "[«true,»0]", "[«[],»0]", "«[»x«]»", '«{"a":»1«}»')
+_VALUES = ("«1»", "0.«1»", "[«1,»0]", "[«[],»0]", "«[»«]»", '«{"a":»1«}»')
 _JSONL = {
     **datas(
-        '«"a"\n»', '«{"text": "a"}\n»', '«{"title": "b", "text": "a"}\n»', '«\n»"a"', '« »"a"', '« \n»"a"',
-        '«\r\n»"a"', '"«a»"', '"«a»', '"«\\n»"', '"«\\u00e4»"', '"«\\ud83d\\ude00»"', '"«\\ud83d»"', '"«\\\\»"',
-        '"«\u2028»"', '"«\t»"', '«1»', *(f'{{"text": "a", "n": {value}}}' for value in _VALUES), '«[»', '«{"a":»',
-        '{«"k%d": 0, »"text": "a"}', '{«"k": 0, »"text": "a"}', '{«"text": "a", »"text": "a"}', '«"a"\n»{',
+        '«"a"\n»', '«{"title": "b", "text": "a"}\n»', '« \n»"a"', '"«a»', '"«\\ud83d\\ude00»"', '"«\\ud83d»"',
+        '"«\\\\»"',
+        *(f'{{"text": "a", "n": {value}}}' for value in _VALUES), '«[»', '«{"a":»', '{«"k%d": 0, »"text": "a"}',
+        '{«"text": "a", »"text": "a"}', '«"a"\n»{',
     ),
     "a long title": lambda size: b'{"title": "%s", "text": "%s"}' % (b"a" * (size // 4) + b"b", b"a" * (size // 2)),
-    "a title in pieces": lambda size: b'{"title": "%sa", "text": "%s"}' % (b"ab" * (size // 8), b"ab" * (size // 4)),
 }  # fmt: skip
 SHAPES: Mapping[str, Bytes] = {HTML: _HTML, MARKDOWN: _MARKDOWN, PLAIN: _TEXT, JSONL: _JSONL, PDF: pdf_shapes.SHAPES}
 # Bytes of the smallest; the largest has four times as many. The square of these takes a second and more.
@@ -121,15 +108,9 @@ def measured() -> Iterator[Measured]:
     made.close()
 
 
+# It takes 5 s.
+LONGEST = (HTML, "<blockquote>" * 100 + "«x<br>»")
 GROWING = [(kind, name) for kind, shapes in SHAPES.items() for name in shapes]
-
-
-def test_there_are_enough() -> None:
-    assert all(len(shapes) >= 30 for shapes in SHAPES.values())
-
-
-# They take 5 and 7 s.
-LONGEST = {(HTML, "<blockquote>" * 100 + "«x<br>»"), (PDF, "forms")}
 
 
 # Some of each kind, and in `make test-all` all of them.
@@ -137,7 +118,7 @@ LONGEST = {(HTML, "<blockquote>" * 100 + "«x<br>»"), (PDF, "forms")}
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        pytest.param(*case, marks=pytest.mark.slow) if number % 8 or case in LONGEST else case
+        pytest.param(*case, marks=pytest.mark.slow) if number % 8 or case == LONGEST else case
         for number, case in enumerate(GROWING)
     ],
 )
