@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests.chaos.network import Network
 from tests.chaos.oracle import Oracle
@@ -29,6 +30,11 @@ class Scene:
     @property
     def cache(self) -> Process:
         return self.world.caches[self.number]
+
+    def process(self, who: str) -> Process:
+        """The one that a fault of `who` is for."""
+        several = {"cache": self.world.caches, "worker": self.world.workers}.get(who)
+        return several[self.number] if several else self.world.gateway
 
     @property
     def data(self) -> Path:
@@ -73,15 +79,18 @@ class Fault:
 FAULTS: list[Fault] = []
 
 
-def fault(
-    who: str, weight: float = 1.0, *, answers_fail: bool = False, needs: str = ""
-) -> Callable[[Strike], Strike]:
+def add(
+    name: str, strike: Strike, who: str, weight: float = 1.0, *, answers_fail: bool = False, needs: str = ""
+) -> None:
     """Lists a generator as a fault of `who`: cache, remote (the tier that they share), worker or gateway."""
+    FAULTS.append(Fault(name, who, contextlib.asynccontextmanager(strike), weight, answers_fail, needs))
+
+
+def fault(who: str, weight: float = 1.0, **more: Any) -> Callable[[Strike], Strike]:
+    """`add` under the function's name."""
 
     def listed(strike: Strike) -> Strike:
-        name = strike.__name__.replace("_", " ")  # type: ignore[attr-defined]
-        context = contextlib.asynccontextmanager(strike)
-        FAULTS.append(Fault(name, who, context, weight, answers_fail, needs))
+        add(strike.__name__.replace("_", " "), strike, who, weight, **more)  # type: ignore[attr-defined]
         return strike
 
     return listed

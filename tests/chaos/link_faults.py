@@ -1,10 +1,9 @@
 """Faults of links that go on working, but badly: narrow ones, on which everything queues, and lossy ones."""
 
-import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from tests.chaos.faults import FAULTS, Fault, Scene
+from tests.chaos.faults import Scene, add
 from tests.chaos.network import Network, Place
 
 # Kilobits a second: an entry of 200 kB takes from 25 s to half a second.
@@ -18,7 +17,6 @@ def _list(
     """Lists both faults of a process's link."""
     for kind, shape, values in (("narrow", Network.narrow, _NARROW), ("lossy", Network.lose, _LOST)):
 
-        @contextlib.asynccontextmanager
         async def strike(scene: Scene, shape: Any = shape, values: Sequence[float] = values) -> AsyncIterator[None]:
             shape(scene.network, place(scene), scene.dice.choice(values))
             try:
@@ -26,7 +24,7 @@ def _list(
             finally:
                 scene.network.sound(place(scene))
 
-        FAULTS.append(Fault(f"{name} on a {kind} link", who, strike, weight, answers_fail, "tc"))
+        add(f"{name} on a {kind} link", strike, who, weight, answers_fail=answers_fail, needs="tc")
 
 
 _list("cache", "cache", lambda scene: scene.cache.place, 2)

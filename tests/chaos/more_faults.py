@@ -1,11 +1,9 @@
 """Faults of the remote tier behind the cache services, and of the workers and the gateway before them."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
-from tests.chaos.faults import Scene, fault
-from tests.chaos.process import Process
+from tests.chaos.faults import Scene, Strike, add, fault
 from tests.system.redis_process import RedisServer
 
 
@@ -107,28 +105,42 @@ async def clock_of_the_remote_tier_jumps(scene: Scene) -> AsyncIterator[None]:
     scene.world.remote_clock.jump(0)
 
 
-@fault("worker", needs="clock")
-async def clock_of_a_worker_jumps(scene: Scene) -> AsyncIterator[None]:
-    with _jumped(scene, scene.world.workers[scene.number]):
+def _clock_jumps(who: str) -> Strike:
+    async def strike(scene: Scene) -> AsyncIterator[None]:
+        clock = scene.world.clocks[scene.process(who).name]
+        clock.jump(scene.dice.choice((-86_400, -30, 30, 86_400)))
         yield
+        clock.jump(0)
+
+    return strike
 
 
-@fault("gateway", needs="clock")
-async def clock_of_the_gateway_jumps(scene: Scene) -> AsyncIterator[None]:
-    with _jumped(scene, scene.world.gateway):
+def _killed(who: str) -> Strike:
+    """While it answers."""
+
+    async def strike(scene: Scene) -> AsyncIterator[None]:
+        asking = asyncio.create_task(scene.oracle.traffic())
+        await asyncio.sleep(scene.dice.uniform(0, 0.5))
+        scene.process(who).kill9()
         yield
+        await asking
+        await scene.process(who).start()
+
+    return strike
 
 
-@fault("worker", 0.5, answers_fail=True)
-async def worker_killed(scene: Scene) -> AsyncIterator[None]:
-    async with _killed(scene, scene.world.workers[scene.number]):
-        yield
+def _stands_still(who: str) -> Strike:
+    async def strike(scene: Scene) -> AsyncIterator[None]:
+        with scene.process(who).still():
+            yield
+
+    return strike
 
 
-@fault("worker", 1, answers_fail=True)
-async def worker_stands_still(scene: Scene) -> AsyncIterator[None]:
-    with scene.world.workers[scene.number].still():
-        yield
+for _who, _name, _weight in (("worker", "a worker", 1), ("gateway", "the gateway", 0.5)):
+    add(f"clock of {_name} jumps", _clock_jumps(_who), _who, needs="clock")
+    add(f"{_who} killed", _killed(_who), _who, 0.5, answers_fail=True)
+    add(f"{_who} stands still", _stands_still(_who), _who, _weight, answers_fail=True)
 
 
 @fault("worker", 1, answers_fail=True, needs="network")
@@ -137,37 +149,6 @@ async def worker_cut_off(scene: Scene) -> AsyncIterator[None]:
     scene.network.cut(place)
     yield
     scene.network.mend(place)
-
-
-@fault("gateway", 0.5, answers_fail=True)
-async def gateway_killed(scene: Scene) -> AsyncIterator[None]:
-    async with _killed(scene, scene.world.gateway):
-        yield
-
-
-@fault("gateway", 0.5, answers_fail=True)
-async def gateway_stands_still(scene: Scene) -> AsyncIterator[None]:
-    with scene.world.gateway.still():
-        yield
-
-
-@contextlib.asynccontextmanager
-async def _killed(scene: Scene, process: Process) -> AsyncIterator[None]:
-    """While it answers."""
-    asking = asyncio.create_task(scene.oracle.traffic())
-    await asyncio.sleep(scene.dice.uniform(0, 0.5))
-    process.kill9()
-    yield
-    await asking
-    await process.start()
-
-
-@contextlib.contextmanager
-def _jumped(scene: Scene, process: Process) -> Iterator[None]:
-    clock = scene.world.clocks[process.name]
-    clock.jump(scene.dice.choice((-86_400, -30, 30, 86_400)))
-    yield
-    clock.jump(0)
 
 
 def _redis(scene: Scene) -> RedisServer:

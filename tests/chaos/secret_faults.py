@@ -2,26 +2,20 @@
 
 from collections.abc import AsyncIterator
 
-from tests.chaos.faults import Scene, fault
+from tests.chaos.faults import Scene, Strike, add, fault
 from tests.chaos.secured import Secured
 
 
-@fault("cache", needs="secured")
-async def certificate_of_a_cache_renewed(scene: Scene) -> AsyncIterator[None]:
-    _secured(scene).renew_certificate(scene.cache.name)
-    yield
+def _certificate_renewed(who: str) -> Strike:
+    async def strike(scene: Scene) -> AsyncIterator[None]:
+        _secured(scene).renew_certificate(scene.process(who).name)
+        yield
+
+    return strike
 
 
-@fault("worker", needs="secured")
-async def certificate_of_a_worker_renewed(scene: Scene) -> AsyncIterator[None]:
-    _secured(scene).renew_certificate(scene.world.workers[scene.number].name)
-    yield
-
-
-@fault("gateway", needs="secured")
-async def certificate_of_the_gateway_renewed(scene: Scene) -> AsyncIterator[None]:
-    _secured(scene).renew_certificate(scene.world.gateway.name)
-    yield
+for _who, _name in (("cache", "a cache"), ("worker", "a worker"), ("gateway", "the gateway")):
+    add(f"certificate of {_name} renewed", _certificate_renewed(_who), _who, needs="secured")
 
 
 @fault("cache", needs="secured")

@@ -1,7 +1,5 @@
 """Two faults of a fixed seed over real processes, and whether what watches over them would see what is wrong."""
 
-import argparse
-import asyncio
 import json
 import random
 import subprocess
@@ -10,18 +8,11 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from fusionkv.protos.runtime.errors import Unavailable
-from tests.chaos import disk_faults
-from tests.chaos.answers import RECIPES
 from tests.chaos.entries import Entries
-from tests.chaos.faults import FAULTS
-from tests.chaos.oracle import Oracle
 from tests.chaos.process import Wrong
-from tests.chaos.run import Run
 from tests.system.cache_process import NAMESPACE, flags, payload, put
 from tests.system.redis_process import server
 
@@ -80,39 +71,3 @@ async def test_other_bytes_are_seen(entries: Entries) -> None:
         await put(client, name, payload("another", entries.stored[name]))
     with pytest.raises(Wrong, match="other bytes than were put"):
         await entries.everything_is_there(set(), share=0.5)
-
-
-class Recovering(Exception):
-    """All faults of an episode are over."""
-
-
-@pytest.mark.parametrize("first", ["gateway killed", "worker killed"])
-async def test_a_question_may_fail_until_all_are_back(monkeypatch: pytest.MonkeyPatch, first: str) -> None:
-    """A full disk asks something as it ends, while what struck before it is still down."""
-    monkeypatch.setattr(disk_faults, "_disk", Mock())
-    ended = await asyncio.gather(*(_episode(seed, first, "disk full") for seed in range(12)))
-    assert any(starts for starts in ended), "a cache service was started, and something asked, on a full disk"
-
-
-async def test_a_question_may_not_fail_by_the_cache_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_faults, "_disk", Mock())
-    with pytest.raises(Wrong, match="the cache alone has a fault"):
-        await _episode(1, "disk full")
-
-
-async def _episode(seed: int, *names: str) -> int:
-    """Strikes while no question is answered. Returns how often the cache service was started."""
-    silent = Mock()
-    silent.ask = silent.ingest = silent.model = AsyncMock(side_effect=Unavailable("down"))
-    cache, other = Mock(start=AsyncMock()), Mock(start=AsyncMock())
-    world: Any = Mock(caches=[cache], gateway=other, workers=[other], client=silent, worker_clients=[silent])
-    oracle = Oracle(world, random.Random(seed))
-    oracle.entries = Mock(put_one=AsyncMock(), get_one=AsyncMock())
-    oracle.answers.questions, oracle.answers.pages = [("Who?", [*RECIPES])], {"a": "A page."}
-    oracle.empty_pools = AsyncMock()  # type: ignore[method-assign]
-    oracle.recovered = AsyncMock(side_effect=Recovering)  # type: ignore[method-assign]
-    run = Run(argparse.Namespace(seed=seed, faults=1, json=Path("none")), [], Mock(), None)
-    chosen = [(fault, 0) for name in names for fault in FAULTS if fault.name == name]
-    with pytest.raises(Recovering):
-        await run._episode(world, oracle, chosen, False)
-    return cache.start.await_count

@@ -14,13 +14,9 @@ _PACKAGES = ("protos", "kvcache_service", "fusion_worker", "kernels", "gateway")
 _CONTRACT = "protos/*/v1/*.proto"
 _ROOT = Path(__file__).parents[2]
 _WHERE = "import fusionkv.kvcache_service as made; print(*made.__path__)"
-# An earlier version has the schema in a module of its own.
 _FORMAT = """
 from fusionkv.gateway.retrieval.base import ModelIdentity
-try:
-    from fusionkv.gateway.retrieval.table import schema_of
-except ImportError:
-    from fusionkv.gateway.retrieval.rows import schema as schema_of
+from fusionkv.gateway.retrieval.table import schema_of
 print(schema_of(ModelIdentity(b"", b""), 0).metadata[b"fusionkv.form"].decode())
 """
 
