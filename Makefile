@@ -57,8 +57,8 @@ test-engines: setup ## The adapters in SGLang and LMCache themselves, with fault
 	@test -e build/engines/.done || scripts/setup.sh engines
 	@OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/build/engines .venv/bin/pytest tests/engines $(ARGS)
 
-.PHONY: lint style mypy
-lint: style mypy ## ruff, mypy, buf, hadolint
+.PHONY: lint style mypy pyright
+lint: style mypy pyright ## ruff, mypy, pyright, buf, hadolint
 
 style: setup
 	$(PY) -m ruff check
@@ -69,6 +69,9 @@ style: setup
 
 mypy: setup
 	$(PY) -m mypy -p fusionkv
+
+pyright: setup
+	.venv/bin/pyright -p build/paths/fusionkv
 
 .PHONY: format
 format: setup ## Formats Python and protos

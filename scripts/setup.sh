@@ -59,11 +59,17 @@ apt_install() {
     apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
 }
 
+# Debian and Ubuntu package venv separately, so three ways are tried: Python's venv, virtualenv (already installed, or
+# installed by pip in build/), and the distribution's package if this user may install it.
 make_venv() {
-    local python=$1
+    local python=$1 borrowed=build/virtualenv
     [ -x $venv/bin/python ] && $venv/bin/python -m pip --version >/dev/null 2>&1 && return
     say "creating $venv with $("$python" --version)"
     "$python" -m venv --clear $venv >/dev/null 2>&1 && return
+    "$python" -m virtualenv --clear -q $venv >/dev/null 2>&1 && return
+    if "$python" -m pip install -q --target $borrowed virtualenv 2>/dev/null; then
+        PYTHONPATH=$borrowed "$python" -m virtualenv --clear -q $venv && return
+    fi
     apt_install python3-venv && "$python" -m venv --clear $venv && return
     die "$python can't create a virtual environment: install venv (Debian, Ubuntu: apt-get install python3-venv) and run this again"
 }
@@ -71,7 +77,10 @@ make_venv() {
 # $1: an extra of pyproject.toml.
 install_python() {
     local python
-    python=$(find_python) || die "Python 3.11 or later is needed; set PYTHON=/path/to/python3.11"
+    if ! python=$(find_python); then
+        apt_install python3 python3-venv || true
+        python=$(find_python) || die "Python 3.11 or later is needed; set PYTHON=/path/to/python3.11"
+    fi
     make_venv "$python"
     must "installing PyTorch for CPUs" pip_install "$(grep '^torch==' constraints.txt)"
     must "installing packages to build with" pip_install -c constraints.txt setuptools wheel grpcio-tools
