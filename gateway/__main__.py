@@ -51,12 +51,13 @@ def main() -> int:
 
 
 async def _serve(config: GatewayConfig) -> None:
-    from fusionkv.gateway.application import SERVICE, Application
+    from fusionkv.gateway.application import Application
     from fusionkv.gateway.auth.tenants import Quotas, Tenants, read_key
     from fusionkv.gateway.embed.base import Embedder
     from fusionkv.gateway.embed.choose import open_embedder, open_reranker
     from fusionkv.gateway.pipeline import AnswerEngine
     from fusionkv.gateway.retrieval.base import HybridSearch
+    from fusionkv.gateway.servicer import SERVICE, handlers
     from fusionkv.gateway.workers.workers import WorkerPool
 
     verifiers = _verifiers(config)
@@ -96,7 +97,7 @@ async def _serve(config: GatewayConfig) -> None:
     memory_returner = asyncio.create_task(process.return_memory())
 
     served = rpc.Served(
-        {SERVICE.full_name: application.handlers},
+        {SERVICE.full_name: handlers(application)},
         interceptors=[BearerInterceptor(bearer)] if bearer else [],
         beside=_http(config, application, bearer),
         ready=application.ready,

@@ -1,15 +1,14 @@
-"""The gateway's application: what each call does, by gRPC or by HTTP, given the call that was admitted."""
+"""The gateway's application, below its protocols: what each call does, given the call that was admitted."""
 
 import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import grpc
 import numpy as np
 from opentelemetry import metrics
 
@@ -29,7 +28,6 @@ from fusionkv.protos.answer.v1.answer_pb2 import Summary
 from fusionkv.protos.contract.names import recipe_label
 from fusionkv.protos.deadline import Deadline
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
-from fusionkv.protos.runtime import rpc
 from fusionkv.protos.runtime.errors import (
     DeadlineExceeded,
     FailedPrecondition,
@@ -44,7 +42,6 @@ if TYPE_CHECKING:
     from fusionkv.gateway.workers.vllm import VLLMEngine
 
 R = TypeVar("R")
-SERVICE = pb.DESCRIPTOR.services_by_name["GatewayService"]
 _degraded = metrics.get_meter(__name__).create_counter(
     "fusionkv.gateway.degraded", description="answers given without the cache"
 )
@@ -55,9 +52,12 @@ _MAX_PAGE = 1000
 
 
 class Application:
-    """Implements the service of gateway.proto, one method per RPC, and what HTTP (`http/`) has beside it.
+    """What the gateway does for its callers, who reach it by gRPC (`servicer.py`) or by HTTP (`http/`).
 
-    `admission` admits the calls that the methods receive.
+    Attributes:
+        admission: admits the calls that other methods receive.
+        ingest: stores and rebuilds documents.
+        precompute: encodes corpora ahead of time.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class Application:
     ) -> None:
         """`engine` answers prompts."""
         self.admission = CallAdmission(config, tenants)
-        self._ingest = Ingest(config, workers, search)
-        self._precompute = Precompute(config, workers, search)
+        self.ingest = Ingest(config, workers, search)
+        self.precompute = Precompute(config, workers, search)
         self._config = config
         self._tenants = tenants
         self._workers = workers
@@ -77,31 +77,7 @@ class Application:
         self._checking = asyncio.Lock()
         self._ready, self._checked = False, -math.inf
 
-    @property
-    def handlers(self) -> grpc.GenericRpcHandler:
-        """The service for a gRPC server, which admits each call by its deadline before its request is read."""
-        return rpc.handlers(
-            SERVICE, self, admit=lambda method, context: self.admission.admitted(method, rpc.deadline(context))
-        )
-
-    async def Ingest(self, request: pb.IngestRequest, call: AdmittedCall) -> pb.IngestResponse:
-        return await self._ingest.file(call.tenant, request, call.deadline)
-
-    async def Upload(self, requests: AsyncIterator[pb.UploadRequest], call: AdmittedCall) -> pb.UploadResponse:
-        return pb.UploadResponse(stored=await self._ingest.upload(call.tenant, requests, call.deadline))
-
-    def Precompute(self, request: pb.PrecomputeRequest, call: AdmittedCall) -> AsyncGenerator[pb.PrecomputeResponse]:
-        return self._precompute.run(call.tenant, request)
-
-    def PlanPrecompute(
-        self, request: pb.PlanPrecomputeRequest, call: AdmittedCall
-    ) -> AsyncGenerator[pb.PlanPrecomputeResponse]:
-        return self._precompute.plan(call.tenant, request)
-
-    def Move(self, request: pb.MoveRequest, call: AdmittedCall) -> AsyncGenerator[pb.MoveResponse]:
-        return self._ingest.move(call.tenant.retrieval, request.corpus)
-
-    async def Delete(self, request: pb.DeleteRequest, call: AdmittedCall) -> pb.DeleteResponse:
+    async def delete(self, call: AdmittedCall, request: pb.DeleteRequest) -> pb.DeleteResponse:
         check_corpus(request.corpus)
         if request.name:
             check_document(request.name)
@@ -114,7 +90,7 @@ class Application:
                 await self._workers.forget_corpus(tenant.salt, corpus_name(tenant.salt, request.corpus))
         return pb.DeleteResponse(documents=documents, chunks=chunks)
 
-    async def List(self, request: pb.ListRequest, call: AdmittedCall) -> pb.ListResponse:
+    async def list(self, call: AdmittedCall, request: pb.ListRequest) -> pb.ListResponse:
         tenant, corpus, size = call.tenant, request.corpus, min(request.page_size or _PAGE, _MAX_PAGE)
         if corpus:
             check_corpus(corpus)
@@ -129,7 +105,7 @@ class Application:
             next_page_token=page_tokens.encode(tenant.salt, corpus, items[size - 1].name) if more else "",
         )
 
-    async def Retrieve(self, request: pb.RetrieveRequest, call: AdmittedCall) -> pb.RetrieveResponse:
+    async def retrieve(self, call: AdmittedCall, request: pb.RetrieveRequest) -> pb.RetrieveResponse:
         if request.order == pb.ORDER_PREFIX:
             raise InvalidArgument("the order prefix depends on the prompts of Generate: Retrieve takes another order")
         query = Query(request.corpus, request.question, request.filter)
@@ -172,7 +148,7 @@ class Application:
         except TimeoutError as error:
             raise DeadlineExceeded("embedding took longer than the request's deadline") from error
 
-    def Generate(self, request: pb.GenerateRequest, call: AdmittedCall) -> AsyncGenerator[pb.GenerateResponse]:
+    def generate(self, call: AdmittedCall, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse]:
         return self._noted(call, self._pipeline.answer(call.tenant, request, call.deadline))
 
     def passed(
@@ -182,7 +158,7 @@ class Application:
         engine = cast("VLLMEngine", self._engine)
         return self._noted(call, passed(engine, self._pipeline, call.tenant, request, fields, stream, call.deadline))
 
-    async def GetModel(self, request: pb.GetModelRequest, call: AdmittedCall) -> pb.GetModelResponse:
+    async def model(self, call: AdmittedCall) -> pb.GetModelResponse:
         model = (await self._engine.model(call.deadline)).model
         return pb.GetModelResponse(
             name=model.name,
@@ -191,7 +167,7 @@ class Application:
             max_new_tokens=model.max_new_tokens,
         )
 
-    async def Stats(self, request: pb.StatsRequest, call: AdmittedCall) -> pb.StatsResponse:
+    async def stats(self, call: AdmittedCall) -> pb.StatsResponse:
         # The tenant of calls without a token is the gateway's own: its operators see all tenants.
         everyone = self._tenants.name() == self._config.tenant
         tenants = self._tenants.all if everyone else [call.tenant]
@@ -224,7 +200,7 @@ class Application:
 
     async def close(self) -> None:
         """Closes everything. Call it after the last call has ended."""
-        await self._ingest.close()
+        await self.ingest.close()
         await self._engine.close()
         await self._search.close()
         await self._tenants.close()

@@ -87,7 +87,7 @@ class HTTPServer(Listener):
         completion = requests.completion(await self._json(request), text, self._config.max_top_k, vllm)
         if completion.passed:
             return await self._pass_on(request, completion, call)
-        async with contextlib.aclosing(self._application.Generate(completion.request, call)) as responses:
+        async with contextlib.aclosing(self._application.generate(call, completion.request)) as responses:
             events = (results.event(response) async for response in responses)
             if completion.stream:
                 return await _stream(request, replies.chunks(completion, events))

@@ -13,8 +13,8 @@ import pytest
 from aiohttp import web
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from fusionkv.gateway.application import SERVICE
 from fusionkv.gateway.config import GatewayConfig
+from fusionkv.gateway.servicer import SERVICE
 from fusionkv.gateway.workers.vllm import VLLMEngine
 from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.deadline import Deadline

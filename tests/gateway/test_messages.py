@@ -5,7 +5,7 @@ import pytest
 from google.protobuf import message_factory
 from google.protobuf.message import DecodeError
 
-from fusionkv.gateway.application import SERVICE
+from fusionkv.gateway.servicer import SERVICE
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime import rpc
 from tests.gateway.conftest import Serve, Start
