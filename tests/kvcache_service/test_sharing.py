@@ -141,8 +141,8 @@ async def test_what_is_found_exactly_here_asks_nobody(serve: Any, engine: Dictio
 
 
 async def test_it_is_copied_by_being_looked_up(serve: Any) -> None:
-    a, b = await serve(), await serve()
-    await share(a, "S", payload("x", 3 * MIB + 5), signature=b"signed")
+    a, b = await serve(), await serve(memory=16 * MIB)
+    await share(a, "S", payload("x", 9 * MIB + 5), signature=b"signed")
     found = await b.find("S")
     assert found.hits[0].entry.signature == b"signed"
     assert (found.hits[0].entry.tier, found.lease, found.hits[0].entry.lease) == ("remote", 0, 0)
@@ -168,8 +168,8 @@ async def test_a_prefetch_copies_what_was_found(serve: Any) -> None:
     with busy(b):
         entry = await b.entry("S")
     assert entry.tier == "remote"
-    found = await b.stub.Prefetch(pb.PrefetchRequest(keys=[entry.key]), timeout=20)
-    assert found.entries[0].HasField("arena_offset")
+    found = await b.stub.Prefetch(pb.PrefetchRequest(keys=[entry.key, b"?" * 32]), timeout=20)
+    assert [each.HasField("arena_offset") for each in found.entries] == [True, False]
 
 
 async def test_a_copy_has_been_used_once(serve: Any) -> None:
