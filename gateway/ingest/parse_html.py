@@ -1,4 +1,4 @@
-"""Converts HTML to Markdown with markdownify."""
+"""Converts HTML to Markdown with markdownify, and limits input that would take too much time or memory."""
 
 import re
 from typing import Any
@@ -12,6 +12,19 @@ from fusionkv.gateway.ingest.hidden import is_hidden
 from fusionkv.gateway.ingest.text import is_inline
 from fusionkv.protos.runtime.errors import InvalidArgument
 
+_SPACES = re.compile(r"[\t \r\n]+")
+_BLANK = re.compile(r"[ \n]+")
+# Not a marked section of a name that html.parser refuses.
+_OPENED = re.compile(r"<(?!!\[(?!(?:temp|cdata|ignore|include|rcdata|if|else|endif)\b))", re.IGNORECASE)
+_LINE = re.compile(r"^(?=.)", re.MULTILINE)
+# Consecutive blanks kept in <pre>: markdownify's time is quadratic in them.
+_MAX_BLANKS = 100
+# Rows of a table's head: at each of them, markdownify counts all. A longer head becomes part of the body.
+_MAX_HEAD = 20
+# Levels of nested quotes and lists that are indented: each level adds a mark to every line.
+_MAX_DEPTH = 8
+# CSS's limit; each item and its indentation would be as wide as a longer number.
+_MAX_START = (1 << 31) - 1
 # Cells of a page that are added because one of an earlier row spans their rows.
 _MAX_SPANNED = 10_000
 # Blocks whose text markdownify would join with the text beside them.
@@ -41,6 +54,9 @@ def markdown(text: str, limit: int) -> str:
     Raises:
         InvalidArgument: the markup is broken or nested too deeply, or the Markdown exceeds the limit.
     """
+    # Behind the last `>`, `<` opens no tag, but html.parser would search the whole rest at each.
+    end = text.rfind(">") + 1
+    text = text[:end] + _OPENED.sub("&lt;", text[end:])
     try:
         soup = BeautifulSoup(text, builder=_Builder())
         titles = (title.get_text(strip=True) for title in soup("title") if not title.find_parent("svg"))
@@ -52,6 +68,9 @@ def markdown(text: str, limit: int) -> str:
         for block in soup(_BLOCKS):
             if not is_hidden(block.name, block.attrs):
                 block.name = "div"
+        for head in soup("thead"):
+            if len(head.find_all("tr", limit=_MAX_HEAD + 1)) > _MAX_HEAD:
+                head.name = "tbody"
         _fill_rows(soup)
         return _Converter(limit).convert_soup(soup).strip()
     except ParserRejectedMarkup as error:
@@ -121,6 +140,7 @@ class _Converter(MarkdownConverter):
         # The text is read by models and searched, and not rendered: a backslash would only change its words.
         super().__init__(heading_style="ATX", escape_asterisks=False, escape_underscores=False)
         self._limit = limit
+        self._items: dict[int, int] = {}
 
     def process_tag(self, node: Tag, parent_tags: set[str] | None = None) -> str:
         if is_hidden(node.name, node.attrs):
@@ -135,9 +155,48 @@ class _Converter(MarkdownConverter):
     def process_text(self, el: NavigableString, parent_tags: set[str] | None = None) -> str:
         if isinstance(el, ProcessingInstruction):  # of XHTML: <?xml version="1.0"?>
             return ""
+        # The regular expression of markdownify takes quadratic time for a row of spaces.
+        if "pre" not in (parent_tags or ()) and (text := _SPACES.sub(_newline_or_space, el)) != el:
+            replaced = type(el)(text)
+            el.replace_with(replaced)
+            el = replaced
         return str(super().process_text(el, parent_tags))  # type: ignore[misc]
 
     def convert_img(self, el: Tag, text: str, parent_tags: set[str]) -> str:
         if not el.get("src"):  # the image was in the page
             return str(el.get("alt") or "")
         return str(super().convert_img(el, text, parent_tags))  # type: ignore[misc]
+
+    def convert_pre(self, el: Tag, text: str, parent_tags: set[str]) -> str:
+        text = _BLANK.sub(lambda blanks: blanks[0][:_MAX_BLANKS], text)
+        return str(super().convert_pre(el, text, parent_tags))  # type: ignore[misc]
+
+    def convert_blockquote(self, el: Tag, text: str, parent_tags: set[str]) -> str:
+        if _is_deep(el):
+            return f"\n{text.strip()}\n\n"
+        return str(super().convert_blockquote(el, text, parent_tags))  # type: ignore[misc]
+
+    def convert_li(self, el: Tag, text: str, parent_tags: set[str]) -> str:
+        """As markdownify's, which would count all items before each item of a numbered list."""
+        if _is_deep(el):
+            return text.strip() + "\n"
+        if el.parent is None or el.parent.name != "ol":
+            return str(super().convert_li(el, text, parent_tags))  # type: ignore[misc]
+        items = id(el.parent)
+        if items not in self._items:
+            start = str(el.parent.get("start"))
+            is_number = start.isascii() and start.isdigit() and len(start) < 12
+            self._items[items] = min(int(start), _MAX_START) if is_number else 1
+        bullet = f"{self._items[items]}. "
+        self._items[items] += 1
+        if not (text := text.strip()):
+            return "\n"
+        return bullet + _LINE.sub(" " * len(bullet), text)[len(bullet) :] + "\n"
+
+
+def _is_deep(el: Tag) -> bool:
+    return len(el.find_parents(el.name, limit=_MAX_DEPTH)) == _MAX_DEPTH
+
+
+def _newline_or_space(match: re.Match[str]) -> str:
+    return "\n" if "\n" in match[0] or "\r" in match[0] else " "
