@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from fusionkv.gateway.client.client import Client
-from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos.runtime import errors
 from tests.chaos.process import Clock
 from tests.services import start_gateway
@@ -23,36 +22,6 @@ def wall(tmp_path: Path) -> Clock:
     if not Clock.preload:
         pytest.skip("a clock that jumps needs libfaketime: apt-get install libfaketime")
     return Clock(tmp_path / "clock")
-
-
-@pytest.mark.long
-async def test_what_was_put_last_stays(launch: Any, cache_client: Any, tmp_path: Path, wall: Clock) -> None:
-    """A disk for 16 entries: of those before, the oldest go."""
-    own = flags(tmp_path / "data", "--high-watermark", "1", memory="1MiB", disk="1MiB")
-    names = iter(range(1000))
-
-    async def fill(client: CacheClient, count: int) -> list[int]:
-        made = [next(names) for _ in range(count)]
-        for name in made:
-            assert await put(client, name, payload(name, SIZE))
-        return made
-
-    async def stay(client: CacheClient, made: list[int]) -> bool:
-        """Whether they are all there, without an access to any."""
-        return not any([await put(client, name, payload(name, SIZE)) for name in made])
-
-    service = launch(*own, env=wall.environment)
-    client = cache_client(service)
-    await fill(client, 16)
-    for jump in (-DAY, DAY, 0):
-        wall.jump(jump)
-        assert await stay(client, await fill(client, 8)), jump
-    for jump in (DAY, -DAY):  # over a restart too
-        wall.jump(jump)
-        assert service.stop() == 0
-        service = launch(*own, env=wall.environment)
-        client = cache_client(service)
-        assert await stay(client, await fill(client, 8)), jump
 
 
 async def test_leases_last_as_long_as_given(launch: Any, cache_client: Any, tmp_path: Path, wall: Clock) -> None:

@@ -5,7 +5,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,19 +20,26 @@ DATA = [memoryview(payload(n, MIB // 8)) for n in range(40)]
 SECONDS = 2.0
 
 
-@pytest.fixture
-def start(launch: Any, tmp_path: Path) -> Any:
+@pytest.fixture(scope="module")
+def start(launch_module: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """`start()` starts the service, always at the same address and over the same files."""
-    port = free_port()
-    return lambda: launch(*flags(tmp_path / "data", "--listen", f"127.0.0.1:{port}", memory="32MiB"))
+    port, data = free_port(), tmp_path_factory.mktemp("blobs")
+    return lambda: launch_module(*flags(data, "--listen", f"127.0.0.1:{port}", memory="32MiB"))
+
+
+@pytest.fixture(scope="module")
+def services(start: Any) -> list[Any]:
+    """The last one serves."""
+    return [start()]
 
 
 @pytest.fixture
-def blobs(start: Any) -> Iterator[tuple[Any, EngineBlobs]]:
-    service = start()
-    made = EngineBlobs(EngineOptions(service.address, seconds=SECONDS), {"engine": "a"}, logging.getLogger("engine"))
+def blobs(services: list[Any], request: pytest.FixtureRequest) -> Iterator[tuple[Any, EngineBlobs]]:
+    """Each test is a tenant of its own."""
+    options = EngineOptions(services[-1].address, seconds=SECONDS, tenant=request.node.name)
+    made = EngineBlobs(options, {"engine": "a"}, logging.getLogger("engine"))
     assert stored(made) == [True] * 40
-    yield service, made
+    yield services[-1], made
     made.close()
 
 
@@ -48,7 +54,9 @@ def read(blobs: EngineBlobs) -> list[bytes | None]:
     return [bytes(view) if filled else None for view, filled in zip(into, done, strict=True)]
 
 
-def test_a_killed_service_is_a_miss_and_used_again(blobs: Any, start: Any, monkeypatch: Any) -> None:
+def test_a_killed_service_is_a_miss_and_used_again(
+    blobs: Any, services: list[Any], start: Any, monkeypatch: Any
+) -> None:
     service, made = blobs
     monkeypatch.setattr(engine_blobs, "_AWAY_SECONDS", 0.1)
     right: list[bytes | None] = [bytes(data) for data in DATA]
@@ -60,18 +68,22 @@ def test_a_killed_service_is_a_miss_and_used_again(blobs: Any, start: Any, monke
     killer.join()
     assert len(seen) > 1
     assert all(got in (None, good) for got, good in zip(seen[-1], right, strict=True))
-    start()
+    services.append(start())
     end = time.monotonic() + 60
     while read(made) != right:
         assert time.monotonic() < end
 
 
-def test_a_service_that_stands_still_costs_one_timeout(blobs: Any, caplog: Any) -> None:
+@pytest.mark.parametrize("putting", [False, True])
+def test_a_service_that_stands_still_costs_one_timeout(blobs: Any, caplog: Any, putting: bool) -> None:
     service, made = blobs
     service.process.send_signal(signal.SIGSTOP)
     try:
         began = time.monotonic()
-        assert read(made) == [None] * 40
+        if putting:  # all puts of a call share its timeout
+            assert made.run(lambda b: b.store([b"new " + key for key in KEYS], DATA), None) is None
+        else:
+            assert read(made) == [None] * 40
         assert stored(made) is None  # at once: it is away
         assert made.away
         assert SECONDS / 2 < time.monotonic() - began < SECONDS + 1
@@ -81,19 +93,7 @@ def test_a_service_that_stands_still_costs_one_timeout(blobs: Any, caplog: Any) 
     assert "is passed over" in caplog.text
 
 
-def test_all_puts_of_a_call_share_its_timeout(blobs: Any) -> None:
-    service, made = blobs
-    fresh = [b"new " + key for key in KEYS]
-    service.process.send_signal(signal.SIGSTOP)
-    try:
-        began = time.monotonic()
-        assert made.run(lambda b: b.store(fresh, DATA), None) is None
-        assert time.monotonic() - began < SECONDS + 1
-    finally:
-        service.process.send_signal(signal.SIGCONT)
-
-
-def test_layout_weights_and_tenant_are_apart(blobs: Any) -> None:
+def test_layout_weights_and_tenant_are_apart(blobs: Any, request: pytest.FixtureRequest) -> None:
     service, made = blobs
     assert made.run(lambda b: b.prefix(KEYS), 0) == 40
     for options, layout in (
@@ -101,7 +101,8 @@ def test_layout_weights_and_tenant_are_apart(blobs: Any) -> None:
         ({"weights": "2"}, {"engine": "a"}),
         ({"tenant": "t"}, {"engine": "a"}),
     ):
-        other = EngineBlobs(EngineOptions(service.address, **options), layout, logging.getLogger("engine"))
+        own = EngineOptions(service.address, **{"tenant": request.node.name, **options})
+        other = EngineBlobs(own, layout, logging.getLogger("engine"))
         assert other.run(lambda b: b.prefix(KEYS), 1) == 0
         other.close()
 

@@ -1,7 +1,6 @@
 """`fusionkv eval` as a person starts it: figures, a second run that measures nothing, own files, plain errors."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -28,6 +27,7 @@ def test_measured_once_and_reported_again(reference_model: Path, tmp_path: Path)
     assert (full["model"], full["n"]) == (reference_model.name, 27)
     assert reuse["score"] < some["score"] <= full["score"]  # type: ignore[operator]
     assert found["twohop", "deeplayer", 0.1, "recomputed_tokens"]["n"] == 27
+    assert found["twohop", "deeplayer", 0.1, "prefill_seconds"]["n"] == 1  # of every second block
     # Where full reuse loses nothing, one ratio is enough.
     assert {r for task, recipe, r, _ in found if (task, recipe) == ("single", "deeplayer")} == {0.1}
     kept = (tmp_path / "cells.jsonl").read_bytes()
@@ -52,40 +52,33 @@ def test_files_of_the_papers_formats(reference_model: Path, tmp_path: Path) -> N
     pages = ["Report Balban. The code of Dorfek is 123. The lake is wide.", "Report Balban. Ada owns the lamp."]
     asked, data = "Report Balban: code of Dorfek?", tmp_path / "data"
     data.mkdir()
-    blend = [{"ctxs": [{"title": "", "text": p} for p in pages], "question": asked, "answers": ["123"]}] * 2
-    (data / "pages.json").write_text(json.dumps(blend))
-    (data / "hard.json").write_text(json.dumps([{**blend[0], "answers": ["an answer that no model gives"]}]))
+    blend = {"ctxs": [{"title": "", "text": p} for p in pages], "question": asked, "answers": ["123"]}
+    (data / "pages.json").write_text(json.dumps([blend] * 2))
+    (data / "hard.json").write_text(json.dumps([{**blend, "answers": ["an answer that no model gives"]}]))
     context = "\n".join(pages * 4)
     ruler = {"input": f"Answer.\n{context}\nQuestion: {asked}", "outputs": ["1", "2"], "answer_prefix": "\nAnswer:"}
     (data / "niah_x.jsonl").write_text(json.dumps(ruler) + "\n")
     story = {"context": context, "input": asked, "answers": ["123"], "dataset": "hotpotqa"}
-    (data / "hotpotqa.jsonl").write_text((json.dumps(story) + "\n") * 3)
+    (data / "hotpotqa.jsonl").write_text(json.dumps(story) + "\n")
     (data / "prompts.json").write_text("{}")
-    flags = ("--recipes", "fusionrag", "cacheblend", "--ratios", 0.2, "--chunk-tokens", 48, "--processes", 1)
+    flags = ("--recipes", "cacheblend", "--ratios", 0.2, "--chunk-tokens", 48, "--processes", 1)
     done = fusionkv("eval", reference_model, "--out", tmp_path, "--data", data, *flags, timeout=300)
     found = rows(tmp_path)
     assert "left out: " in done.stderr
-    metrics = {"cacheblend/pages": "f1", "ruler/niah_x": "string_match_all", "longbench/hotpotqa": "f1"}
-    for (task, metric), n in zip(metrics.items(), (2, 1, 3), strict=True):
-        for recipe, r in (("full_attention", 1.0), ("full_reuse", 0.0), ("fusionrag", 0.2), ("cacheblend", 0.2)):
+    metrics = {
+        "cacheblend/pages": ("f1", 2),
+        "ruler/niah_x": ("string_match_all", 1),
+        "longbench/hotpotqa": ("f1", 1),
+    }
+    for task, (metric, n) in metrics.items():
+        for recipe, r in (("full_attention", 1.0), ("full_reuse", 0.0), ("cacheblend", 0.2)):
             row = found[task, recipe, r, metric]
             assert row["n"] == n
             assert 0.0 <= row["score"] <= 1.0  # type: ignore[operator]
-    assert found["longbench/hotpotqa", "full_attention", 1.0, "kl"]["score"] == 0.0
-    for name, r, share in (("full_attention", 1.0, 1.0), ("full_reuse", 0.0, 0.0)):
-        assert found["longbench/hotpotqa", name, r, "answer_kl_back"]["score"] == share
-    assert found["cacheblend/pages", "fusionrag", 0.2, "gold_nll"]["n"] == 2
-    assert found["cacheblend/pages", "no_context", 0.0, "f1"]["n"] == 2
-    assert ("cacheblend/pages", "no_context", 0.0, "answer_kl") not in found
-    # Right answers are those that contain an expected one.
-    for task, n in (("cacheblend/pages", 2), ("longbench/hotpotqa", 3)):
-        full, some = ((task, *cell) for cell in (("full_attention", 1.0), ("fusionrag", 0.2)))
-        assert found[*full, "right"]["score"] == found[*full, "contains"]["score"] == 1.0
-        assert found[*some, "kept"]["score"] == found[*some, "contains"]["score"]
-        assert (found[*some, "kept"]["n"], found[*some, "gained"]["score"]) == (n, 0.0)
-        assert found[*some, "answer_kl_median"]["n"] == n
-        assert re.search(rf"{reference_model.name} on {task}, {n} questions", done.stderr)
-    assert "ruler/niah_x" not in {task for task, *_, metric in found if metric == "right"}
+    # Right answers are those that contain an expected one; kept ones are right with the recipe too.
+    full, some = (("cacheblend/pages", *cell) for cell in (("full_attention", 1.0), ("cacheblend", 0.2)))
+    assert found[*full, "right"]["score"] == found[*full, "contains"]["score"] == 1.0
+    assert found[*some, "kept"]["score"] == found[*some, "contains"]["score"]
     # Where no answer is right with the passages, nothing shows that they help.
     no_test = f"{reference_model.name} on cacheblend/hard: this set is no test for this model"
     for text in (done.stderr, (tmp_path / "report.html").read_text()):

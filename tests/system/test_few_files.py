@@ -3,21 +3,18 @@
 import asyncio
 import contextlib
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from fusionkv.gateway.client.client import Client
 from fusionkv.protos.runtime import errors
 from tests.conftest import Service
 from tests.processes import cpu_seconds
-from tests.services import start_gateway, start_worker
 from tests.system.cache_process import MIB, check_refused, flags, get, payload, put
-from tests.waiting import until, wait_until
+from tests.waiting import until
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]
 
@@ -52,17 +49,6 @@ class Crowd(list[socket.socket]):
 def crowd() -> Iterator[Crowd]:
     with contextlib.closing(Crowd()) as made:
         yield made
-
-
-@pytest.mark.parametrize("name", ["kvcache", "worker", "gateway"])
-@pytest.mark.parametrize("files", [8, 16, 24])
-def test_too_few_to_start_is_said(tmp_path: Path, reference_model: Path, name: str, files: int) -> None:
-    own = {
-        "kvcache": flags(tmp_path),
-        "worker": ["fusionkv.fusion_worker", "--listen", "127.0.0.1:0", "--model", str(reference_model)],
-        "gateway": ["fusionkv.gateway", "--listen", "127.0.0.1:0", "--data-dir", str(tmp_path)],
-    }[name]
-    check_refused(Service(*own, before=limited(files)), f"only {files} open files are allowed")
 
 
 def test_a_cache_allows_itself_a_file_of_every_segment(launch: Any, tmp_path: Path) -> None:
@@ -102,39 +88,3 @@ async def test_entries_stay_without_descriptors(launch: Any, cache_client: Any, 
     assert await put(client, "c", payload("c", MIB))
     assert service.stop() == 0
     assert "Traceback" not in service.log
-
-
-@pytest.mark.long
-def test_worker_and_gateway_outlast_a_crowd(launch: Any, tmp_path: Path, reference_model: Path, crowd: Crowd) -> None:
-    """Without a descriptor nobody new is let in, and who is in is answered, or refused as is right."""
-    files = 64
-    worker = start_worker(launch, reference_model, before=limited(files))
-    gateway = start_gateway(launch, tmp_path, worker, before=limited(files))
-    with Client(gateway.address, timeout=60) as client:
-        client.ingest("c", "a", b"The tower is red.", media_type="text/plain")
-        answer = client.ask("c", "What is red?", max_tokens=3).text
-        crowd.connect(worker.address, files)
-        crowd.connect(gateway.address, files)
-        wait_until(lambda: files_left(worker, files) == files_left(gateway, files) == 0)
-        calls: list[Callable[[], object]] = [
-            lambda: client.ingest("c", "b", b"The boat is blue.", media_type="text/plain"),
-            lambda: client.ingest("d", "b", b"The boat is blue.", media_type="text/plain"),
-            lambda: client.retrieve("c", "What is red?"),
-            lambda: client.ask("c", "What is red?", max_tokens=3),
-            lambda: client.delete("c", "a"),
-        ]
-        for call in calls:
-            with pytest.raises(errors.ResourceExhausted, match="Too many open files"):
-                call()
-        assert [item.name for item in client.list("c")] == ["a"]
-        before = seconds_computed(worker, gateway)
-        time.sleep(1)
-        assert seconds_computed(worker, gateway) - before < 0.5
-        crowd.close()
-        wait_until(lambda: min(files_left(worker, files), files_left(gateway, files)) > 16)
-        assert client.ask("c", "What is red?", max_tokens=3).text == answer
-        for call in calls:
-            call()
-        assert [item.name for item in client.list("c")] == ["b"]
-    assert gateway.stop() == worker.stop() == 0
-    assert "Traceback" not in gateway.log + worker.log

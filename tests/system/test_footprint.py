@@ -11,7 +11,6 @@ from typing import Any
 import psutil
 import pytest
 
-from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.gateway.client.client import Client
 from tests.processes import cpu_seconds
 from tests.services import HERE
@@ -59,17 +58,6 @@ def test_services_start_soon_and_stay_small(launch: Any, tmp_path: Path) -> None
     assert sum(memory(worker).values()) <= weights + POOL + 500 * MB
     assert sum(memory(gateway).values()) <= 300 * MB
     assert memory(kvcache)["Anon"] + memory(kvcache)["File"] <= 150 * MB
-
-
-@pytest.mark.long
-@pytest.mark.slow
-async def test_ranks_start_where_no_compiler_is_loaded(launch: Any) -> None:
-    """torch.distributed wants more of the compiler than marks. Not a fork, which has it."""
-    own = ("--model", str(MODEL), "--cache", "none", *HERE, "--tensor-parallel", "2")
-    worker = launch("fusionkv.fusion_worker", *own, "--pool-bytes", str(POOL), env={"OMP_NUM_THREADS": "1"})
-    client = WorkerClient(worker.address)
-    assert (await client.model()).name == MODEL.name
-    await client.close()
 
 
 async def test_a_cache_service_stays_small(launch: Any, cache_client: Any, tmp_path: Path) -> None:

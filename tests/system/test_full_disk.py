@@ -1,6 +1,9 @@
-"""Services on a file system that is full: they start, find what they have, and take more once there is room."""
+"""Services on a file system that is full or read-only: they find what they have, and take more afterwards."""
 
 import contextlib
+import os
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +14,11 @@ from fusionkv.protos.runtime import errors
 from tests.conftest import Service
 from tests.ports import free_port
 from tests.small_disk import SmallDisk, mounted
-from tests.system.cache_process import MIB, MODULE, check_stopped, find, flags, get, payload, put
+from tests.system.cache_process import MIB, MODULE, check_refused, check_stopped, find, flags, get, payload, put
 from tests.waiting import until
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]
+GATEWAY = ("fusionkv.gateway", "--listen", "127.0.0.1:0", "--data-dir")
 
 
 @pytest.fixture
@@ -78,11 +82,10 @@ async def test_it_evicts_and_deletes_on_a_full_disk(start: Any, cache_client: An
     assert "damaged" not in service.log
 
 
-@pytest.mark.parametrize("streams", [">/dev/full", "2>/dev/full", ">/dev/full 2>&1"])
-async def test_a_full_log_ends_nothing(launch: Any, cache_client: Any, tmp_path: Path, streams: str) -> None:
+async def test_a_full_log_ends_nothing(cache_client: Any, tmp_path: Path) -> None:
     address = f"127.0.0.1:{free_port()}"
     own = ("--listen", address, "--data-dir", str(tmp_path / "data"), "--disk-bytes", "16MiB")
-    service = Service(MODULE, *own, before=("sh", "-c", f'exec "$@" {streams}', "-"))
+    service = Service(MODULE, *own, before=("sh", "-c", 'exec "$@" >/dev/full 2>&1', "-"))
     try:
         client = cache_client(address)
 
@@ -99,3 +102,43 @@ async def test_a_full_log_ends_nothing(launch: Any, cache_client: Any, tmp_path:
     finally:
         service.kill9()
     assert await check_stopped(tmp_path / "data", 16 * MIB) == 1
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_no_service_starts_without_permission(tmp_path: Path, used: bool) -> None:
+    # Without its capabilities, root is bound by permissions as others are.
+    drop = ("setpriv", "--bounding-set=-all", "--inh-caps=-all")
+    if os.geteuid() == 0 and (
+        not shutil.which(drop[0]) or subprocess.run([*drop, "true"], check=False, capture_output=True).returncode
+    ):
+        pytest.skip("root may write anywhere: needs setpriv (apt-get install util-linux)")
+    before = drop if os.geteuid() == 0 else ()
+    for own in (flags(tmp_path / "cache", disk="2MiB"), [*GATEWAY, str(tmp_path / "gateway")]):
+        data = Path(own[own.index("--data-dir") + 1])
+        data.mkdir()
+        if used:
+            assert Service(*own).wait_until_serving().stop() == 0
+            for path in data.rglob("*"):
+                path.chmod(0o500 if path.is_dir() else 0o400)
+        data.chmod(0o500)
+        check_refused(Service(*own, before=before), "ermission denied")
+        for path in (data, *data.rglob("*")):
+            path.chmod(0o700)
+
+
+async def test_a_cache_with_read_only_segments_keeps_entries(launch: Any, cache_client: Any, disk: SmallDisk) -> None:
+    for name in "ab":
+        service = launch(*flags(disk.inside / "data", disk="3MiB"), before=disk.before)
+        client = cache_client(service)
+        if name == "a":
+            assert await put(client, "a", payload("a", MIB))
+            assert service.stop() == 0
+    disk.read_only("data/segments")
+    with pytest.raises(errors.Unavailable, match="Read-only file system"):
+        await get(client, "a")
+    with pytest.raises(errors.ResourceExhausted, match="Read-only file system"):
+        await put(client, "b", payload("b", MIB))
+    disk.writable("data/segments")
+    assert await get(client, "a") == payload("a", MIB)
+    assert await put(client, "b", payload("b", MIB))
+    assert service.stop() == 0

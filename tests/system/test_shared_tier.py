@@ -3,8 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterable
-from pathlib import Path
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -13,30 +12,43 @@ from fusionkv.kvcache_service.client import CacheClient, HitKind
 from fusionkv.protos.runtime import errors
 from tests.system.cache_process import NAMESPACE, SYSTEM, chunk, find, get, payload, put
 from tests.system.mooncake_process import MooncakeMaster
-from tests.system.shared_services import REMOTES, Remote, Services, made, sharing
+from tests.system.shared_services import REMOTES, Remote, Services, made
 from tests.waiting import until
 
 pytestmark = pytest.mark.system
 SIZES = (1, 4096, 100_000, 1 << 20, (3 << 20) + 17)
 
 
-# Its server takes seconds to start, for each test anew.
+# Its server takes seconds to start.
 SLOW = [pytest.param(kind, marks=pytest.mark.slow) if kind == "object store" else kind for kind in REMOTES]
 
 
-@pytest.fixture(params=SLOW)
-async def remote(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Remote]:
-    started = made(request.param, tmp_path / "remote")
+@pytest.fixture(scope="module", params=SLOW)
+def remote(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Remote]:
+    started = made(request.param, tmp_path_factory.mktemp("remote"))
     yield started
     started.kill9()
 
 
-@pytest.fixture
-async def two(launch: Any, tmp_path: Path, remote: Remote) -> AsyncIterator[Services]:
-    async with sharing(launch, tmp_path, remote) as services:
-        yield services
-    for service in services.services:
+@pytest.fixture(scope="module")
+def services(launch_module: Any, tmp_path_factory: pytest.TempPathFactory, remote: Remote) -> Iterator[Services]:
+    started = Services(launch_module, tmp_path_factory.mktemp("shared"), remote)
+    for _ in range(2):
+        started.start()
+    yield started
+    for service in started.services:
         service.kill9()
+
+
+@pytest.fixture
+async def two(services: Services) -> AsyncIterator[Services]:
+    """Both of them run, and are empty. Who ends the remote tier starts it again."""
+    for number, service in enumerate(services.services):
+        if service.process.poll() is not None:
+            await asyncio.to_thread(services.restart, number)
+    await services.emptied()
+    yield services
+    await services.close()
 
 
 async def content(client: CacheClient, *path: object, namespace: bytes = NAMESPACE) -> tuple[HitKind, bytes | None]:
@@ -171,6 +183,7 @@ async def test_the_remote_tier_is_killed_in_the_middle_of_copies(two: Services, 
         assert task.result() in (None, payload(name, (3 << 20) + 17))
     assert await same(a, names, (3 << 20) + 17)
     assert sum([(await client.stats()).checksum_failures for client in two.clients]) == 0
+    remote.start()
 
 
 @pytest.mark.long
@@ -207,20 +220,9 @@ async def test_a_service_that_ends_writes_back_what_it_has(two: Services, remote
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("remote", ["redis", "mooncake"], indirect=True)
-async def test_a_service_ends_while_the_remote_tier_stands_still(two: Services, remote: Remote) -> None:
-    assert await put(two.clients[0], "x", b"data")
+async def test_a_service_starts_and_ends_while_the_remote_tier_stands_still(two: Services, remote: Remote) -> None:
+    assert await put(two.clients[1], "x", b"data")
     await two.settled()
-    with remote.still():
-        assert not await put(two.clients[0], "x", b"data")
-        assert await put(two.clients[0], "y", b"data")
-        # It drains, and waits for what is written back and for Mooncake, each for seconds.
-        assert await asyncio.to_thread(two.services[0].stop, 40) == 0
-
-
-@pytest.mark.long
-@pytest.mark.slow
-@pytest.mark.parametrize("remote", ["redis", "mooncake"], indirect=True)
-async def test_a_service_starts_while_the_remote_tier_stands_still(two: Services, remote: Remote) -> None:
     with remote.still():
         await two.kill9(0)
         two.restart(0)
@@ -228,7 +230,9 @@ async def test_a_service_starts_while_the_remote_tier_stands_still(two: Services
             assert await put(two.clients[0], n, payload(n, 3000))
             assert await get(two.clients[0], n) == payload(n, 3000)
             await asyncio.sleep(0.1)  # for its own calls to the remote tier, which begin with the start
-        assert await asyncio.to_thread(two.services[0].stop, 40) == 0
+        # They drain, and wait for what is written back and for Mooncake, each for seconds.
+        for service in two.services:
+            assert await asyncio.to_thread(service.stop, 40) == 0
 
 
 @pytest.mark.parametrize("remote", ["redis"], indirect=True)

@@ -1,6 +1,7 @@
 """OpenTelemetry's environment variables: what they switch on and off, what is refused, which requests are sampled."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from fusionkv.gateway.client.client import Client
 from fusionkv.kvcache_service.client import CacheClient
+from fusionkv.protos.observe import telemetry
 from tests.commands import run_python
 from tests.services import start_cache, start_gateway, start_worker
 from tests.system.otlp import Receiver, receiving
@@ -52,11 +54,9 @@ def test_nothing_is_sent_without_an_endpoint(launch: Any, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("env", "spans", "metrics"),
     [
-        ({"EXPORTER_OTLP_ENDPOINT": "{}"}, True, True),
         ({"EXPORTER_OTLP_ENDPOINT": "{}", "METRICS_EXPORTER": "none"}, True, False),
         ({"EXPORTER_OTLP_ENDPOINT": "{}", "TRACES_EXPORTER": "none"}, False, True),
         ({"EXPORTER_OTLP_TRACES_ENDPOINT": "{}"}, True, False),
-        ({"EXPORTER_OTLP_METRICS_ENDPOINT": "{}", "METRICS_EXPORTER": "otlp"}, False, True),
         ({"EXPORTER_OTLP_ENDPOINT": "{}", "SDK_DISABLED": "true"}, False, False),
     ],
 )
@@ -82,33 +82,39 @@ def test_a_service_can_be_named(told: Callable[..., Receiver], name: str) -> Non
     assert {service for service, _ in received.spans} == {service for service, _ in received.metrics} == {"mine"}
 
 
+NOWHERE = "http://127.0.0.1:1"
+
+
 @pytest.mark.parametrize(
-    ("env", "says"),
+    ("name", "value", "says"),
     [
-        ({"EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, "only grpc is supported"),
-        ({"EXPORTER_OTLP_METRICS_PROTOCOL": "http/json"}, "'http/json' for metrics"),
-        ({"TRACES_EXPORTER": "console"}, "OTEL_TRACES_EXPORTER must be otlp or none, not 'console'"),
-        (
-            {"EXPORTER_OTLP_COMPRESSION": "zip"},
-            r"kvcache: a variable of OpenTelemetry \(OTEL_...\) can't be used: .*zip",
+        ("EXPORTER_OTLP_PROTOCOL", "http/protobuf", "only grpc is supported"),
+        ("EXPORTER_OTLP_TRACES_PROTOCOL", "http/json", "'http/json' for traces"),
+        ("TRACES_EXPORTER", "console", "OTEL_TRACES_EXPORTER must be otlp or none, not 'console'"),
+        *(
+            (f"EXPORTER_OTLP_{signal}HEADERS", header, "an invalid header")
+            for signal, header in itertools.product(
+                ("", "TRACES_"), ("Hush%20hush", "a b=Hush", "a=b,c=Hush;", 'a="Hush"', "a=Hush%0A%0A.", "é=Hush")
+            )
         ),
-        ({"EXPORTER_OTLP_TIMEOUT": "soon"}, "can't be used: could not convert string to float: 'soon'"),
     ],
 )
-def test_what_would_be_sent_nowhere_is_refused(launch: Any, tmp_path: Path, env: dict[str, str], says: str) -> None:
-    known = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", **{f"OTEL_{k}": v for k, v in env.items()}}
-    with pytest.raises(AssertionError, match=says):
-        start_cache(launch, tmp_path, env=known)
-
-
-@pytest.mark.parametrize("name", ["OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_METRICS_HEADERS"])
-@pytest.mark.parametrize("header", ["Hush%20hush", "a b=Hush", "a=b,c=Hush;", 'a="Hush"', "a=Hush%0A%0A.", "é=Hush"])
-def test_headers_that_cannot_be_sent_are_refused(launch: Any, tmp_path: Path, name: str, header: str) -> None:
-    """And not quoted, as the SDK and gRPC would do in the log."""
-    env = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", name: header}
-    with pytest.raises(AssertionError, match="an invalid header") as refused:
-        start_cache(launch, tmp_path, env=env)
+def test_what_would_be_sent_nowhere_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, says: str
+) -> None:
+    """And headers are not quoted, as the SDK and gRPC would do in the log."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", NOWHERE)
+    monkeypatch.setenv(f"OTEL_{name}", value)
+    with pytest.raises(ValueError, match=says) as refused:
+        telemetry._exported("TRACES")
     assert "ush" not in str(refused.value)
+
+
+def test_what_the_sdk_refuses_ends_the_start(launch: Any, tmp_path: Path) -> None:
+    env = {"OTEL_EXPORTER_OTLP_ENDPOINT": NOWHERE, "OTEL_EXPORTER_OTLP_COMPRESSION": "zip"}
+    says = r"kvcache: a variable of OpenTelemetry \(OTEL_...\) can't be used: .*zip"
+    with pytest.raises(AssertionError, match=says):
+        start_cache(launch, tmp_path, env=env)
 
 
 def test_headers_are_sent(told: Callable[..., Receiver]) -> None:
@@ -116,11 +122,6 @@ def test_headers_are_sent(told: Callable[..., Receiver]) -> None:
     received = told(EXPORTER_OTLP_ENDPOINT="{}", EXPORTER_OTLP_HEADERS=" Authorization=Bearer%20a== , x-y=a b,,")
     assert received.spans
     assert {("authorization", "Bearer a=="), ("x-y", "a b")} <= received.headers
-
-
-@pytest.mark.parametrize(("sampler", "count"), [("always_off", 0), ("always_on", 1)])
-def test_sampling_is_set_by_the_environment(told: Callable[..., Receiver], sampler: str, count: int) -> None:
-    assert len(told(EXPORTER_OTLP_ENDPOINT="{}", TRACES_SAMPLER=sampler).spans) == count
 
 
 @pytest.mark.parametrize(("ratio", "services"), [("0", set()), ("1", {"gateway", "worker", "kvcache"})])
