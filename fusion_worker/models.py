@@ -227,7 +227,7 @@ def _load(directory: Path, device: str, dtype: str, max_tokens: int, ranks: Rank
         tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, trust_remote_code=False)
         identity = fingerprint(directory) if ranks.rank == 0 else b""  # only rank 0 needs it
         _check_added(directory, tokenizer)
-        if ranks.rank == 0 and (line := files.unused(directory)):
+        for line in files.unused(directory) if ranks.rank == 0 else ():
             log.info(printable(line))
         pack(network)
         model = wrap(name_of(directory), network, tokenizer, identity, limit, ranks, today)

@@ -26,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"fusionkv model: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("fusionkv model: interrupted", file=sys.stderr, flush=True)
+        said = "fusionkv model: interrupted; the next run goes on behind the parts that are complete"
+        print(said, file=sys.stderr, flush=True)
         # At once: nothing is left behind here, and Python takes 4 s to unload torch and transformers.
         os._exit(130)
 

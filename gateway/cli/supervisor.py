@@ -11,24 +11,27 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.gateway.cli.launch import launched
 from fusionkv.gateway.client import DEFAULT_ADDRESS
+from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime import process, settings
 from fusionkv.protos.runtime.errors import Unavailable
 
+T = TypeVar("T")
 _SERVING = re.compile(r"^(\S+) serving on (.+)$")
 # Lines of a traceback before its last one, which states the error.
 _TRACEBACK = re.compile(r"^\s|^Traceback|^$")
 # Lists of addresses are split at commas and spaces. A socket's path has at most 107 bytes, and the longest name 22.
 _SOCKETS = re.compile(r"[\w./-]{1,80}", re.ASCII)
 _MAX_LINE = 16 << 20
-_LOOK_SECONDS = 0.3
+_LOOK_SECONDS = 0.1
 # Before a service that has ended is started again: at first, and at most, with twice the last time between. After so
 # many seconds of serving, an end counts as the first.
 _WAIT_SECONDS, _MAX_WAIT_SECONDS, _SOUND_SECONDS = 0.5, 30.0, 60.0
@@ -205,16 +208,10 @@ async def _ready(children: Sequence[Child], config: GatewayConfig, as_json: bool
     _, worker, gateway = children
     client = WorkerClient(worker.served["fusionkv-worker"][0])
     try:
-        while True:
-            try:
-                model = await client.model()
-                break
-            except Unavailable:  # it may have ended just now, and start again
-                await asyncio.sleep(_LOOK_SECONDS)
+        model = await _answered(client.model)
     finally:
         await client.close()
-    # The gateway may have started first, and looks for the worker every 0.2 s.
-    await asyncio.sleep(_LOOK_SECONDS)
+    await _wait_for_worker(gateway, config)
     (address, *_) = gateway.served["fusionkv-gateway"]
     flag = "" if address == DEFAULT_ADDRESS else f" --gateway {address}"
     first, then = f"fusionkv ingest{flag} CORPUS FOLDER", f"fusionkv ask{flag} CORPUS QUESTION"
@@ -227,6 +224,25 @@ async def _ready(children: Sequence[Child], config: GatewayConfig, as_json: bool
     endpoints = {_ENDPOINTS[name].lower(): where for name, where in gateway.served.items()}
     values = {"model": model.name, "recipe": config.recipe, "endpoints": endpoints, "next": [first, then]}
     _report(as_json, "ready", "\n".join(["ready", *lines]), **values)
+
+
+async def _wait_for_worker(gateway: Child, config: GatewayConfig) -> None:
+    """Waits until the gateway, which may have started first, has found the worker. It looks once a second."""
+    if config.server_tls is not None or config.auth_tokens or config.auth_jwks:
+        await asyncio.sleep(1)  # Stats would need a token or a client certificate
+        return
+    async with AsyncClient(gateway.served["fusionkv-gateway"][0]) as client:
+        while not (await _answered(client.stats)).worker:  # noqa: ASYNC110 - the gateway sends no event
+            await asyncio.sleep(_LOOK_SECONDS)
+
+
+async def _answered(call: Callable[[], Awaitable[T]]) -> T:
+    """What a service answers, which may have ended just now and start again."""
+    while True:
+        try:
+            return await call()
+        except Unavailable:
+            await asyncio.sleep(_LOOK_SECONDS)
 
 
 def _gateway(args: argparse.Namespace) -> GatewayConfig:

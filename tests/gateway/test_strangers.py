@@ -155,7 +155,7 @@ def test_nothing_that_strangers_send_is_printed(running: Running) -> None:
     used(running)
     attacked(running)
     used(running)
-    assert running.scraped("gateway", "http_head") >= 35
+    assert running.scraped("gateway", "http_head") >= 50
     for name in running.services:
         assert running.scraped(name, "grpc_message") >= 1
     kinds: Counter[tuple[str, str]] = Counter()

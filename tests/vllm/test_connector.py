@@ -5,6 +5,7 @@ import json
 import os
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,6 +123,24 @@ async def test_loaded_kv_gives_the_answer_of_vllm_itself(stack: Stack, path: str
         assert stack.loaded() - before == len(handed.prompt) - 1
 
 
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"prompt_digest": "00" * 32}, "the KV is of another prompt"),
+        ({"model_fingerprint": "00" * 32}, "the KV is of model 0000000000000000"),
+        ({"dtype": "float64"}, "the KV's layout is KVLayout"),
+        ({"tokens": 10**6}, "the KV has 1000000 tokens"),
+    ],
+)
+async def test_what_does_not_fit_is_computed(stack: Stack, wrong: dict[str, Any], why: str) -> None:
+    async with prefilled(stack, chunk(5)) as handed:
+        plain = stack.ask(handed.prompt, 7, cache_salt="plain-3")
+        before = stack.loaded()
+        assert await answer(stack, handed, f"wrong {wrong}", **wrong) == plain
+        assert (await handed.summary()).degraded_reason.startswith(why)
+        assert stack.loaded() == before
+
+
 async def test_what_is_gone_or_nonsense_is_computed(stack: Stack) -> None:
     async with prefilled(stack, chunk(6)) as handed:
         plain = stack.ask(handed.prompt, 7, cache_salt="plain-4")
@@ -155,6 +174,19 @@ async def test_a_caller_that_leaves_while_its_kv_is_loaded(stack: Stack) -> None
             async with asyncio.timeout(60):
                 await anext(handed.events)  # its KV was released, used or not
     assert stack.ask([*SYSTEM, *chunk(30)])
+
+
+async def test_many_at_once(stack: Stack) -> None:
+    chunks = [[chunk(40 + n), chunk(50 + n)] for n in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        prompts = [[*SYSTEM, *a, *b, *QUESTION] for a, b in chunks]
+        plain = list(pool.map(lambda p: stack.ask(p, cache_salt="plain-6"), prompts))
+
+    async def one(number: int) -> list[int]:
+        async with prefilled(stack, *chunks[number]) as handed:
+            return [handed.prompt[-1], *await answer(stack, handed, f"many-{number}")]
+
+    assert await asyncio.gather(*(one(n) for n in range(6))) == plain
 
 
 async def test_through_the_gateway(gateway: tuple[str, str]) -> None:
@@ -223,3 +255,15 @@ async def test_two_ranks(reference_model: Path, monkeypatch: pytest.MonkeyPatch)
                 assert await answer(stack, handed, f"loaded-{number}", **more) == plain
                 assert not (await handed.summary()).degraded
                 assert stack.loaded() - before == len(handed.prompt) - 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"kv_load_failure_policy": "fail"}, "kv_load_failure_policy = recompute"),
+        ({"kv_connector_extra_config": {"cash": "x"}}, "cash is not one of cache, chunk_tokens"),
+    ],
+)
+def test_a_configuration_that_is_refused(reference_model: Path, wrong: dict[str, Any], why: str) -> None:
+    with servers(reference_model) as started, pytest.raises(RuntimeError, match=why):
+        started.vllm({**started.fusionkv(""), **wrong})

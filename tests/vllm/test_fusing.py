@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fusionkv.bench.services.process import Process
+from fusionkv.bench.cache.peers import Process
 from fusionkv.bench.services.vllm import VLLM, Servers, servers
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.gateway.client.client import AsyncClient

@@ -132,6 +132,18 @@ def test_the_files_of_a_model_name_its_weights(tiering: Tiering, cache: Any, tmp
     assert found == [[], [], KEYS]
 
 
+def test_a_service_that_is_down_is_a_miss(tiering: Tiering, cache: Any) -> None:
+    cache.kill9()
+    assert tiering("open", "a", tier=tier(cache)) == ""
+    loaded = tiering("load", "a", keys=KEYS)
+    assert loaded["found"] == []
+    assert loaded["seconds"] < 2
+    tiering("store", "a", keys=KEYS)
+    assert tiering("load", "a", keys=KEYS)["found"] == KEYS, "they are in vLLM's own tier"
+    assert loaded["longest"] < STEP_SECONDS
+    tiering("close", "a")
+
+
 def test_a_service_that_hangs_is_a_miss(tiering: Tiering, cache: Any) -> None:
     for name in "ab":
         assert tiering("open", name, tier=tier(cache)) == ""
@@ -186,3 +198,32 @@ def test_what_is_lost_between_lookup_and_load_is_not_tried_again(
     assert loaded["missed"] == KEYS, "another load of them would fail again"
     for name in "ab":
         tiering("close", name)
+
+
+def test_an_engine_loads_after_a_restart_what_it_had_computed(cache: Any, reference_model: Path) -> None:
+    """The copies between vLLM's blocks and its CPU tier are those of cpu_spec.py: vLLM's own need a GPU."""
+    connector = {
+        "kv_connector": "OffloadingConnector",
+        "kv_connector_extra_config": {
+            "spec_name": "CPUTieringSpec",
+            "spec_module_path": "cpu_spec",
+            "cpu_bytes_to_use": 64 * MIB,
+            "secondary_tiers": [
+                {
+                    "type": "FusionKVTier",
+                    "module_path": "fusionkv.kvcache_service.adapters.vllm",
+                    "cache": cache.address,
+                }
+            ],
+        },
+    }
+    prompt = [10 + (i * i * 31 + i * 7) % 400 for i in range(700)]
+    arguments = str(reference_model), json.dumps(connector), json.dumps([(prompt, "tenant"), (prompt, "other")])
+    # cpu_spec.py is found beside it.
+    command = [str(VLLM), str(ROOT / "tests/vllm/engine.py"), *arguments]
+    first, second = (
+        json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=280).stdout) for _ in range(2)
+    )
+    assert [answer["ids"] for answer in (*first, *second)] == [first[0]["ids"]] * 4
+    assert [answer["loaded"] for answer in first] == [0, 0], "the salt is part of a block's key"
+    assert second[0]["loaded"] >= 640
