@@ -156,7 +156,7 @@ class Application:
     ) -> AsyncGenerator[pb.GenerateResponse | dict[str, Any]]:
         """Passes a chat on to vLLM, as `passthrough.passed`; only with decode = vllm."""
         engine = cast("VLLMEngine", self._engine)
-        return self._noted(call, passed(engine, self._pipeline, call.tenant, request, fields, stream, call.deadline))
+        return self._noted(call, passed(engine, self._pipeline, call, request, fields, stream))
 
     async def model(self, call: AdmittedCall) -> pb.GetModelResponse:
         model = (await self._engine.model(call.deadline)).model

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind
 
-from fusionkv.gateway.auth.tenants import Tenant
+from fusionkv.gateway.auth.admission import AdmittedCall
 from fusionkv.gateway.pipeline import Pipeline, answer_attributes
 from fusionkv.gateway.plan import Passage
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
 from fusionkv.protos.contract.requests import signed_seed
-from fusionkv.protos.deadline import Deadline
 from fusionkv.protos.fusion.v1.fusion_pb2 import Sampling
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import ServiceError, Unavailable
@@ -31,11 +30,10 @@ _BYTES_PER_TOKEN = 4
 async def passed(
     engine: "VLLMEngine",
     pipeline: Pipeline,
-    tenant: Tenant,
+    call: AdmittedCall,
     request: pb.GenerateRequest,
     fields: Mapping[str, Any],
     stream: bool,
-    deadline: Deadline,
 ) -> AsyncGenerator[pb.GenerateResponse | dict[str, Any]]:
     """Passes a chat on to vLLM, which computes the prompt: Sources, its reply or the chunks of its stream, a Summary.
 
@@ -45,7 +43,7 @@ async def passed(
 
     Raises as `Pipeline.answer`.
     """
-    began = time.perf_counter()
+    began, tenant, deadline = time.perf_counter(), call.tenant, call.deadline
     vocabulary, passages = await pipeline.sources(tenant, request, deadline)
     yield pb.GenerateResponse(sources=pb.Sources(passages=[source for _, source in passages]))
     body = _body(fields, request, passages, stream)

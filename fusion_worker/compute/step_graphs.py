@@ -119,7 +119,7 @@ class StepGraphs:
     def compute(self, batch: Batch) -> Predicted:
         """Computes a batch of one row of each request."""
         rows = 1 << (len(batch.ids) - 1).bit_length()
-        alone = (KVSegment(self._pool.scratch, 1, 0),)
+        alone = (KVSegment(self._pool.capacity, 1, 0),)
         more = [
             QuerySpan(row, row + 1, torch.zeros(1, dtype=torch.int64), alone) for row in range(len(batch.ids), rows)
         ]
@@ -133,7 +133,7 @@ class StepGraphs:
         """The scores of a batch's single probe, float32 [last position + 1], valid until the next step."""
         (span,), (probe,) = batch.spans, batch.probes
         grid = _grid(self._model)
-        tables = [OrderedTable.padded(span, each, grid, self._pool.scratch) for each in _rotations(self._model)]
+        tables = [OrderedTable.padded(span, each, grid, self._pool.capacity) for each in _rotations(self._model)]
         rows, keys = len(tables[0].scored), len(tables[0].slots)
         (scores,) = self._replayed(partial(self._scored, probe.layers, keys), probe.layers, batch, rows, tables)
         return scores[: len(probe.scores)]
@@ -150,7 +150,7 @@ class StepGraphs:
 
         tables: padded, of each rotation.
         """
-        filled = zip((batch.ids, batch.positions, batch.slots), (0, 0, self._pool.scratch), strict=True)
+        filled = zip((batch.ids, batch.positions, batch.slots), (0, 0, self._pool.capacity), strict=True)
         given = [torch.nn.functional.pad(x, (0, rows - len(x)), value=value) for x, value in filled]
         given += [x for table in tables for x in table.tensors()]
         packed, key = pack(given, self._model.device), (what, *(len(x) for x in given))

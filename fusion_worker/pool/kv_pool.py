@@ -71,13 +71,8 @@ class KVPool:
 
     @property
     def capacity(self) -> int:
-        """Number of slots."""
+        """Number of slots. One more, of this number, is never allocated: for rows whose KV nobody reads."""
         return self.free.capacity
-
-    @property
-    def scratch(self) -> int:
-        """A slot that is never allocated, for rows whose KV nobody reads."""
-        return self.capacity
 
     def slots(self, tokens: Iterable[int]) -> int:
         """Number of slots that runs of these token counts take."""

@@ -83,7 +83,10 @@ class HTTPConnection(web.RequestHandler):
         self._address = address
         super().connection_made(transport)
         assert self._task_handler is not None
-        self._task_handler.add_done_callback(self._ended)
+        # There will be no more requests: the time for sending what remains is limited.
+        self._task_handler.add_done_callback(
+            lambda _: self._limit("http_send_timeout", self._config.http_send_seconds)
+        )
         self._limit("http_head_timeout", self._config.http_head_seconds)
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -152,7 +155,8 @@ class HTTPConnection(web.RequestHandler):
     def _limit(self, name: str, seconds: float) -> None:
         """Limits the time of a phase of the connection: when it is over, it is counted by name, and all ends."""
         self._stop(name)
-        self._timers[name] = asyncio.get_running_loop().call_later(seconds, self._expired, name)
+        if self._socket is not None:
+            self._timers[name] = asyncio.get_running_loop().call_later(seconds, self._expired, name)
 
     def _stop(self, name: str) -> None:
         if timer := self._timers.pop(name, None):
@@ -162,11 +166,6 @@ class HTTPConnection(web.RequestHandler):
         del self._timers[name]
         rejected.note(name)
         self._abort()
-
-    def _ended(self, task: object) -> None:
-        """Limits the time for sending what remains: there will be no more requests."""
-        if self._socket is not None:
-            self._limit("http_send_timeout", self._config.http_send_seconds)
 
     def _abort(self) -> None:
         if self._socket is not None:

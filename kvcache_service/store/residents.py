@@ -56,7 +56,7 @@ class Residents:
             vacated = entry.places.pop(tier.name)
             if tier is self.home:
                 self._counters.add("evictions", tier=tier.name)
-                self._remember(entry)
+                _remember(self._evicted, entry, len(self.entries))
                 evicted.append((entry.record.key, vacated))
                 self.withdraw(entry)
             else:
@@ -67,7 +67,7 @@ class Residents:
         """The entries without holds to evict for a tier to use `limit_bytes`; at most `limit` entries."""
         candidates = [self.entries.of(row) for row in self.contents[tier.name].surplus(limit_bytes, limit)]
         for entry in candidates:
-            self._remember(entry)
+            _remember(self._evicted, entry, len(self.entries))
         return candidates
 
     def recover(self, entries: Iterable[Recovered]) -> None:
@@ -138,7 +138,8 @@ class Residents:
             assert not idle or not contents.reserved, "a reservation leaked"
         assert not idle or all(e.pins == 0 for e in (*self.entries, *self.entries.withdrawn)), "a pin leaked"
 
-    def _remember(self, evicted: StoredEntry) -> None:
-        # As many as there are entries: with a hundred times as many, bench/cache/churn.py finds 5 points less.
-        self._evicted.limit = min(FrequencySketch.LIMIT, len(self.entries))
-        self._evicted.add(evicted.record.key)
+
+def _remember(sketch: FrequencySketch, evicted: StoredEntry, entries: int) -> None:
+    # As many as there are entries: with a hundred times as many, bench/cache/churn.py finds 5 points less.
+    sketch.limit = min(FrequencySketch.LIMIT, entries)
+    sketch.add(evicted.record.key)
