@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import secrets
 import shutil
 import signal
 import struct
@@ -55,12 +56,14 @@ class DiskIndex:
         self._directory = directory
         new = directory.with_name(f"{directory.name}.new")
         shutil.rmtree(new, ignore_errors=True)
-        damage = _rewrite(directory, new)
+        # A directory of its own: the process of a service that was killed may still be writing to another.
+        copy = new / secrets.token_hex(8)
+        damage = _rewrite(directory, copy)
         if damage and not discard:
             log.error("the index in %s is unreadable (%s): the disk tier starts empty", directory, damage)
         if directory.exists() and (damage or discard):
             shutil.rmtree(directory)
-        elif (file := new / _FILE).exists():
+        elif (file := copy / _FILE).exists():
             file.replace(directory / _FILE)
         shutil.rmtree(new, ignore_errors=True)
         if discard:
