@@ -6,7 +6,7 @@ They follow OpenTelemetry's GenAI conventions, and never contain the text of a q
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -211,11 +211,8 @@ class Pipeline:
             passages = self._ordered(tenant, request, conversation, vocabulary, passages)
             # Tokenising a long question takes up to 0.1 s, which must not block other requests.
             parts = request, conversation, recipe, passages, vocabulary, tenant.salt
-            try:
+            with _charged(tenant):
                 worker_request = await asyncio.to_thread(plan.build, *parts)
-            except TooLong as error:  # which costs the tokens that were made to find it out
-                tenant.meter.spend(error.tokens)
-                raise
             span.set_attributes({"fusionkv.chunks": len(passages), "fusionkv.recipe": recipe.name})
         seconds = retrieved - began, time.perf_counter() - retrieved
         return _PlannedPrompt(worker_request, passages, vocabulary.model.name, *seconds)
@@ -241,7 +238,8 @@ class Pipeline:
     ) -> list[Passage]:
         """The passages of a request, or those that are retrieved, best first."""
         if not request.corpus:
-            return await asyncio.to_thread(plan.given, request.passages, vocabulary)
+            with _charged(tenant):
+                return await asyncio.to_thread(plan.given, request.passages, vocabulary)
         query = Query(request.corpus, request.query or conversation.question, request.filter)
         return await self.retrieve(tenant, query, request.top_k, deadline, vocabulary)
 
@@ -268,6 +266,16 @@ def _complete(summary: Summary, prompt: _PlannedPrompt, ttft: float, total: floa
     summary.chunks_retrieved, summary.model = len(prompt.passages), prompt.model
     if trace.get_current_span().is_recording():
         summary.trace_id = telemetry.trace_id()
+
+
+@contextlib.contextmanager
+def _charged(tenant: Tenant) -> Iterator[None]:
+    """A prompt that turns out to be too long costs the tokens that were made of it."""
+    try:
+        yield
+    except TooLong as error:
+        tenant.meter.spend(error.tokens)
+        raise
 
 
 async def _within(

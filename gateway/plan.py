@@ -175,11 +175,22 @@ def _length(pairs: Mapping[str, str]) -> int:
 
 
 def given(passages: Sequence[pb.Passage], vocabulary: Vocabulary) -> list[Passage]:
-    """The chunks of the passages in a request, one a passage, with the token ids that a corpus would store."""
-    chunks = []
+    """The chunks of the passages in a request, one a passage, with the token ids that a corpus would store.
+
+    Raises:
+        TooLong: the passages are longer than any prompt of the model. No more of them than necessary are tokenised.
+    """
+    chunks, tokens, limit = [], 0, vocabulary.model.max_tokens
     for number, passage in enumerate(passages):
         text = "\n".join(filter(None, (normal(part).strip() for part in (passage.title, passage.text))))
         chunk = TextChunk("", number, text, tuple(vocabulary.chunk(text)))
+        tokens += len(chunk.ids)
+        if tokens > limit:
+            raise TooLong(
+                f"the first {number + 1} of {len(passages)} passages have {tokens} tokens; the model's maximum is "
+                f"{limit}: request fewer or shorter passages",
+                tokens,
+            )
         shown = pb.Passage()
         shown.CopyFrom(passage)
         shown.tokens = len(chunk.ids)

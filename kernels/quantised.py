@@ -1,6 +1,4 @@
-"""Quantises KV to int8, float8 or four bits with scales for each block, and dequantises it.
-
-In plain torch on every device, but for dequantising four bits on a GPU.
+"""Quantises KV to int8, float8 or four bits with scales for each block; in plain torch, on every device.
 
 Keys have channels that are large at all tokens, so a block of keys is one channel of one head over a group of tokens.
 Values have tokens that are large in all channels, so a block of values is one token of one head, in four bits at most
@@ -17,8 +15,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-
-from fusionkv.kernels.gpu import has_triton
 
 # The dtypes of numbers; a byte of int4 holds two.
 KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
@@ -103,19 +99,6 @@ def restore(stored: Quantised, dtype: torch.dtype) -> torch.Tensor:
     keys = _raised(keys, _of_tokens(stored.key_scales, keys.shape[1], kind).unbind(-2))
     values = _raised(blocks, stored.value_scales.float()[..., None].unbind(-3)).flatten(-2)
     return torch.cat([keys[:, None], values], dim=1).to(dtype)
-
-
-def restore_to(stored: Quantised, places: Sequence[torch.Tensor]) -> None:
-    """Dequantises KV to consecutive tokens of `places`, each [layers, tensors, some tokens, kv_heads, head_dim]."""
-    counts = [place.shape[2] for place in places]
-    if stored.numbers.dtype == torch.uint8 and stored.numbers.is_cuda and has_triton():
-        from fusionkv.kernels.gpu import quantised_triton
-
-        for number, place in enumerate(places):
-            quantised_triton.restore_to(stored, sum(counts[:number]), place)
-        return
-    for place, piece in zip(places, restore(stored, places[0].dtype).split(counts, dim=2), strict=True):
-        place.copy_(piece)
 
 
 def _scales(numbers: torch.Tensor, dim: int, kind: torch.dtype) -> torch.Tensor:

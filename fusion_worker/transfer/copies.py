@@ -10,7 +10,8 @@ from fusionkv.fusion_worker.pool.kv_pool import KVPool
 from fusionkv.fusion_worker.pool.slots import SlotRange, filled
 from fusionkv.fusion_worker.transfer.entry_format import EntryFormat
 from fusionkv.fusion_worker.transfer.pinned import to_host
-from fusionkv.kernels.quantised import Quantised, restore_to
+from fusionkv.kernels.dequantise import restore_to
+from fusionkv.kernels.quantised import Quantised
 
 
 class RankCopies:

@@ -1,4 +1,4 @@
-"""`quantised.restore_to` for four bits on a GPU: one program for a block of tokens of one head's keys or values."""
+"""`dequantise.restore_to` for four bits on a GPU: one program for a block of tokens of one head's keys or values."""
 
 import torch
 import triton

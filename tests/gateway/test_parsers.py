@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from fusionkv.gateway.auth.tenants import Meter, Quota, Tenant
@@ -21,7 +22,7 @@ from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted, Unavailable
 from tests.gateway.test_parse import pdf
 from tests.gateway.test_tokens import vocabulary
-from tests.processes import cpu_seconds, descendants
+from tests.processes import cpu_seconds
 from tests.waiting import until
 
 pytestmark = pytest.mark.system
@@ -61,8 +62,8 @@ def pieces(parsed: tuple[list[ParsedDocument], int]) -> list[Piece]:
 
 
 def children() -> set[int]:
-    """Parsers of this process that run."""
-    return {child.pid for child in descendants(os.getpid(), "fusionkv.gateway.ingest.parser")}
+    """Parsers of this process that run, and not of services that tests share."""
+    return {child.pid for child in psutil.Process().children() if "fusionkv.gateway.ingest.parser" in child.cmdline()}
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,15 @@
 """Requests read from questions and messages, checked and put together, without any process."""
 
+import time
+from collections import UserDict
 from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
+from fusionkv.fusion_worker.library.catalog import KNOWN
 from fusionkv.fusion_worker.template import PromptTemplate
 from fusionkv.gateway import plan
 from fusionkv.gateway.client import requests
@@ -18,6 +22,7 @@ from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.fusion.v1.fusion_pb2 import Sampling
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import InvalidArgument
+from tests.conftest import ROOT
 from tests.fusion_worker.oracle import byte_tokenizer
 from tests.fusion_worker.test_models import LLAMA_LIKE, QWEN_LIKE
 from tests.gateway import test_tokens
@@ -65,6 +70,9 @@ PASSAGES = [(chunk("b", 1), 0.9), (chunk("a", 2), 0.8), (chunk("b", 0, variant=b
 )
 def test_order(order: pb.Order, keys: list[tuple[str, int]]) -> None:
     assert [c.key for c, _ in plan.order(PASSAGES, order)] == keys
+
+
+def test_an_order_of_a_later_version_is_no_rank() -> None:
     with pytest.raises(InvalidArgument, match="there is no order 99"):
         plan.order(PASSAGES, pb.RetrieveRequest(order=99).order)  # type: ignore[arg-type]
 
@@ -174,8 +182,11 @@ def test_without_passages_a_prompt_is_that_of_the_chat_template(chat: str, talk:
         ({"corpus": ""}, "neither a corpus nor passages are given"),
         ({"passages": [ONE]}, "a corpus and passages are given: a request needs exactly one of them"),
         ({"no_passages": True}, "a corpus and no_passages are given"),
+        ({"corpus": "", "passages": [ONE], "no_passages": True}, "passages and no_passages are given"),
         ({"corpus": "", "no_passages": True, "query": "q"}, "query, top_k and filter apply to a corpus only"),
         ({"query": " "}, "query is empty"),
+        ({"corpus": "", "passages": [ONE], "query": "q"}, "query, top_k and filter apply to a corpus only"),
+        ({"corpus": "", "passages": [ONE], "top_k": 1}, "query, top_k and filter apply to a corpus only"),
         ({"corpus": "", "passages": [ONE] * 3}, "3 passages are given; the maximum is 2"),
         ({"corpus": "", "passages": [ONE, pb.Passage(text=" \n\u00ad", title="t")]}, "passage 1 is empty"),
         ({"corpus": "", "passages": [pb.Passage(text="x" * 32768, title="t")]}, "passage 0 has 32769 characters"),
@@ -247,10 +258,13 @@ def test_a_value_that_cannot_be_sent_is_named(options: dict[str, Any], error: st
         requests.generate("c", **options)
 
 
-def test_metadata_may_be_any_mapping_and_a_stop_string_is_not_its_letters() -> None:
-    for mapping in (dict, MappingProxyType):
+def test_metadata_may_be_any_mapping() -> None:
+    for mapping in (dict, MappingProxyType, UserDict):
         given = Given(text="a", metadata=mapping({"page": "3"}))
         assert requests.generate(passages=[given]).passages[0].metadata == {"page": "3"}
+
+
+def test_one_stop_string_is_not_its_letters() -> None:
     assert requests.generate("c", "q", stop="end").sampling.stop == ["end"]
 
 
@@ -268,6 +282,8 @@ SYSTEM, USER, ASSISTANT = pb.ROLE_SYSTEM, pb.ROLE_USER, pb.ROLE_ASSISTANT
         (said(question=" \n\u200b"), "the question is empty"),
         (said(0, question="q"), "either a question or messages, not both"),
         (said(0), "message 0 has none of the roles"),
+        (said(9), "message 0 has none of the roles"),
+        (said(SYSTEM), "last message must have the role user"),
         (said(USER, ASSISTANT), "last message must have the role user"),
         (said(USER, text=""), "last message is empty"),
         (said(ASSISTANT, USER), "the first turn must be the user's"),
@@ -280,3 +296,25 @@ SYSTEM, USER, ASSISTANT = pb.ROLE_SYSTEM, pb.ROLE_USER, pb.ROLE_ASSISTANT
 def test_what_cannot_be_followed_is_named(request_: pb.GenerateRequest, error: str) -> None:
     with pytest.raises(InvalidArgument, match=error):
         Conversation.of(request_)
+
+
+@pytest.mark.weights
+def test_eight_passages_cost_at_most_5_ms_in_the_gateway() -> None:
+    directory = KNOWN["smollm2"].directory
+    if not directory.is_dir():
+        pytest.skip("smollm2 was not fetched: fusionkv model get smollm2")
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    template = fusion_pb2.PromptTemplate(**asdict(PromptTemplate.of(tokenizer)))
+    as_json = tokenizer.backend_tokenizer.to_str().encode()
+    model = fusion_pb2.GetModelResponse(tokenizer_json=as_json, template=template, max_tokens=8192)
+    known, files = Vocabulary(model), sorted((ROOT / "examples/world/halmere").glob("*.md"))
+    texts = [pb.Passage(text=file.read_text()) for file in files[:8]]
+    asked = pb.GenerateRequest(question="Which river does the Halden Bridge cross?", passages=texts)
+
+    def seconds() -> float:
+        began = time.perf_counter()
+        made = plan.build(asked, Conversation.of(asked), PLAIN, plan.given(texts, known), known, "")
+        assert sum(len(chunk.ids) for chunk in made.chunks) > 2000
+        return time.perf_counter() - began
+
+    assert min(seconds() for _ in range(5)) < 0.005

@@ -5,7 +5,8 @@ import torch
 
 from fusionkv.fusion_worker.config import STORES
 from fusionkv.kernels import quantised
-from fusionkv.kernels.quantised import KINDS, Quantised, quantise, restore, restore_to, sizes
+from fusionkv.kernels.dequantise import restore_to
+from fusionkv.kernels.quantised import KINDS, Quantised, quantise, restore, sizes
 from tests.kernels.inputs import DEVICE, HAS_KERNEL
 
 GROUP = sizes(torch.int8, 8).group
