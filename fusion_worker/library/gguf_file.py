@@ -1,4 +1,8 @@
-"""Reads GGUF files, whole or split: metadata and tensors, with every length bounded by the file's bytes."""
+"""Reads GGUF files, whole or split: metadata and tensors, with every length bounded by the file's bytes.
+
+The reader of transformers 5.23 takes one file, ignores how RoPE is scaled, and lacks Q5_0 and Q5_1; that of gguf does
+not bound lengths.
+"""
 
 import hashlib
 import re
