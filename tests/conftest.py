@@ -189,12 +189,6 @@ def launch_module() -> Iterator[Launch]:
     yield from _launcher()
 
 
-@pytest.fixture(scope="session")
-def launch_session() -> Iterator[Launch]:
-    """As `launch`, for processes that all tests of a session share."""
-    yield from _launcher()
-
-
 @pytest.fixture
 async def cache_client() -> AsyncIterator[Callable[..., Any]]:
     """`cache_client(service)`: a client of a cache service, or of its address, that is closed with the test."""

@@ -150,30 +150,30 @@ def serve(launch: Launch, tmp_path: Path) -> Iterator[Serve]:
         yield start
 
 
-@pytest.fixture(scope="session")
-def notes(launch_session: Launch, reference_model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+@pytest.fixture(scope="module")
+def notes(launch_module: Launch, reference_model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The address of a gateway with the corpus `notes`, for clients of other libraries."""
-    worker = start_worker(launch_session, reference_model)
-    started = start_gateway(launch_session, tmp_path_factory.mktemp("notes"), worker)
+    worker = start_worker(launch_module, reference_model)
+    started = start_gateway(launch_module, tmp_path_factory.mktemp("notes"), worker)
     with Client(started.address, timeout=60) as client:
         client.ingest("notes", "a.md", "Report Velkorda. The lake is blue. The code of Bervek is 535.")
         client.ingest("notes", "b.md", "Report Velkorda. The hill is green. The age of Dorlin is 41.")
     return str(started.address)
 
 
-@pytest.fixture(scope="session")
-def stack(launch_session: Launch, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """One of each service for all tests; small limits, so that they can be hit."""
+@pytest.fixture(scope="module")
+def stack(launch_module: Launch, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """One of each service for all tests of a module; small limits, so that they can be hit."""
     flags = ("--max-document-bytes", "64KiB", "--max-document-chunks", "200", "--chunk-tokens", "64")
     folder = tmp_path_factory.mktemp("stack")
-    cache = start_cache(launch_session, folder)
-    worker = start_worker(launch_session, tiny_model, cache=cache)
-    gateway = start_gateway(launch_session, folder, worker, *flags)
+    cache = start_cache(launch_module, folder)
+    worker = start_worker(launch_module, tiny_model, cache=cache)
+    gateway = start_gateway(launch_module, folder, worker, *flags)
     with Client(gateway.address, timeout=60) as client:
         yield Stack(cache, worker, gateway, client)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def client(stack: Stack) -> Client:
     """With the corpus `base` of six documents."""
     for i in range(6):

@@ -5,18 +5,17 @@ vLLM itself is tested in tests/vllm.
 
 import asyncio
 import contextlib
-import functools
+import itertools
 import json
 import mmap
 import os
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -226,61 +225,30 @@ def worker(launch_module: Launch, tiny_model: Path) -> Any:
     return start_worker(launch_module, tiny_model, "--cache", "none", "--max-new-tokens", "12")
 
 
-@pytest.fixture(scope="module")
-def decoders(tiny_model: Path) -> Iterator[dict[str, Decoder]]:
-    """Both kinds, in an event loop of their own, so that all tests share them and their gateways."""
-    made: dict[str, Decoder] = {"decoder": Decoder(tiny_model), "fusing": FusingDecoder(tiny_model)}
-    loop, stack = asyncio.new_event_loop(), AsyncExitStack()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    for each in made.values():
-        each.url = asyncio.run_coroutine_threadsafe(stack.enter_async_context(each.serving()), loop).result(60)
-    yield made
-    asyncio.run_coroutine_threadsafe(stack.aclose(), loop).result(60)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
-
-
-def fresh(made: Any) -> Any:
-    """The same, as no test has used it."""
-    for each in fields(made):
-        if each.name not in ("model", "url", "fusing"):
-            setattr(made, each.name, each.default if each.default is not MISSING else each.default_factory())
-    return made
+@pytest.fixture
+async def decoder(tiny_model: Path) -> AsyncIterator[Decoder]:
+    made = Decoder(tiny_model)
+    async with made.serving() as made.url:
+        yield made
 
 
 @pytest.fixture
-def decoder(decoders: dict[str, Decoder]) -> Decoder:
-    return fresh(decoders["decoder"])
-
-
-@pytest.fixture
-def fusing(decoders: dict[str, Decoder]) -> FusingDecoder:
-    return fresh(decoders["fusing"])
+async def fusing(tiny_model: Path) -> AsyncIterator[FusingDecoder]:
+    made = FusingDecoder(tiny_model)
+    async with made.serving() as made.url:
+        yield made
 
 
 Open = Callable[..., AsyncClient]
 HTTP = "fusionkv-gateway-http"
 
 
-@pytest.fixture(scope="module")
-def gateways(launch_module: Launch, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """Starts a gateway over the worker at an address, once; it has `url` decode, if one is given."""
-
-    @functools.cache
-    def start(worker: str, url: str, *flags: str) -> Any:
-        vllm = ("--decode", "vllm", "--vllm-url", url, "--http-listen", "127.0.0.1:0") if url else ()
-        folder, services = tmp_path_factory.mktemp("gateway"), 2 if url else 1
-        return start_gateway(launch_module, folder, SimpleNamespace(address=worker), *vllm, *flags, services=services)
-
-    return start
-
-
 @pytest.fixture
-async def chats(worker: Any, decoder: Decoder, gateways: Any) -> AsyncIterator[openai.AsyncOpenAI]:
+async def chats(worker: Any, decoder: Decoder, launch: Launch, tmp_path: Path) -> AsyncIterator[openai.AsyncOpenAI]:
     """OpenAI's client of a gateway for which vLLM decodes."""
-    url = f"http://{gateways(worker.address, decoder.url).addresses[HTTP][0]}/v1"
+    flags = ("--decode", "vllm", "--vllm-url", decoder.url, "--http-listen", "127.0.0.1:0")
+    gateway = start_gateway(launch, tmp_path, worker, *flags, services=2)
+    url = f"http://{gateway.addresses[HTTP][0]}/v1"
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
         yield client
 
@@ -293,12 +261,15 @@ def asked(*texts: str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-async def open_gateway(gateways: Any) -> AsyncIterator[Open]:
-    """A client of a gateway over a worker, as `gateways` starts it. All remember the prompts of other tests."""
+async def open_gateway(launch: Launch, tmp_path: Path) -> AsyncIterator[Open]:
+    """A client of a gateway over a worker; it has `url` decode, if one is given."""
+    numbers = itertools.count()
     async with AsyncExitStack() as stack:
 
         def make(worker: Any, url: str = "", *flags: str) -> AsyncClient:
-            client = AsyncClient(gateways(worker.address, url, *flags).address, timeout=60)
+            vllm = ("--decode", "vllm", "--vllm-url", url) if url else ()
+            gateway = start_gateway(launch, tmp_path / str(next(numbers)), worker, *vllm, *flags)
+            client = AsyncClient(gateway.address, timeout=60)
             stack.push_async_callback(client.close)
             return client
 
@@ -309,18 +280,27 @@ async def ask(client: AsyncClient, passages: list[Passage], **more: Any) -> Any:
     return await client.ask("", "What is white?", passages=passages, max_tokens=8, **more)
 
 
-@pytest.mark.parametrize("engine", ["decoder", "fusing"])
-async def test_answers_are_those_of_the_worker(
-    worker: Any, open_gateway: Open, engine: str, decoder: Decoder, fusing: FusingDecoder
-) -> None:
-    """Also those of prompts that vLLM prefills itself, without a worker."""
-    other = {"decoder": decoder, "fusing": fusing}[engine]
-    alone, ours = open_gateway(worker), open_gateway(fusing if other is fusing else worker, other.url)
-    new = [Passage(text=f"Letter {n} is on the {engine}'s door.") for n in range(3)]  # to both sides
-    same = ("recipe", "ratio", "prompt_tokens", "context_tokens", "tokens_recomputed", "tokens_generated")
-    same += ("finish_reason", "model")
-    if other is fusing:
-        same += ("tokens_lossless", "tokens_reused", "chunks_missed", "hits")
+async def test_answers_are_those_of_the_worker(worker: Any, decoder: Decoder, open_gateway: Open) -> None:
+    alone, ours = open_gateway(worker), open_gateway(worker, f"{decoder.url}/v1")
+    for passages in (PASSAGES, OTHER):
+        for recipe in ("full_attention", "prophetkv"):
+            told = await ask(alone, passages, recipe=recipe, ratio=None)
+            answer = await ask(ours, passages, recipe=recipe, ratio=None)
+            assert answer.text == told.text
+            want, got = told.summary, answer.summary
+            assert not got.degraded, got.degraded_reason
+            assert got.finish_reason == "max_tokens"
+            same = ("recipe", "ratio", "prompt_tokens", "context_tokens", "tokens_recomputed", "tokens_generated")
+            assert [getattr(got, name) for name in same] == [getattr(want, name) for name in same]
+            assert 0 < got.seconds.ttft < got.seconds.total
+            assert got.seconds.decode > 0
+    assert decoder.loaded == len(decoder.bodies) == 4
+
+
+async def test_answers_without_a_worker(worker: Any, fusing: FusingDecoder, open_gateway: Open) -> None:
+    """vLLM fuses the passages; tokens and figures are a worker's."""
+    alone, ours = open_gateway(worker), open_gateway(fusing, fusing.url)
+    new = [Passage(text=f"Letter {n} is on the door of house {n + 1}.") for n in range(3)]  # to both
     for passages in (new, new[::-1]):
         for recipe in ("full_attention", "prophetkv", "default"):
             told = await ask(alone, passages, recipe=recipe, ratio=None)
@@ -328,11 +308,11 @@ async def test_answers_are_those_of_the_worker(
             assert answer.text == told.text
             want, got = told.summary, answer.summary
             assert not got.degraded, got.degraded_reason
+            same = ("recipe", "ratio", "prompt_tokens", "context_tokens", "tokens_lossless", "tokens_reused")
+            same += ("tokens_recomputed", "tokens_generated", "chunks_missed", "hits", "model", "finish_reason")
             assert {name: getattr(got, name) for name in same} == {name: getattr(want, name) for name in same}
             assert 0 < got.seconds.ttft < got.seconds.total
-            assert got.seconds.decode > 0
-    # vLLM computes full attention's prompts itself.
-    assert other.loaded == (4 if other is fusing else 6)
+    assert fusing.loaded == 4
     assert fusing.fusing is not None
     assert not fusing.fusing._promised
 
@@ -373,8 +353,8 @@ async def test_fused_kv_is_nobody_elses(worker: Any, decoder: Decoder, open_gate
 
 
 async def test_a_prompt_that_comes_again_needs_no_prefill(worker: Any, decoder: Decoder, open_gateway: Open) -> None:
-    client, passages = open_gateway(worker, decoder.url), [Passage(text=f"Chapter {n} is short.") for n in range(3)]
-    first, again = [await ask(client, passages) for _ in range(2)]
+    client = open_gateway(worker, decoder.url)
+    first, again = [await ask(client, PASSAGES) for _ in range(2)]
     assert "kv_transfer_params" in decoder.bodies[0]
     assert "kv_transfer_params" not in decoder.bodies[1]
     assert decoder.bodies[0]["cache_salt"] == decoder.bodies[1]["cache_salt"]
@@ -382,12 +362,12 @@ async def test_a_prompt_that_comes_again_needs_no_prefill(worker: Any, decoder: 
     assert again.summary.tokens_recomputed == first.summary.tokens_recomputed
     assert again.summary.seconds.prefill == 0
     decoder.cached = 4
-    evicted = await ask(client, passages)
+    evicted = await ask(client, PASSAGES)
     assert evicted.summary.degraded_reason == "vLLM has evicted the prompt's KV"
     assert evicted.summary.tokens_recomputed == evicted.summary.context_tokens
-    assert not (await ask(client, passages)).summary.degraded
+    assert not (await ask(client, PASSAGES)).summary.degraded
     assert "kv_transfer_params" in decoder.bodies[-1]
-    events = [e async for e in client.stream("", "What is white?", passages=passages, max_tokens=2, explain=True)]
+    events = [e async for e in client.stream("", "What is white?", passages=PASSAGES, max_tokens=2, explain=True)]
     assert any(isinstance(e, Explanation) for e in events)  # which only a worker can give
 
 
@@ -398,10 +378,21 @@ async def test_a_repeated_answer_without_a_limit_has_the_same(
     client = open_gateway(worker, decoder.url)
     probe = await client.ask("", "?", passages=["x"], max_tokens=1)
     long = "x" * (2048 - 5 - probe.summary.prompt_tokens + 1)
-    for text, limit in (("x", 12), ("short", 12), (long, 5)):
+    for text, limit in (("short", 12), (long, 5)):
         answers = [await client.ask("", "?", passages=[text]) for _ in range(2)]
         assert [answer.summary.tokens_generated for answer in answers] == [limit] * 2
         assert "kv_transfer_params" not in decoder.bodies[-1]
+
+
+async def test_a_repeated_prompt_without_a_limit_has_the_workers(
+    worker: Any, decoder: Decoder, open_gateway: Open
+) -> None:
+    """Also if all that it prefilled before had limits of their own."""
+    client = open_gateway(worker, decoder.url)
+    await ask(client, PASSAGES)
+    again = await client.ask("", "What is white?", passages=PASSAGES)
+    assert "kv_transfer_params" not in decoder.bodies[-1]
+    assert again.summary.tokens_generated == 12
 
 
 @pytest.mark.slow
@@ -418,12 +409,12 @@ async def test_sampling_and_stop_strings(worker: Any, decoder: Decoder, open_gat
 
 
 async def test_kv_that_can_not_be_used(worker: Any, decoder: Decoder, open_gateway: Open) -> None:
-    client, passages = open_gateway(worker, decoder.url), [Passage(text="Verse 1 is long.")]
+    client = open_gateway(worker, decoder.url)
     decoder.refuses = "the KV is of another prompt"
-    answer = await ask(client, passages, recipe="full_attention")
+    answer = await ask(client, PASSAGES, recipe="full_attention")
     assert (answer.summary.degraded, answer.summary.degraded_reason) == (True, "the KV is of another prompt")
     decoder.refuses = ""
-    again = await ask(client, passages, recipe="full_attention")
+    again = await ask(client, PASSAGES, recipe="full_attention")
     assert (again.text, again.summary.degraded) == (answer.text, False)
 
 
@@ -444,6 +435,13 @@ async def test_workers_that_are_away_or_late(start: Start, decoder: Decoder, ope
     assert "fusion worker" in answer.summary.degraded_reason
     assert answer.summary.tokens_recomputed == answer.summary.context_tokens > 0
     assert "kv_transfer_params" not in decoder.bodies[-1]
+
+
+@pytest.mark.slow
+async def test_a_worker_without_room(start: Start, decoder: Decoder, open_gateway: Open) -> None:
+    worker = start("--cache", "none", "--prefill-bytes", "1000")
+    answer = await ask(open_gateway(worker, decoder.url), PASSAGES)
+    assert "raise prefill_bytes" in answer.summary.degraded_reason
 
 
 async def test_a_vllm_that_accepts_no_connection_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -495,6 +493,15 @@ async def test_a_caller_that_leaves_ends_the_decoding(worker: Any, decoder: Deco
     await until(lambda: decoder.left == 1)
 
 
+@pytest.mark.slow
+async def test_requests_at_once(worker: Any, decoder: Decoder, open_gateway: Open) -> None:
+    alone, client = open_gateway(worker), open_gateway(worker, decoder.url)
+    prompts = [[*PASSAGES[:n], Passage(text=f"And {n}.")] for n in range(4)]
+    want = [(await ask(alone, prompt, recipe="full_attention")).text for prompt in prompts]
+    got = await asyncio.gather(*(ask(client, prompt, recipe="full_attention") for prompt in prompts))
+    assert [answer.text for answer in got] == want
+
+
 async def test_a_chat_that_only_vllm_can_answer_is_passed_on(decoder: Decoder, chats: openai.AsyncOpenAI) -> None:
     wanted = {"type": "json_object"}
     chat = await chats.chat.completions.create(
@@ -538,11 +545,16 @@ async def test_tools_and_their_results(decoder: Decoder, chats: openai.AsyncOpen
         {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {"name": "look_up"}}]},
         {"role": "tool", "tool_call_id": "1", "content": "it is snow"},
     ]
-    named = {"fusionkv": {"vllm_model": "lora"}}
-    chat = await chats.chat.completions.create(**{**asked("Milk.", body=named), "messages": said})
+    chat = await chats.chat.completions.create(**{**asked("Milk."), "messages": said})
     assert chat.choices[0].message.content == "it is snow"
-    assert [body.get("model") for body in decoder.bodies] == [None, "lora"]
     assert decoder.bodies[-1]["messages"] == [{**said[0], "content": "Milk.\n\nWhat is white?"}, *said[1:]]
+
+
+async def test_a_model_of_vllm_by_name(decoder: Decoder, chats: openai.AsyncOpenAI) -> None:
+    await chats.chat.completions.create(**asked("Milk.", body={"fusionkv": {"vllm_model": "lora"}}))
+    assert decoder.bodies[-1]["model"] == "lora"
+    await chats.chat.completions.create(**asked("Milk.", n=2))
+    assert "model" not in decoder.bodies[-1]
 
 
 async def test_what_vllm_refuses_or_breaks_off(decoder: Decoder, chats: openai.AsyncOpenAI) -> None:
