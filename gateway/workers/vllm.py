@@ -159,8 +159,8 @@ class VLLMEngine:
         self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(ssl=trusted, limit=0))
         self._vocabulary: Vocabulary | None = None
         # The last prompts whose KV vLLM received, and keeps in its prefix cache until it needs the room, by fused
-        # salt: the salt of their KV, and the summary of their prefill. A repeated prompt needs no prefill by a worker,
-        # and if vLLM has evicted its KV, vLLM computes it.
+        # salt: the salt of their KV, and the summary of their prefill. A repeated prompt needs no prefill by a
+        # worker; if vLLM has evicted its KV, vLLM computes it.
         self._remembered: dict[str, tuple[str, answer_pb2.Summary]] = {}
 
     async def model(self, deadline: Deadline, check: Check = lambda _: None) -> Vocabulary:
