@@ -22,6 +22,8 @@ _WHOLE_WORDS = (
     *("pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
 )
 _UNKNOWN, _CONTROL, _OWN = 2, 3, 4  # types of tokens: unknown, control and user-defined
+# Recovering merges takes time by the square of a token's characters; Gemma's longest token has 31.
+_LONGEST = 512
 # Tokens and templates that nothing here asks for.
 _HARMLESS = re.compile(
     r"tokenizer\.(chat_templates|chat_template\..+|huggingface\.json"
@@ -43,6 +45,8 @@ def tokenizer_of(metadata: dict[str, Any], architecture: str) -> tuple[Any, list
     if len(set(tokens)) != len(tokens):
         raise FailedPrecondition("tokenizer.ggml.tokens has a token twice")
     types = keys.get("ggml.token_type", np.ndarray, np.ones(len(tokens), np.int32))
+    if len(types) != len(tokens):
+        raise FailedPrecondition(f"tokenizer.ggml.token_type has {len(types)} values for {len(tokens)} tokens")
     named = {
         name: tokens[_id(keys, key, tokens)]
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
@@ -99,6 +103,10 @@ def _bpe(keys: Keys, tokens: list[str], types: np.ndarray) -> tuple[Tokenizer, b
 
     vocabulary = {spelled(token, kind): index for index, (token, kind) in enumerate(zip(tokens, types, strict=True))}
     pairs = [tuple(merge.split(" ")) for merge in keys.get("ggml.merges", list)]
+    if unknown := next(
+        (pair for pair in pairs if len(pair) != 2 or not vocabulary.keys() >= {*pair, "".join(pair)}), None
+    ):
+        raise FailedPrecondition(f"tokenizer.ggml.merges has {' '.join(unknown)[:50]!r}, not a pair of tokens")
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre in _WHOLE_WORDS))
     backend.decoder = decoders.ByteLevel()
     plain = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -132,6 +140,10 @@ def _pieces(keys: Keys, tokens: list[str], named: dict[str, str], architecture: 
     if merges:
         pairs = [tuple(merge.split(" ")) for merge in merges]
     else:
+        if (longest := max(map(len, tokens), default=0)) > _LONGEST:
+            raise FailedPrecondition(f"tokenizer.ggml.tokens has a token of {longest} characters")
+        if not gemma and len(scores) != len(tokens):
+            raise FailedPrecondition(f"tokenizer.ggml.scores has {len(scores)} values for {len(tokens)} tokens")
         # Gemma's scores do not follow the order of its merges; the order of its tokens does.
         order = -np.arange(len(tokens)) if gemma else scores
         pairs = generate_merges(vocabulary, dict(zip(tokens, order.tolist(), strict=True)))

@@ -149,6 +149,10 @@ class Rows:
     def tenant(self, row: int) -> bytes:
         return tenant_of(self.prefixes[row][0])
 
+    def sizes(self) -> npt.NDArray[np.uint32]:
+        """Sizes by row number. While this view exists, no row can be added."""
+        return np.frombuffer(self._fixed, np.uint32).reshape(-1, _FIXED.size // 4)[:, _SIZE_AT // 4]
+
     def record(self, row: int) -> EntryRecord:
         key, chunk, variant, checksum, size, tokens, base, flags = _FIXED.unpack_from(self._fixed, row * _FIXED.size)
         namespace, prefix = self.prefixes[row]

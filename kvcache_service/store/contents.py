@@ -135,13 +135,16 @@ class TierContents:
         """Rows in the range of `Extents.coldest_range`; none if there is no range."""
         offsets = np.frombuffer(self._offsets, np.int64)
         members = np.flatnonzero(offsets >= 0)
-        heats = np.frombuffer(self._rows.heats)[members]
-        held_rows, held_offsets = self._entries.held(self._tier.name)
+        starts, sizes = offsets[members], self._rows.sizes()[members].astype(np.int64)
+        heats = np.frombuffer(self._rows.heats, np.float64)[members]
+        held_rows, fixed = self._entries.held(self._tier.name)
         heats[(heats >= colder_than) | np.isin(members, held_rows)] = math.inf
-        fixed = np.array([*held_offsets, *self.reserved], np.int64)
-        starts = np.append(offsets[members], fixed)
-        order = np.argsort(starts)
-        heats = np.append(heats, np.full(len(fixed), math.inf))
-        start, end = self._tier.coldest_range(size, starts[order], heats[order])
-        chosen: list[int] = members[(offsets[members] >= start) & (offsets[members] < end)].tolist()
+        fixed = [*fixed, *(Place(offset, record.size) for offset, record in self.reserved.items())]
+        start, end = self._tier.coldest_range(
+            size,
+            np.append(starts, np.array([place.offset for place in fixed], np.int64)),
+            np.append(sizes, np.array([place.size for place in fixed], np.int64)),
+            np.append(heats, np.full(len(fixed), math.inf)),
+        )
+        chosen: list[int] = members[(starts < end) & (starts + sizes > start)].tolist()
         return chosen

@@ -159,10 +159,10 @@ class Entries:
         entry = self.in_use.get(row)
         return entry is None or not entry.held
 
-    def held(self, tier: str) -> tuple[list[int], list[int]]:
-        """Rows of visible entries with holds, and offsets of invisible ones in a tier."""
+    def held(self, tier: str) -> tuple[list[int], list[Place]]:
+        """Rows of visible entries with holds, and places of invisible ones in a tier."""
         rows = [row for row, entry in self.in_use.items() if entry.held]
-        return rows, [entry.places[tier].offset for entry in self.withdrawn if tier in entry.places]
+        return rows, [entry.places[tier] for entry in self.withdrawn if tier in entry.places]
 
     def publish(self, entry: StoredEntry) -> int:
         """Makes an entry visible; returns its row."""
