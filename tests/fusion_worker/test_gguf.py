@@ -158,34 +158,53 @@ def test_factors_of_any_kind(tmp_path: Path) -> None:
 
 
 REFUSED: dict[str, Any] = {
-    "llama.rope.scaling.type": ["longrope", 3],
-    "llama.rope.scaling.factor": [-2.0, math.nan],
+    "llama.rope.scaling.type": ["longrope", "dynamic", 3],
+    "llama.rope.scaling.factor": [-2.0, math.nan, math.inf, "4"],
     "llama.rope.scaling.attn_factor": [1.5],
     "llama.rope.scaling.yarn_ext_factor": [0.5],
-    "llama.rope.freq_base": [0.0],
+    "llama.rope.scaling.yarn_log_multiplier": [0.1],
+    "llama.rope.scaling.alpha": [1000.0],
+    "llama.rope.freq_base": [0.0, math.nan],
+    "llama.rope.freq_base_swa": [10000.0],
     "llama.rope.dimension_count": [8],
+    "llama.rope.dimension_sections": [[4, 4, 0, 0]],
     "llama.attention.sliding_window": [256],
     "llama.attention.scale": [0.1],
     "llama.attention.value_length": [24],
     "llama.attention.causal": [False],
-    "llama.attention.head_count": [0, [4, 4], True],
+    "llama.attention.clamp_kqv": [8.0],
+    "llama.attention.max_alibi_bias": [8.0],
+    "llama.attention.head_count": [0, [4, 4], 4.0, True],
+    "llama.attention.head_count_kv": [[2, 4]],
+    "llama.attention.layer_norm_epsilon": [1e-5],
+    "llama.attn_logit_softcapping": [50.0],
     "llama.final_logit_softcapping": [30.0],
     "llama.expert_count": [8],
+    "llama.expert_used_count": [2],
     "llama.logit_scale": [0.5],
+    "llama.embedding_scale": [12.0],
+    "llama.residual_scale": [0.22],
+    "llama.use_parallel_residual": [True],
     "llama.block_count": [1 << 31],
     "llama.vocab_size": [300],
     "llama.something_new": [0],
     "qwen2.rope.scaling.type": ["yarn"],
-    "general.type": ["adapter"],
+    "clip.projector_type": ["mlp"],
+    "general.type": ["adapter", "mmproj"],
     "general.quantization_version": [1],
-    "general.architecture": ["bert"],
-    "general.alignment": [[1]],
-    "tokenizer.ggml.model": ["bert"],
-    "tokenizer.ggml.pre": ["something-new"],
-    "tokenizer.ggml.tokens": [["a", "a"]],
+    "general.architecture": ["bert", 3],
+    "tokenizer.ggml.model": ["bert", "t5"],
+    "tokenizer.ggml.pre": ["default", "something-new"],
     "tokenizer.ggml.add_eos_token": [True],
+    "tokenizer.ggml.add_space_prefix": [True],
+    "tokenizer.ggml.remove_extra_whitespaces": [True],
     "tokenizer.ggml.eos_token_id": [len(TOKENS), "2"],
+    "tokenizer.ggml.precompiled_charsmap": [[1, 2, 3]],
     "tokenizer.ggml.something_new": [1],
+    "tokenizer.ggml.token_type": [[1, 1]],
+    "tokenizer.ggml.merges": [["h e x"], ["h 東"]],
+    "general.alignment": [[1]],
+    "tokenizer.ggml.tokens": [["a", "a"]],
 }
 
 
@@ -198,7 +217,14 @@ def test_what_changes_the_computation_and_cannot_be_said_otherwise(key: str, val
         assert f"{key} = {said!r}: " in told
 
 
-@pytest.mark.parametrize("key", ["llama.block_count", "tokenizer.ggml.tokens"])
+REQUIRED = (
+    *("llama.block_count", "llama.context_length", "llama.embedding_length", "llama.feed_forward_length"),
+    *("llama.attention.head_count", "llama.attention.layer_norm_rms_epsilon"),
+    *("tokenizer.ggml.tokens", "tokenizer.ggml.pre"),
+)
+
+
+@pytest.mark.parametrize("key", REQUIRED)
 def test_keys_that_are_missing(key: str, tmp_path: Path) -> None:
     assert f"it lacks {key}" in refusal(gguf_files.write(tmp_path / "some.gguf", also={key: None}))
 
@@ -402,7 +428,8 @@ def test_a_tokenizer_of_pieces(tmp_path: Path) -> None:
     for wrong in ({"scores": [0.0]}, {"token_type": [1, 1]}, {"merges": ["h x"]}):
         shutil.rmtree(cache.root())
         spoilt = also | {f"tokenizer.ggml.{key}": value for key, value in wrong.items()}
-        refusal(gguf_files.write(tmp_path / "some.gguf", also=spoilt))
+        told = refusal(gguf_files.write(tmp_path / "some.gguf", also=spoilt))
+        assert "merges" in wrong or f"tokenizer.ggml.{min(wrong)} has " in told
 
 
 def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
