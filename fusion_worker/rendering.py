@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import warnings
 from collections.abc import Mapping, Sequence
 from datetime import date
 from typing import Any, NamedTuple
@@ -51,21 +50,10 @@ class Exceeded(ValueError):
     """A template takes too much; the message says which limit it exceeds."""
 
 
-def bounded(source: Source, conversations: Sequence[Conversation], seconds: int) -> list[dict[str, str]]:
-    """The text, or else the error, of each conversation, rendered in a fork of this process.
-
-    A template may loop or multiply for hours within one operation, which nothing in this process could end. Takes
-    30 ms of processor time in a process that has loaded torch. Not for one that serves: a fork of a process with
-    threads and CUDA is not safe.
-
-    seconds: of processor time, for all of them.
-    Raises Exceeded if it takes more time, memory or text.
-    """
+def _bounded(source: Source, conversations: Sequence[Conversation], seconds: int) -> list[dict[str, str]]:
+    """As `Renderer.render`, in a fork of this process: in 20 ms."""
     reading, writing = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the fork does not use
-        child = os.fork()
-    if not child:
+    if not (child := os.fork()):
         _answer(source, conversations, seconds, writing)
     os.close(writing)
     answer, deadline = b"", Deadline.after(_PATIENCE * seconds)
@@ -130,10 +118,12 @@ def _compiled(source: Source, today: str) -> None:
 
 
 class Renderer:
-    """Renders for requests, in a process that is started when it is first needed, and again if it has ended.
+    """Renders in a process that is started when it is first needed, and again if it has ended.
 
-    It is started by exec, loads transformers but no torch (2 s of processor time, 80 MB), and forks for each call, in
-    20 ms. Thread-safe; calls wait for each other.
+    A template may loop or multiply for hours within one operation, which nothing in this process could end; and a
+    fork of this process could crash or hang, since gRPC has threads in it. The process is started by exec, loads
+    transformers but no torch (2 s of processor time, 80 MB), and forks for each call. Thread-safe; calls wait for
+    each other.
     """
 
     def __init__(self) -> None:
@@ -141,9 +131,10 @@ class Renderer:
         self.process: subprocess.Popen[str] | None = None
 
     def render(self, source: Source, conversations: Sequence[Conversation], seconds: int) -> list[dict[str, str]]:
-        """As `bounded`, for a template that `bounded` has rendered.
+        """The text, or else the error, of each conversation.
 
-        Raises Exceeded as `bounded` does, and Unavailable if the process ended twice.
+        seconds: of processor time, for all of them.
+        Raises Exceeded if a template takes more time, memory or text, and Unavailable if the process ended twice.
         """
         asked = json.dumps([source, conversations, seconds])
         with self._lock:
@@ -187,10 +178,11 @@ def _serve() -> None:
     for line in sys.stdin:
         source, conversations, seconds = json.loads(line)
         source, conversations = Source(*source), [Conversation(*each) for each in conversations]
-        # Here, so that the forks find it compiled. `bounded` has rendered it: it does not take too much.
-        _compiled(source, conversations[0].today)
         try:
-            answer = bounded(source, conversations, seconds), ""
+            rendered = _bounded(source, conversations, seconds)
+            if not rendered[0]["error"]:  # it can be compiled, within the limits: the next forks find it compiled
+                _compiled(source, conversations[0].today)
+            answer = rendered, ""
         except Exceeded as error:
             answer = [], str(error)
         print(json.dumps(answer), flush=True)

@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import meta
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from fusionkv.fusion_worker.rendering import RENDERER, Conversation, Source, bounded
+from fusionkv.fusion_worker.rendering import RENDERER, Conversation, Source
 from fusionkv.protos.contract.template import check_variables
 from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
 
@@ -57,13 +57,13 @@ class PromptTemplate:
     def of(cls, tokenizer: Any, today: str = DATE) -> "PromptTemplate":
         """The template of a tokenizer: split from its chat template if it has one, plain text otherwise.
 
-        The chat template is rendered with marks in place of passages and question, and split at the marks, in a fork
-        of this process (`rendering.bounded`). A prompt begins with the begin-of-sequence token where transformers'
-        does: where the chat template writes it, or without one, where the tokenizer's post-processor puts it.
+        The chat template is rendered with marks in place of passages and question (`rendering.Renderer`), and split
+        at the marks. A prompt begins with the begin-of-sequence token where transformers' does: where the chat
+        template writes it, or without one, where the tokenizer's post-processor puts it.
 
         today: YYYY-MM-DD, the date that the chat template is told.
         Raises FailedPrecondition if the chat template fails, takes too much time, memory or text, renders differently
-        each time, or does not render a message exactly once.
+        each time, or does not render a message exactly once; Unavailable if the process that renders ended twice.
         """
         if not getattr(tokenizer, "chat_template", None):
             begin = beginning(tokenizer)
@@ -74,7 +74,7 @@ class PromptTemplate:
         try:
             # The first one again, and once more on another day.
             more = [asked[0], asked[0]._replace(today="1999-12-31")]
-            *rendered, again, other_day = bounded(Source.of(tokenizer), [*asked, *more], _SECONDS)
+            *rendered, again, other_day = RENDERER.render(Source.of(tokenizer), [*asked, *more], _SECONDS)
             if rendered[0] != again:
                 raise ValueError("renders differently each time")
             template = cls._split(rendered)
