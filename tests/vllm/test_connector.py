@@ -265,5 +265,5 @@ async def test_two_ranks(reference_model: Path, monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_a_configuration_that_is_refused(reference_model: Path, wrong: dict[str, Any], why: str) -> None:
-    with servers(reference_model) as started, pytest.raises(RuntimeError, match=why):
+    with servers(reference_model) as started, pytest.raises(OSError, match=why):
         started.vllm({**started.fusionkv(""), **wrong})
