@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 from fusionkv.fusion_worker.compute.packed_linear import computes, pack
 from fusionkv.fusion_worker.library import directory as files
 from fusionkv.fusion_worker.library.cache import check_fetched, fingerprint, name_of
+from fusionkv.fusion_worker.rendering import RENDERER
 from fusionkv.fusion_worker.template import DATE, ChatTemplate, PromptTemplate, beginning
 from fusionkv.kernels.gpu import MOST_CHANNELS
 from fusionkv.kernels.segments import Rotation
@@ -222,9 +223,11 @@ def _load(directory: Path, device: str, dtype: str, max_tokens: int, ranks: Rank
         )
     limit = min(config.max_position_embeddings, max_tokens or config.max_position_embeddings)
     try:
-        network = _network(directory, kind, config, where, ranks).to(device=where).eval().requires_grad_(False)
         # Not AutoTokenizer: for a qwen2 model it replaces the pre-tokeniser of tokenizer.json by the family's.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, trust_remote_code=False)
+        if tokenizer.chat_template:
+            RENDERER.start()  # while the weights are loaded
+        network = _network(directory, kind, config, where, ranks).to(device=where).eval().requires_grad_(False)
         identity = fingerprint(directory) if ranks.rank == 0 else b""  # only rank 0 needs it
         _check_added(directory, tokenizer)
         for line in files.unused(directory) if ranks.rank == 0 else ():

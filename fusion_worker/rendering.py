@@ -130,6 +130,11 @@ class Renderer:
         self._lock = threading.Lock()
         self.process: subprocess.Popen[str] | None = None
 
+    def start(self) -> None:
+        """Starts the process, so that it is ready when it is first needed."""
+        with self._lock:
+            self._start()
+
     def render(self, source: Source, conversations: Sequence[Conversation], seconds: int) -> list[dict[str, str]]:
         """The text, or else the error, of each conversation.
 
@@ -146,8 +151,7 @@ class Renderer:
             raise Exceeded(exceeded)
         return list(rendered)
 
-    def _asked(self, line: str) -> str:
-        """The line that the process answers; empty if it has ended."""
+    def _start(self) -> None:
         if self.process is None or self.process.poll() is not None:
             # In a new session, so that only the worker gets the terminal's signals. It ends with its input.
             self.process = subprocess.Popen(
@@ -157,6 +161,11 @@ class Renderer:
                 text=True,
                 start_new_session=True,
             )
+
+    def _asked(self, line: str) -> str:
+        """The line that the process answers; empty if it has ended."""
+        self._start()
+        assert self.process is not None
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
