@@ -1,6 +1,7 @@
 """A secondary tier of vLLM's offloading: KV blocks that vLLM instances share, and that outlive them.
 
-vLLM's tiering manager loads it by `module_path`. Written for vLLM 0.32, whose interface of tiers is experimental.
+vLLM's tiering manager loads it by `module_path`. Written for vLLM 0.32 and 0.33, whose interface of tiers is
+experimental.
 """
 
 import asyncio

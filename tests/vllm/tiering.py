@@ -95,6 +95,8 @@ class Instance:
     def reset(self) -> None:
         """As vLLM does when it sleeps: the CPU tier is emptied once nothing transfers any more."""
         self._manager.reset_cache()
+        if hasattr(self._manager, "on_reset_flushed"):  # vLLM 0.33: no worker writes to the tier any more
+            self._manager.on_reset_flushed()
 
     def close(self) -> None:
         self._rows = np.empty(0)
