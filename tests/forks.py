@@ -164,4 +164,5 @@ if __name__ == "__main__":
     found = _serve(socket.socket(fileno=os.dup(0)))
     if found is not None:
         sys.argv = [service, *found]
+        sys.modules.pop(f"{service}.__main__", None)  # of which runpy would warn
         runpy.run_module(service, run_name="__main__", alter_sys=True)

@@ -187,7 +187,7 @@ class Oracle:
     def rotated(self, keys: torch.Tensor, shift: int, layer: int) -> torch.Tensor:
         """Keys of a layer moved on by `shift` positions, by one explicit rotation matrix over all channels."""
         config, name = self.network.config, "inv_freq"
-        if not getattr(config, "no_rope_layers", [1, 1, 1])[layer]:
+        if not getattr(config, "no_rope_layers", [1] * config.num_hidden_layers)[layer]:
             return keys
         if config.model_type == "gemma3_text":
             name = f"{config.layer_types[layer]}_inv_freq"
