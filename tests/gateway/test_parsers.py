@@ -63,7 +63,12 @@ def pieces(parsed: tuple[list[ParsedDocument], int]) -> list[Piece]:
 
 def children() -> set[int]:
     """Parsers of this process that run, and not of services that tests share."""
-    return {child.pid for child in psutil.Process().children() if "fusionkv.gateway.ingest.parser" in child.cmdline()}
+    found = set()
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended, and nobody has waited for it yet
+            if "fusionkv.gateway.ingest.parser" in child.cmdline():
+                found.add(child.pid)
+    return found
 
 
 @pytest.mark.parametrize(
