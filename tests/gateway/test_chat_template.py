@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import psutil
 import pytest
 
 from fusionkv.fusion_worker.quality.verdict import FILE
@@ -110,6 +111,14 @@ def test_values_that_take_too_much_are_refused(kind: str) -> None:
         chat.rendered({"n": 99_999})
     chat.rendered({"n": 3})
     assert RENDERER.process is process
+
+
+def test_a_process_that_renders_has_one_thread_and_is_small() -> None:
+    ChatTemplate(byte_tokenizer(chat_template=THINKING)).rendered(NOT_THINKING)
+    assert RENDERER.process is not None
+    process = psutil.Process(RENDERER.process.pid)
+    assert process.num_threads() == 1
+    assert process.memory_info().rss <= 100_000_000
 
 
 def test_a_process_that_renders_is_started_again() -> None:
