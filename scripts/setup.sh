@@ -44,7 +44,7 @@ must() { step "$@" || { tail -n 40 $log >&2; die "$1 failed; the whole log is $l
 # Prints the path of the first Python 3.11 or later.
 find_python() {
     local candidate
-    for candidate in ${PYTHON:-} python3 python3.11 python3.12 python3.13; do
+    for candidate in ${PYTHON:-} python3 python3.{11..14}; do
         if command -v "$candidate" >/dev/null && "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
             command -v "$candidate"
             return
@@ -74,6 +74,13 @@ make_venv() {
     die "$python can't create a virtual environment: install venv (Debian, Ubuntu: apt-get install python3-venv) and run this again"
 }
 
+# PyPI's PyTorch for x86-64 brings 3 GB of CUDA. Without a GPU, PyTorch's own index is asked for one without.
+install_torch() {
+    local cpus=https://download.pytorch.org/whl/cpu open='import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=5)'
+    [ ! -e /dev/nvidiactl ] && $venv/bin/python -c "$open" $cpus/torch/ || cpus=""
+    pip_install ${cpus:+--extra-index-url $cpus} "$(grep '^torch==' constraints.txt)"
+}
+
 # $1: an extra of pyproject.toml.
 install_python() {
     local python
@@ -82,7 +89,7 @@ install_python() {
         python=$(find_python) || die "Python 3.11 or later is needed; set PYTHON=/path/to/python3.11"
     fi
     make_venv "$python"
-    must "installing PyTorch for CPUs" pip_install "$(grep '^torch==' constraints.txt)"
+    must "installing PyTorch" install_torch
     must "installing packages to build with" pip_install -c constraints.txt setuptools wheel grpcio-tools
     must "installing fusionkv[$1]" pip_install -c constraints.txt --no-build-isolation -e ".[$1]"
 }

@@ -256,6 +256,9 @@ def reference_model() -> Path:
     return min(file.parent for file in (ROOT / "models").glob("*/config.json"))
 
 
+SIGNS = x509.KeyUsage(False, False, False, False, False, True, True, False, False)  # certificates, and lists of them
+
+
 class Authority:
     """A CA that issues certificates, by default for this machine's names and addresses."""
 
@@ -265,7 +268,7 @@ class Authority:
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         self._key = ec.generate_private_key(ec.SECP256R1())
         self.ca = folder / f"{name}.ca.pem"
-        own = self._certificate(self._name, self._key.public_key(), x509.BasicConstraints(True, None))
+        own = self._certificate(self._name, self._key.public_key(), x509.BasicConstraints(True, None), SIGNS)
         self.ca.write_bytes(own.public_bytes(serialization.Encoding.PEM))
 
     def issue(self, name: str, addresses: Sequence[str] = ("127.0.0.1",)) -> tuple[Path, Path]:
@@ -285,13 +288,17 @@ class Authority:
         return cert, secret
 
     def _certificate(
-        self, subject: x509.Name, key: ec.EllipticCurvePublicKey, extension: x509.ExtensionType
+        self, subject: x509.Name, key: ec.EllipticCurvePublicKey, *extensions: x509.ExtensionType
     ) -> x509.Certificate:
         now = datetime.datetime.now(datetime.UTC)
         builder = x509.CertificateBuilder(self._name, subject, key, x509.random_serial_number())
         builder = builder.not_valid_before(now - self._valid)
         builder = builder.not_valid_after(now + self._valid)
-        return builder.add_extension(extension, critical=False).sign(self._key, hashes.SHA256())
+        # Python's default contexts require all of these from 3.13 on.
+        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key())
+        for extension in (issuer, x509.SubjectKeyIdentifier.from_public_key(key), *extensions):
+            builder = builder.add_extension(extension, critical=isinstance(extension, x509.BasicConstraints))
+        return builder.sign(self._key, hashes.SHA256())
 
 
 @pytest.fixture

@@ -112,7 +112,40 @@ class _Counted(ssl.SSLObject):
             super().do_handshake()
 
 
-class _CountedSocket(ssl.SSLSocket):
+@contextlib.contextmanager
+def _cleared() -> Iterator[None]:
+    """Clears OpenSSL's errors of the thread after an error of the system, which Python leaves there."""
+    try:
+        yield
+    except ssl.SSLError:
+        raise
+    except OSError:
+        with contextlib.suppress(ssl.SSLError):
+            ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).set_ciphers("none")
+        raise
+
+
+class _Socket(ssl.SSLSocket):
+    """Keeps its errors to itself.
+
+    With OpenSSL 3.4 and later, the next socket of the thread that can't be read or written at once would get a broken
+    one's error, too (https://github.com/python/cpython/issues/148594).
+    """
+
+    def recv_into(self, *args: Any, **kwargs: Any) -> int:
+        with _cleared():
+            return super().recv_into(*args, **kwargs)
+
+    def send(self, *args: Any, **kwargs: Any) -> int:
+        with _cleared():
+            return super().send(*args, **kwargs)
+
+    def do_handshake(self, block: bool = False) -> None:
+        with _cleared():
+            super().do_handshake(block)
+
+
+class _CountedSocket(_Socket):
     def do_handshake(self, block: bool = False) -> None:
         with _counted():
             super().do_handshake(block)
@@ -171,6 +204,7 @@ class ClientTLS:
         self._read()  # for its precise errors
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.options |= _KERNEL_TLS
+        context.sslsocket_class = _Socket
         try:
             context.load_verify_locations(self._ca)
             if self.cert is not None:

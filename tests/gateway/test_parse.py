@@ -1,7 +1,9 @@
 """Documents of every media type to text, and what is refused."""
 
+import contextlib
 import io
 import json
+from html.parser import HTMLParser
 
 import matplotlib
 import pytest
@@ -15,6 +17,17 @@ from fusionkv.gateway.ingest.parse_pdf import in_logical_order
 from fusionkv.gateway.ingest.text import normal
 from fusionkv.protos.runtime.errors import InvalidArgument
 from tests.fuzz.pdf_shapes import CATALOGUE, FONT, file, page, stream
+
+
+def takes(markup: str) -> bool:
+    """Whether this Python's parser finds nothing to refuse in it."""
+    with contextlib.suppress(AssertionError):
+        HTMLParser().feed(markup)
+        return True
+    return False
+
+
+of_older_parsers = pytest.mark.skipif(takes("<![n["), reason="this Python's parser of HTML refuses no markup")
 
 
 def pdf(*pages: str) -> bytes:
@@ -180,7 +193,7 @@ def test_each_json_line_is_a_document() -> None:
         (pdf(""), PDF, "no text.*text recognition"),
         (encrypted_pdf("pass"), PDF, "the PDF is encrypted"),
         (b"<div>" * 5000 + b"x", HTML, "nested too deeply"),
-        (b"<p>x</p><![n[", HTML, "markup is broken"),
+        pytest.param(b"<p>x</p><![n[", HTML, "markup is broken", marks=of_older_parsers),
         (b'{"text": "a"}\n\n{"text": "b"\n', JSONL, "line 3 is not JSON"),
         (b'{"text": "a"}\n[1]', JSONL, "line 2 must be a JSON object or a string"),
         (b'{"body": "a"}', JSONL, 'line 1 must have a string "text"'),

@@ -118,7 +118,9 @@ async def test_a_parser_has_nothing_of_the_gateway(monkeypatch: pytest.MonkeyPat
             await made.parse(tenant(), b"<p>x</p>", HTML, TOKENS)
             (pid,) = children()
             with os.scandir(f"/proc/{pid}/fd") as files:
-                assert {os.readlink(file).partition(":")[0] for file in files} <= {"pipe", "/dev/null"}
+                opened = {os.readlink(file).partition(":")[0] for file in files}
+            # libffi keeps its own file open from 3.4 on, where it may not make code.
+            assert {name for name in opened if "/libffi.so" not in name} <= {"pipe", "/dev/null"}
             assert "s3cr3t" not in told(pid, "environ")
             mapped = told(pid, "maps")
             assert "tokenizers" in mapped

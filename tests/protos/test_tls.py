@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import shutil
+import socket
 import ssl
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,29 @@ async def closed(address: str, data: bytes = b"", tls: ssl.SSLContext | None = N
         writer.write(data)
         await reader.read()
         writer.close()
+
+
+def pair(ours: Any) -> tuple[ssl.SSLSocket, ssl.SSLSocket]:
+    """The two ends of a connection; the server's does not block."""
+    server, client = ServerTLS(*ours.issue("server")).context(), ClientTLS(ours.ca).context()
+    near, far = socket.socketpair()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(server.wrap_socket, near, server_side=True)
+        caller = client.wrap_socket(far, server_hostname="localhost")
+        served = waiting.result()
+    served.setblocking(False)
+    return served, caller
+
+
+def test_a_broken_connection_breaks_no_other_of_its_thread(authority: Any) -> None:
+    ours = authority("ours")
+    (broken, hung_up), (whole, silent) = pair(ours), pair(ours)
+    with broken, hung_up, whole, silent:
+        socket.socket.shutdown(broken, socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            broken.recv_into(bytearray(1))
+        with pytest.raises(ssl.SSLWantWriteError):
+            whole.send(bytes(64 << 20))
 
 
 async def test_a_unix_socket_stays_plain_beside_a_port_with_tls(launch: Any, authority: Any, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What processes take of the machine: CPU seconds until they are ready, memory when they have answered."""
 
+import importlib.metadata
 import json
 import os
 import re
@@ -55,7 +56,9 @@ def test_services_start_soon_and_stay_small(launch: Any, tmp_path: Path) -> None
         for i in range(4):
             assert client.ask("book", f"What is the code of Name{i}?", max_tokens=2).sources
     weights = sum(file.stat().st_size for file in MODEL.glob("*.safetensors"))
-    assert sum(memory(worker).values()) <= weights + POOL + 500 * MB
+    # Libraries of CUDA are mapped where there is no GPU, too.
+    cuda = 0 if importlib.metadata.version("torch").endswith("+cpu") else 400 * MB
+    assert sum(memory(worker).values()) <= weights + POOL + 500 * MB + cuda
     assert sum(memory(gateway).values()) <= 300 * MB
     assert memory(kvcache)["Anon"] + memory(kvcache)["File"] <= 150 * MB
 

@@ -236,8 +236,10 @@ def _parse(path: Path, text: str, place: str, kind: type = dict) -> Any:
     except json.JSONDecodeError as error:
         line = f"{path}:{error.lineno}" if place == str(path) else place
         raise DatasetError(f"{line}: no JSON at column {error.colno}: {error.msg}") from error
-    except (ValueError, RecursionError) as error:  # a number of too many digits, or nested too deeply
+    except ValueError as error:  # a number of too many digits
         raise DatasetError(f"{place}: can't be read: {error}") from error
+    except RecursionError as error:
+        raise DatasetError(f"{place}: can't be read: its values are nested too deeply") from error
     if not isinstance(value, kind):
         raise DatasetError(f"{place}: expected a JSON {'array' if kind is list else 'object'}")
     return value
