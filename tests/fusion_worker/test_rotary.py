@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 from typing import Any
 
 import pytest
@@ -25,6 +26,11 @@ def installed(family: str, dtype: torch.dtype = torch.float32) -> models.Model:
         attention = made.network.model.layers[layer].self_attn
         rotary.install(attention, functools.partial(rotated, rotation), embeddings(made, layer))
     return made
+
+
+def globals_of(attention: Any) -> dict[str, Any]:
+    """The globals of transformers' code for attention."""
+    return inspect.unwrap(type(attention).forward).__globals__
 
 
 def embeddings(model: models.Model, layer: int) -> Any:
@@ -58,7 +64,7 @@ def test_every_family_rotates_as_before(family: str, dtype: torch.dtype) -> None
         if family not in OWN:
             called = attention.forward.__func__.__globals__["apply_rotary_pos_emb"]
             assert (called.func, called.args) == (rotated, (rotation,))
-            theirs = type(attention).forward.__globals__["apply_rotary_pos_emb"]
+            theirs = globals_of(attention)["apply_rotary_pos_emb"]
             given = inputs(model, layer)
             same(called(*given), theirs, given)
 
@@ -77,7 +83,7 @@ def test_what_computes_something_else_stays(changed: str, monkeypatch: pytest.Mo
     model = installed("llama")
     attention = copy.deepcopy(model.network.model.layers[0].self_attn)
     del attention.forward
-    theirs = type(attention).forward.__globals__["apply_rotary_pos_emb"]
+    theirs = globals_of(attention)["apply_rotary_pos_emb"]
 
     def other(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
         if changed == "scale":
@@ -87,7 +93,7 @@ def test_what_computes_something_else_stays(changed: str, monkeypatch: pytest.Mo
             return theirs(*swapped, cos, sin)
         return theirs(q, k, cos, sin)[0], k
 
-    monkeypatch.setitem(type(attention).forward.__globals__, "apply_rotary_pos_emb", other)
+    monkeypatch.setitem(globals_of(attention), "apply_rotary_pos_emb", other)
     rotary.install(attention, functools.partial(rotated, model.rotations[0]), embeddings(model, 0))
     assert "forward" not in vars(attention)
 
@@ -102,7 +108,7 @@ class TestKernel:
 
         model = installed(kind, dtype)
         for layer, rotation in enumerate(model.rotations):
-            theirs = type(model.network.model.layers[layer].self_attn).forward.__globals__["apply_rotary_pos_emb"]
+            theirs = globals_of(model.network.model.layers[layer].self_attn)["apply_rotary_pos_emb"]
             given = inputs(model, layer)
             found = rotary_triton.rotate(rotation, *map(there, given))
             same((each.cpu() for each in found), theirs, given)
