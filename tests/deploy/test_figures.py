@@ -122,10 +122,6 @@ def test_answers(root: Path, rows: dict[str, Rows]) -> None:
     assert f"`prophetkv` at 0.2 keeps {prophet[0]}, and full reuse {reuse[0]}" in prose
     assert f"F1 is {default[1]} with the default and {full[1]} with full attention" in prose
     assert f"and {default[2]} stay the same" in prose
-    smol = {row["recipe"]: row for row in answers if row["model"] == "smollm2"}
-    own, worst = smol[DEFAULT]["kl_mean"], smol["full_reuse, 0"]["kl_mean"]
-    back = f"the default, at 20%, {100 * (1 - float(own) / float(worst)):.0f}% in"
-    assert back in " ".join((root / "docs/comparison.md").read_text().split())
 
 
 def by_machine(rows: Rows) -> list[Rows]:
