@@ -97,7 +97,7 @@ async def remote_tier_cut_off(scene: Scene) -> AsyncIterator[None]:
     scene.network.mend(scene.world.remote_place)
 
 
-@fault("remote", needs="clock")
+@fault("remote", needs="clock of the remote tier")
 async def clock_of_the_remote_tier_jumps(scene: Scene) -> AsyncIterator[None]:
     """Forwards by a day, and all that is there has expired."""
     scene.world.remote_clock.jump(scene.dice.choice((-30, 30, 86_400)))

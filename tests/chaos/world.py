@@ -16,7 +16,7 @@ from tests.chaos.secured import Secured
 from tests.chaos.versions import Version
 from tests.services import pool_bytes
 from tests.system.mooncake_process import MooncakeMaster
-from tests.system.redis_process import RedisServer
+from tests.system.redis_process import RedisServer, takes_libfaketime
 
 CACHES, WORKERS = 3, 2
 DISK_MIB, MOUNT_MIB = 48, 96
@@ -88,6 +88,7 @@ class World:
             "tc": self.network.no_shapes if self.network else none,
             "mount": "" if self.mounted else "no mounts",
             "clock": "" if Clock.preload else "no libfaketime",
+            "clock of the remote tier": "" if self._remote_environment() else "no libfaketime for Redis",
             "history": "" if self.other else "no other version",
             "history of caches": self._unlike_caches(),
             "history of gateways": self._unlike_gateways(),
@@ -144,11 +145,14 @@ class World:
         self.clocks[name] = Clock(self.folder / f"{name}.clock")
         return self.clocks[name]
 
+    def _remote_environment(self) -> Mapping[str, str]:
+        return self.remote_clock.environment if self.kind == "mooncake" or takes_libfaketime() else {}
+
     async def _start_remote(self) -> None:
         self.remote_place = self._place()
         at = self.remote_place.listen()
         host, _, port = at.rpartition(":")
-        faked = [f"{name}={value}" for name, value in self.remote_clock.environment.items()]
+        faked = [f"{name}={value}" for name, value in self._remote_environment().items()]
         before = (*self.remote_place.before, *(["env", *faked] if faked else []))
         self.remote: RedisServer | MooncakeMaster
         if self.kind == "mooncake":

