@@ -88,7 +88,7 @@ class World:
             "tc": self.network.no_shapes if self.network else none,
             "mount": "" if self.mounted else "no mounts",
             "clock": "" if Clock.preload else "no libfaketime",
-            "clock of the remote tier": "" if self._remote_environment() else "no libfaketime for Redis",
+            "clock of the remote tier": "" if self._remote_environment() else "no libfaketime for the remote tier",
             "history": "" if self.other else "no other version",
             "history of caches": self._unlike_caches(),
             "history of gateways": self._unlike_gateways(),

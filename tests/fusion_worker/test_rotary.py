@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.utils.deprecation import deprecate_kwarg
 
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.compute.model_runner import position_embeddings
@@ -76,6 +77,17 @@ def test_only_the_loaded_instance_changes() -> None:
     copied = copy.deepcopy(model.network)
     for layer, before in zip(copied.model.layers, model.network.model.layers, strict=True):
         assert layer.self_attn.forward.__self__ is layer.self_attn is not before.self_attn
+
+
+def test_a_class_that_renames_arguments_for_old_callers_rotates_by_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers from 5.24 on."""
+    model = installed("llama")
+    attention = copy.deepcopy(model.network.model.layers[0].self_attn)
+    del attention.forward
+    renames = deprecate_kwarg("former", version="99", new_name="hidden_states")
+    monkeypatch.setattr(type(attention), "forward", renames(type(attention).forward))
+    rotary.install(attention, functools.partial(rotated, model.rotations[0]), embeddings(model, 0))
+    assert "forward" in vars(attention)
 
 
 @pytest.mark.parametrize("changed", ["scale", "pairs", "partial"])
