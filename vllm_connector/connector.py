@@ -1,6 +1,6 @@
 """The KV connector that vLLM loads: `kv_connector_module_path` is fusionkv.vllm_connector.connector.
 
-Written for vLLM 0.17 to 0.32. With sliding-window layers, vLLM keeps all pages of all layers, because the connector
+Written for vLLM 0.17 to 0.33. With sliding-window layers, vLLM keeps all pages of all layers, because the connector
 does not declare support for its hybrid memory manager.
 """
 
