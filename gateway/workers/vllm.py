@@ -20,6 +20,7 @@ from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.gateway.workers.workers import Check, WorkerPool
 from fusionkv.protos.answer.v1 import answer_pb2
 from fusionkv.protos.contract.length import prompt_tokens
+from fusionkv.protos.contract.names import full_name
 from fusionkv.protos.contract.requests import signed_seed
 from fusionkv.protos.deadline import Deadline
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
@@ -100,6 +101,7 @@ class _Answer:
     """One answer: its prompt and how vLLM gets the prompt's KV, its text so far, and how it ends.
 
     Attributes:
+        default: the recipe that `default` means.
         limit: the most tokens of the answer.
         remembered: salt and summary of an earlier prefill of this prompt, whose KV vLLM may still have.
         salt: vLLM's `cache_salt` for the prompt.
@@ -112,6 +114,7 @@ class _Answer:
         self.request = request
         self.prompt = [*request.system.ids, *(i for c in request.chunks for i in c.ids), *request.question.ids]
         model = vocabulary.model
+        self.default = model.default_recipe
         # As a worker sets it: vLLM refuses what exceeds the model's length.
         room = min(model.max_tokens - len(self.prompt), model.max_new_tokens)
         self.limit = request.sampling.max_tokens or max(1, room)
@@ -296,6 +299,8 @@ class VLLMEngine:
             summary.recipe, summary.ratio, summary.context_tokens = request.recipe, 1.0, context
             summary.prompt_tokens = prompt_tokens(request)
             summary.tokens_recomputed = context
+        # vLLM doesn't know what it means.
+        summary.recipe = full_name(summary.recipe, answer.default)
         summary.finish_reason, summary.tokens_generated = answer.finish or "max_tokens", answer.tokens
         return summary
 

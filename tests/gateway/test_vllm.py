@@ -365,6 +365,7 @@ async def test_a_prompt_that_comes_again_needs_no_prefill(worker: Any, decoder: 
     evicted = await ask(client, PASSAGES)
     assert evicted.summary.degraded_reason == "vLLM has evicted the prompt's KV"
     assert evicted.summary.tokens_recomputed == evicted.summary.context_tokens
+    assert evicted.summary.recipe == first.summary.recipe == "deeplayer+primed"  # which `default` means
     assert not (await ask(client, PASSAGES)).summary.degraded
     assert "kv_transfer_params" in decoder.bodies[-1]
     events = [e async for e in client.stream("", "What is white?", passages=PASSAGES, max_tokens=2, explain=True)]
