@@ -94,7 +94,7 @@ class AsyncClient(_BaseClient):
 
     Args:
         address: `host:port` or `unix:/path`.
-        timeout: default timeout of a call in seconds; calls take a `timeout` too.
+        timeout: default timeout of a call in seconds; calls take a `timeout` too, except those without a deadline.
         token: a bearer token, or the path of a file that contains one, which is read again when it changes.
         tls: CAs to trust and a client certificate; without it, connections are not encrypted.
         retries: of a call that fails as UNAVAILABLE before the first response, at most four.

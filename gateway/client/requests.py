@@ -181,8 +181,9 @@ class IngestOptions(TypedDict, total=False):
     Attributes:
         media_type: empty derives it from the ending of the name.
         metadata: pairs that filters can match.
-        source: where the document comes from. A document of the same name from another source is replaced only with
-            `replace`, or if `source` is empty.
+        source: where the document comes from; by default the path, if `content` is one. A document of the same name
+            from another source is replaced only with `replace`, or if `source` is empty.
+        replace: replaces a document of the same name from any source.
         first_line: number of the first line, for JSON lines sent in parts.
         prefix: prefix of all documents' names.
     """

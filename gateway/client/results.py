@@ -17,7 +17,7 @@ class Passage:
 
     Attributes:
         document: the document of a retrieved chunk.
-        position: position in that document; in Sources, a given passage's position in the request.
+        position: position in that document; in Sources, that of a given passage without a document in the request.
         score: score of a retrieved chunk; higher is better.
         tokens: length, set by the gateway.
         id: id of a given passage, repeated in Sources.
@@ -86,6 +86,8 @@ class Progress:
 
 @dataclass(frozen=True)
 class Deleted:
+    """Numbers of the documents and chunks that a call deleted."""
+
     documents: int
     chunks: int
 
