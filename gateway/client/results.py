@@ -153,6 +153,17 @@ def cached_tokens(summary: Summary) -> int:
     return sum(hit.tokens for hit in summary.hits)
 
 
+def usage(summary: Summary) -> dict[str, Any]:
+    """The tokens of an answer, as in OpenAI's API."""
+    prompt, answer = summary.prompt_tokens, summary.tokens_generated
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": answer,
+        "total_tokens": prompt + answer,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens(summary)},
+    }
+
+
 def passages(response: "pb.RetrieveResponse | pb.Sources") -> tuple[Passage, ...]:
     return tuple(
         Passage(p.document, p.position, p.text, p.score, p.tokens, p.id, p.title, dict(p.metadata))

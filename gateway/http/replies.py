@@ -14,7 +14,7 @@ import grpc
 import numpy as np
 
 from fusionkv.gateway.client import results
-from fusionkv.gateway.client.results import Event, Passage, Sources, Summary, Token, as_dict, cached_tokens
+from fusionkv.gateway.client.results import Event, Passage, Sources, Summary, Token, as_dict
 from fusionkv.gateway.http.requests import BadRequest, CompletionRequest, EmbeddingRequest
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.observe import telemetry
@@ -47,7 +47,7 @@ async def whole(completion: CompletionRequest, events: AsyncIterator[Event]) -> 
     return {
         **_frame(completion, "chat.completion"),
         "choices": [{**choice, "finish_reason": _finish(answer.summary)}],
-        "usage": _usage(answer.summary),
+        "usage": results.usage(answer.summary),
         _OWNER: {**_listed(answer.sources), "summary": as_dict(answer.summary)},
     }
 
@@ -81,7 +81,7 @@ async def chunks(completion: CompletionRequest, events: AsyncIterator[Event]) ->
             choice = {**_delta(completion), "finish_reason": _finish(event)}
             yield {**frame, "choices": [choice], _OWNER: {"summary": as_dict(event)}}
             if completion.usage:
-                yield {**frame, "choices": [], "usage": _usage(event)}
+                yield {**frame, "choices": [], "usage": results.usage(event)}
     if summary is None:
         raise ServiceError("the answer ended without a summary")
 
@@ -193,13 +193,3 @@ def _delta(request: CompletionRequest, **delta: str) -> dict[str, Any]:
 
 def _finish(summary: Summary) -> str:
     return _FINISH.get(summary.finish_reason, "stop")
-
-
-def _usage(summary: Summary) -> dict[str, Any]:
-    prompt, answer = summary.prompt_tokens, summary.tokens_generated
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": answer,
-        "total_tokens": prompt + answer,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens(summary)},
-    }

@@ -10,6 +10,8 @@ from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
 from langchain_core.globals import set_llm_cache
 from langchain_core.messages import ChatMessage
+from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
+from llama_index.core.llms import ChatMessage as LlamaMessage
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from pydantic import ValidationError
 
@@ -280,6 +282,23 @@ def test_metadata_of_a_corpus_is_that_of_its_documents_and_nodes(notes: str) -> 
     assert node.metadata == own
     sent = ChatFusionKV(address=notes, max_tokens=1).invoke("lake", passages=[document])
     assert sent.response_metadata["sources"][0]["metadata"] == own
+
+
+def test_llamaindex_counts_the_tokens_of_passages_too(notes: str) -> None:
+    """And those of the answer by the model's tokenizer, however it is asked for."""
+    user = LlamaMessage(role="user", content="Which colour?")
+    calls: list[Callable[[llama_index.FusionKV, Any], list[Any]]] = [
+        lambda llm, given: [llm.complete("Which colour?", passages=given)],
+        lambda llm, given: [llm.chat([user], passages=given)],
+        lambda llm, given: list(llm.stream_complete("Which colour?", passages=given)),
+        lambda llm, given: list(llm.stream_chat([user], passages=given)),
+    ]
+    for call in calls:
+        counter = TokenCountingHandler(tokenizer=str.split)
+        llm = llama_index.FusionKV(address=notes, max_tokens=3, callback_manager=CallbackManager([counter]))
+        summary = call(llm, ["The lake is blue. " * 9])[-1].additional_kwargs["summary"]
+        assert counter.prompt_llm_token_count == summary["prompt_tokens"] > 36
+        assert counter.completion_llm_token_count == summary["tokens_generated"]
 
 
 def test_the_metadata_of_the_llm_is_the_gateways(notes: str) -> None:

@@ -13,7 +13,6 @@ from fusionkv.fusion_worker.quality.verdict import PRIMED
 from fusionkv.gateway.client import ORDER_NAMES, requests, results
 from fusionkv.gateway.client.client import Client
 from fusionkv.gateway.client.results import Sources, Summary, Token
-from fusionkv.gateway.http import replies
 from fusionkv.gateway.pipeline import answer_attributes
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import (
@@ -161,7 +160,7 @@ def cached(response: pb.GenerateResponse) -> set[int]:
     assert isinstance(summary, Summary)
     chunk = langchain._chunk(summary, ())
     return {
-        replies._usage(summary)["prompt_tokens_details"]["cached_tokens"],
+        results.usage(summary)["prompt_tokens_details"]["cached_tokens"],
         chunk.message.usage_metadata["input_token_details"]["cache_read"],  # type: ignore[attr-defined]
         answer_attributes(response.summary, "m")["gen_ai.usage.cache_read.input_tokens"],  # type: ignore[arg-type]
     }

@@ -25,10 +25,10 @@ from pydantic import ConfigDict, PrivateAttr
 
 from fusionkv.gateway.client import requests
 from fusionkv.gateway.client.fields import QuestionFields, RetrievalFields, with_metadata
-from fusionkv.gateway.client.results import Event, Model, Passage, Sources, Summary, Token, as_dict
+from fusionkv.gateway.client.results import Event, Model, Passage, Sources, Summary, Token, as_dict, usage
 from fusionkv.protos.runtime.errors import InvalidArgument
 
-# The text so far, the new text and, in the last part, the sources and the summary.
+# The text so far, the new text and, in the last part, what else LlamaIndex's response has.
 _Part = tuple[str, str, dict[str, Any]]
 
 
@@ -266,14 +266,15 @@ class _Reader:
             completed = with_metadata(event.passages, self._metadata)
             self._sources = [replace(source, metadata=metadata) for source, metadata in completed]
         if isinstance(event, Summary):
-            return self._text, "", {"sources": self._sources, "summary": as_dict(event)}
+            about = {"sources": self._sources, "summary": as_dict(event)}
+            # Without it, LlamaIndex counts the tokens of the question alone, and by another tokenizer.
+            return self._text, "", {"additional_kwargs": about, "raw": {"usage": usage(event)}}
         return None
 
 
-def _message(text: str, new: str, metadata: dict[str, Any]) -> ChatResponse:
-    message = ChatMessage(role="assistant", content=text)
-    return ChatResponse(message=message, delta=new, additional_kwargs=metadata)
+def _message(text: str, new: str, more: dict[str, Any]) -> ChatResponse:
+    return ChatResponse(message=ChatMessage(role="assistant", content=text), delta=new, **more)
 
 
-def _completion(text: str, new: str, metadata: dict[str, Any]) -> CompletionResponse:
-    return CompletionResponse(text=text, delta=new, additional_kwargs=metadata)
+def _completion(text: str, new: str, more: dict[str, Any]) -> CompletionResponse:
+    return CompletionResponse(text=text, delta=new, **more)
