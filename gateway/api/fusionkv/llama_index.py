@@ -209,6 +209,7 @@ def _node(passage: Passage) -> NodeWithScore:
         metadata["title"] = passage.title
     # With the title alone above the text, the chunk and its KV are the same wherever the text comes from.
     node = TextNode(
+        id_=passage.name,
         text=passage.text,
         metadata=metadata,
         excluded_llm_metadata_keys=hidden,
