@@ -183,7 +183,11 @@ def given(passages: Sequence[pb.Passage], vocabulary: Vocabulary) -> list[Passag
     chunks, tokens, limit = [], 0, vocabulary.model.max_tokens
     for number, passage in enumerate(passages):
         text = "\n".join(filter(None, (normal(part).strip() for part in (passage.title, passage.text))))
-        chunk = TextChunk("", number, text, tuple(vocabulary.chunk(text)))
+        shown = pb.Passage()
+        shown.CopyFrom(passage)
+        if not shown.document:
+            shown.position = number
+        chunk = TextChunk(shown.document, shown.position, text, tuple(vocabulary.chunk(text)))
         tokens += len(chunk.ids)
         if tokens > limit:
             raise TooLong(
@@ -191,11 +195,7 @@ def given(passages: Sequence[pb.Passage], vocabulary: Vocabulary) -> list[Passag
                 f"{limit}: request fewer or shorter passages",
                 tokens,
             )
-        shown = pb.Passage()
-        shown.CopyFrom(passage)
         shown.tokens = len(chunk.ids)
-        if not shown.document:
-            shown.position = number
         chunks.append((chunk, shown))
     return chunks
 

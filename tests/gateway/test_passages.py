@@ -32,6 +32,15 @@ def test_retrieved_passages_given_back_are_answered_as_their_corpus_is(client: C
     assert s.chunks_missed == s.tokens_encoded == 0
 
 
+def test_documents_order_given_passages_as_they_order_a_corpus(client: Client) -> None:
+    over = client.ask("base", WHO, order="document", max_tokens=1)
+    given = client.ask(question=WHO, passages=over.sources[::-1], order="document", max_tokens=1)
+    assert given.sources == over.sources
+    own = ["first", Passage(document="a.txt", position=1, text="third"), Passage(document="a.txt", text="second")]
+    sources = client.ask(question=WHO, passages=own, order="document", max_tokens=1).sources
+    assert [source.text for source in sources] == ["first", "second", "third"]
+
+
 def test_the_same_text_is_the_same_chunk_wherever_it_comes_from(client: Client) -> None:
     client.ask("base", WHO, recipe="full_reuse", max_tokens=1)
     same = ["Report Velnora.\nThe code of Name1 is 101.", " \nReport Velnora.\nThe code of Name2 is 102.\n"]
