@@ -253,10 +253,10 @@ def pieces(request: pb.IngestRequest) -> Iterator[pb.UploadRequest]:
 
 
 def _known(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options. Raises InvalidArgument if one is not of this TypedDict."""
+    """The options that are not None. Raises InvalidArgument if one is not of this TypedDict."""
     if unknown := sorted(options.keys() - kind.__annotations__.keys()):
         raise errors.InvalidArgument(f"unknown option {unknown[0]!r}; known: {', '.join(kind.__annotations__)}")
-    return dict(options)
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def of(kind: type[T], where: str = "", /, **values: Any) -> T:

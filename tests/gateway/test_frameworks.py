@@ -16,9 +16,10 @@ from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from pydantic import ValidationError
 
 from fusionkv import langchain, llama_index
+from fusionkv.gateway.client import requests
 from fusionkv.gateway.client.client import Client
 from fusionkv.gateway.client.fields import QuestionFields
-from fusionkv.gateway.client.requests import Options
+from fusionkv.gateway.client.requests import IngestOptions, Options
 from fusionkv.gateway.client.results import Passage
 from fusionkv.langchain import ChatFusionKV
 from fusionkv.protos.answer.v1.answer_pb2 import Summary, Token
@@ -345,6 +346,13 @@ async def test_a_call_without_retries_fails_at_once(tmp_path: Any) -> None:
 def test_options_of_the_client_that_are_none_are_errors(call: Callable[[Client], Any], error: str) -> None:
     with Client("unix:/nowhere") as client, pytest.raises(InvalidArgument, match=error):
         call(client)
+
+
+def test_none_means_that_an_option_is_left_out() -> None:
+    asked: Any = dict.fromkeys(Options.__annotations__)
+    stored: Any = dict.fromkeys(IngestOptions.__annotations__)
+    assert requests.generate("c", "?", **asked) == requests.generate("c", "?")
+    assert requests.ingest("c", "a.txt", "x", **stored) == requests.ingest("c", "a.txt", "x")
 
 
 def test_timeouts_and_retries_of_a_client() -> None:
