@@ -324,7 +324,8 @@ def _passage(passage: Any, where: str) -> Passage:
         return Passage(text=passage)
     if not isinstance(passage, dict):
         raise BadRequest(f"{where} must be a string or an object", where)
-    nested, known_names = _typed(passage, "metadata", dict, {}), Passage.__dataclass_fields__.keys()
+    nested: dict[str, Any] = {} if passage.get("metadata") is None else _typed(passage, "metadata", dict, {})
+    known_names = Passage.__dataclass_fields__.keys()
     # Before anything is copied: a body has room for 500,000 fields.
     if (count := len(passage) + len(nested) - sum(name in passage for name in (*known_names, "content"))) > MAX_NOTES:
         raise BadRequest(
@@ -338,7 +339,7 @@ def _passage(passage: Any, where: str) -> Passage:
         values["id"] = str(values["id"])
     known = {name: values.pop(name) for name in known_names & values}
     metadata = nested | values
-    strings = {name: value if isinstance(value, str) else json.dumps(value) for name, value in metadata.items()}
+    strings = {name: v if isinstance(v, str) else json.dumps(v) for name, v in metadata.items() if v is not None}
     return Passage(**{**known, "metadata": strings})
 
 

@@ -149,6 +149,10 @@ def test_passages_and_roles() -> None:
         sampling=Sampling(seed=0),
     )
     assert requests.completion({**GOOD, "passages": documents}).request.passages == made.passages
+    # null is no value, wherever it stands: as of the metadata of JSON lines.
+    absent = [{"text": "Text.", "metadata": None, "page": None}, {"text": "a", "metadata": {"page": None}}]
+    bare = [pb.Passage(text="Text."), pb.Passage(text="a")]
+    assert list(requests.completion({**GOOD, "passages": absent}).request.passages) == bare
 
 
 @pytest.mark.parametrize(
