@@ -25,14 +25,16 @@ MAX_CONTENT = 60 << 20
 _PIECE = 1 << 20
 
 NO_FILTER: Mapping[str, str] = {}
-ROLES = {"system": pb.ROLE_SYSTEM, "user": pb.ROLE_USER, "assistant": pb.ROLE_ASSISTANT}
+ROLES = {
+    "system": pb.ROLE_SYSTEM, "developer": pb.ROLE_SYSTEM, "user": pb.ROLE_USER, "assistant": pb.ROLE_ASSISTANT
+}  # fmt: skip
 
 
 class Message(TypedDict):
     """A turn of a conversation.
 
     Attributes:
-        role: system, user or assistant.
+        role: system (or developer, its new name at OpenAI), user or assistant.
     """
 
     role: str

@@ -72,7 +72,6 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
 _VLLM_MODEL = "vllm_model"
 # As `_ONLY`, in `stream_options`.
 _STREAM_ONLY: Mapping[str, tuple[Any, ...]] = {"include_obfuscation": (False,), "continuous_usage_stats": (False,)}
-_SYSTEM = ("system", "developer")
 # Of a message: names and an earlier answer's reasoning are not part of the prompt. Then as `_ONLY`.
 _OF_MESSAGE = frozenset(["role", "content", "name", "reasoning", "reasoning_content"])
 _MESSAGE_ONLY: Mapping[str, tuple[Any, ...]] = {
@@ -366,10 +365,9 @@ def _message(message: Any, where: str) -> dict[str, str]:
         raise BadRequest(f"{where} must be an object", where)
     _check_fields(message, _OF_MESSAGE, _MESSAGE_ONLY, where)
     role = message.get("role")
-    if role not in (*_SYSTEM, "user", "assistant"):
-        known = "system, developer, user, assistant"
+    if role not in [*requests.ROLES]:
+        known = ", ".join(requests.ROLES)
         raise BadRequest(f"{where} has the unknown role {str(role)[:80]!r}; known: {known}", where)
-    role = "system" if role in _SYSTEM else role
     content = message.get("content")
     if isinstance(content, str):
         return {"role": role, "content": content}

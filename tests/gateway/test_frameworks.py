@@ -12,6 +12,7 @@ from langchain_core.globals import set_llm_cache
 from langchain_core.messages import ChatMessage
 from llama_index.core.callbacks import CallbackManager, TokenCountingHandler
 from llama_index.core.llms import ChatMessage as LlamaMessage
+from llama_index.core.llms import MessageRole
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from pydantic import ValidationError
 
@@ -186,6 +187,15 @@ async def test_a_chat_message_has_the_role_that_it_names(gateway: Gateway) -> No
     assert [message.role for message in recorder.requests[0].messages] == [pb.ROLE_SYSTEM, pb.ROLE_USER]
     with pytest.raises(InvalidArgument, match="unknown role 'critic'"):
         await ChatFusionKV(address=address).ainvoke([ChatMessage("?", role="critic")])
+
+
+async def test_a_developer_is_the_system_as_over_http(gateway: Gateway) -> None:
+    address, recorder = gateway
+    await ChatFusionKV(address=address).ainvoke([ChatMessage("s", role="developer"), ("human", "?")])
+    turns = [LlamaMessage(role=MessageRole.DEVELOPER, content="s"), LlamaMessage(role="user", content="?")]
+    await llama_index.FusionKV(address=address).achat(turns)
+    for request in recorder.requests:
+        assert [message.role for message in request.messages] == [pb.ROLE_SYSTEM, pb.ROLE_USER]
 
 
 async def test_without_a_corpus_and_passages_nothing_but_the_messages_is_sent(gateway: Gateway) -> None:
