@@ -169,6 +169,8 @@ async def ask(args: argparse.Namespace) -> int:
     names = "system prompt_template recipe ratio top_k order max_tokens temperature top_p seed stop filter"
     options = {name: getattr(args, name) for name in names.split()}
     options["filter"] = dict(args.filter)
+    if len(options["filter"]) < len({*args.filter}):
+        raise connect.UsageError("--filter gives a key two values: no document has both")
     page = _page(args.explain) if args.explain is not None else None
     terminal = sys.stdout.isatty()
     events: list[Event] = []

@@ -171,6 +171,8 @@ def test_what_is_not_there_is_one_line(capsys: Capsys, tmp_path: Path) -> None:
     assert capsys.readouterr().err == said
     assert cli.main(["ask", "c", "q", "--explain", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"fusionkv: --explain {tmp_path}: it is a folder\n"
+    assert cli.main(["ask", "c", "q", "--filter", "year=1", "--filter", "year=2"]) == 2
+    assert capsys.readouterr().err == "fusionkv: --filter gives a key two values: no document has both\n"
     assert cli.main(["delete", "c", ""]) == 2
     assert capsys.readouterr().err.startswith("fusionkv: DOCUMENT is empty: ")
     assert cli.main(["list", "--gateway", "no-such-host.invalid:7072"]) == 1
