@@ -156,7 +156,7 @@ def _message(number: int, message: Message) -> pb.Message:
     if unknown := sorted(map(str, message.keys() - {"role", "content"})):
         raise errors.InvalidArgument(f"message {number} has the unknown key {unknown[0]!r}; known: role, content")
     role = message.get("role", "")
-    if role not in ROLES:
+    if role not in [*ROLES]:  # in a dict, looking up a list is a TypeError
         raise errors.InvalidArgument(f"message {number} has the unknown role {role!r}; known: {', '.join(ROLES)}")
     if not isinstance(content := message.get("content"), str):
         raise errors.InvalidArgument(f"content of message {number} must be a string")
@@ -166,7 +166,7 @@ def _message(number: int, message: Message) -> pb.Message:
 def order_of(name: str | None) -> pb.Order:
     if name is None:
         return pb.ORDER_UNSPECIFIED
-    if name not in ORDERS:
+    if name not in ORDER_NAMES:
         raise errors.InvalidArgument(f"unknown order {name!r}; known: {', '.join(ORDERS)}")
     return ORDERS[name]
 

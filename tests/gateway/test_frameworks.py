@@ -346,6 +346,8 @@ async def test_a_call_without_retries_fails_at_once(tmp_path: Any) -> None:
         (lambda c: c.ask("c", "?", recipes="x"), "unknown option 'recipes'"),
         (lambda c: c.ask("c", "?", passages=(text for text in "ab")), "passages must be a list, not generator"),
         (lambda c: c.ask("c", messages=[{"role": "user", "content": "?", "name": "x"}]), "the unknown key 'name'"),
+        (lambda c: c.ask("c", messages=[{"role": ["user"], "content": "?"}]), r"unknown role \['user'\]; known"),
+        (lambda c: c.ask("c", "?", order=["rank"]), r"unknown order \['rank'\]; known: document"),
         (lambda c: c.ask("c", "?", temperature=True), "temperature must be a number"),
         (lambda c: c.ask("c", "?", timeout=0), "timeout must be a positive number of seconds, not 0"),
         (lambda c: c.ask("c", "?", filter=[]), "filter must be a mapping"),
