@@ -26,8 +26,11 @@ _PIECE = 1 << 20
 
 NO_FILTER: Mapping[str, str] = {}
 ROLES = {
-    "system": pb.ROLE_SYSTEM, "developer": pb.ROLE_SYSTEM, "user": pb.ROLE_USER, "assistant": pb.ROLE_ASSISTANT
-}  # fmt: skip
+    "system": pb.ROLE_SYSTEM,
+    "developer": pb.ROLE_SYSTEM,
+    "user": pb.ROLE_USER,
+    "assistant": pb.ROLE_ASSISTANT,
+}
 
 
 class Message(TypedDict):
