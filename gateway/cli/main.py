@@ -122,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.add_argument("--model", help="model directory, *.gguf file, hub id, or a name from `fusionkv model list`")
     serve.add_argument(
-        "--data-dir", type=Path, default=Path(".fusionkv"), help="directory of all data (default: %(default)s)"
+        "--data-dir", type=Path, help="directory of all data (default: .fusionkv, or the data_dir of each service)"
     )
     serve.add_argument("--listen", help=f"addresses of the gateway (default: {DEFAULT_ADDRESS})")
     serve.add_argument(

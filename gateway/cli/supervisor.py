@@ -37,6 +37,8 @@ _LOOK_SECONDS = 0.1
 _WAIT_SECONDS, _MAX_WAIT_SECONDS, _SOUND_SECONDS = 0.5, 30.0, 60.0
 # A process that has ended may leave children behind, which hold its output open.
 _LAST_LINES_SECONDS = 1.0
+# By default, all data is below it, and the sockets.
+_DATA = Path(".fusionkv")
 _ENDPOINTS = {"fusionkv-gateway": "gRPC", "fusionkv-gateway-http": "HTTP"}
 
 
@@ -255,7 +257,7 @@ def _gateway(args: argparse.Namespace) -> GatewayConfig:
 
 
 def _children(args: argparse.Namespace, gateway: GatewayConfig, stack: contextlib.ExitStack) -> list[Child]:
-    data = args.data_dir.expanduser().absolute()
+    data = (args.data_dir or _DATA).expanduser().absolute()
     sockets = data / "run"
     if not _SOCKETS.fullmatch(str(sockets)):
         sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fusionkv-", dir="/tmp")))
@@ -266,6 +268,8 @@ def _children(args: argparse.Namespace, gateway: GatewayConfig, stack: contextli
     except OSError as error:
         raise OSError(f"--data-dir {data} can't be created: {error.strerror}; choose a writable directory") from error
     cache, worker = (f"unix:{sockets / name}.sock" for name in ("kvcache", "worker"))
+    # Without the flag, each service has its own setting, which is below the same folder by default.
+    kept = {name: ["--data-dir", str(data / name)] if args.data_dir else [] for name in ("kvcache", "gateway")}
     config = ["--config", str(args.config.absolute())] if args.config else []
     model = ["--model", str(args.model)] if args.model else []
     listen, others = ["--listen", ",".join(gateway.listen)], list[str]()
@@ -273,9 +277,9 @@ def _children(args: argparse.Namespace, gateway: GatewayConfig, stack: contextli
         listen += ["--http-listen", ",".join(gateway.http_listen)]
         others.append("fusionkv-gateway-http")
     modules = {
-        "kvcache": ("fusionkv.kvcache_service", ["--listen", cache, "--data-dir", str(data / "kvcache")]),
+        "kvcache": ("fusionkv.kvcache_service", ["--listen", cache, *kept["kvcache"]]),
         "worker": ("fusionkv.fusion_worker", [*model, "--listen", worker, "--cache", cache]),
-        "gateway": ("fusionkv.gateway", [*listen, "--workers", worker, "--data-dir", str(data / "gateway")]),
+        "gateway": ("fusionkv.gateway", [*listen, "--workers", worker, *kept["gateway"]]),
     }
     return [
         Child(name, module, [*config, *flags], others=others if name == "gateway" else (), as_json=args.json)

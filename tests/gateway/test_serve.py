@@ -34,6 +34,8 @@ from fusionkv.gateway.cli import supervisor
 from fusionkv.gateway.cli.supervisor import Child, ChildEnded, _children
 from fusionkv.gateway.client.client import Client
 from fusionkv.gateway.config import GatewayConfig
+from fusionkv.kvcache_service.config import Config
+from fusionkv.protos.runtime import settings
 from fusionkv.protos.runtime.errors import Unavailable
 from fusionkv.protos.runtime.tls import ClientTLS
 from tests.commands import fusionkv
@@ -445,6 +447,25 @@ def test_sockets_of_a_folder_of_any_name_are_this_users_alone(tmp_path: Path, na
         for flag in flags:
             assert re.fullmatch(r"unix:[\w./-]+", flag, re.ASCII)
             assert Path(flag.removeprefix("unix:")).parent.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_data_is_where_the_settings_say_unless_a_flag_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    flag = tmp_path / "all" if given else None
+    args = argparse.Namespace(data_dir=flag, config=tmp_path / "settings.toml", model=None, json=False)
+    args.config.write_text('[kvcache]\ndata_dir = "kv"\n[gateway]\ndata_dir = "corpora"\n')
+    with contextlib.ExitStack() as stack:
+        cache, _, gateway = asyncio.run(_made(args, stack))
+    for child, kind in ((cache, Config), (gateway, GatewayConfig)):
+        parser = argparse.ArgumentParser()
+        settings.add_flags(parser, kind)
+        flags = vars(parser.parse_known_args(child._argv)[0])
+        used = settings.load(kind, child.name, file=args.config, flags=flags).data_dir
+        assert used == (flag / child.name if flag else Path({"kvcache": "kv", "gateway": "corpora"}[child.name]))
+    assert cli._parser().parse_args(["serve"]).data_dir is None
 
 
 async def _made(args: argparse.Namespace, stack: contextlib.ExitStack) -> list[Child]:
