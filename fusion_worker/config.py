@@ -85,7 +85,7 @@ class WorkerConfig(CallingConfig):
         "storage format of KV: plain, int8, fp8 or int4. Quantised KV is lossy, so even an exact hit is stale",
     )
     lookup_timeout: float = setting(
-        1.0, "maximum seconds for a lookup; past it, the cache service counts as down", low=0.001
+        1.0, "maximum seconds for a lookup; past it, the prompt is prefilled in full", low=0.001
     )
     fetch_timeout: float = setting(
         5.0, "maximum seconds to fetch a request's chunks; past it, the prompt is prefilled in full", low=0.001

@@ -73,14 +73,18 @@ class GatewayConfig(CallingConfig):
 
     chunk_tokens: int = setting(256, "maximum size of a chunk in tokens of the worker's model", low=8, high=65536)
     overlap_tokens: int = setting(0, "number of tokens that a chunk repeats from the end of the previous one", low=0)
-    max_document_bytes: int = setting(32 << 20, "maximum size of a document", bytes=True, low=1, high=60 << 20)
+    max_document_bytes: int = setting(
+        32 << 20, "maximum size of a document, or of a call's JSON lines", bytes=True, low=1, high=60 << 20
+    )
     max_ingest_bytes: int = setting(
         256 << 20,
         "maximum total size of the documents being ingested at the same time; further ones are refused",
         bytes=True,
         low=1,
     )
-    max_document_chunks: int = setting(10_000, "maximum number of chunks in a document", low=1)
+    max_document_chunks: int = setting(
+        10_000, "maximum number of chunks in a document, or in a call's JSON lines", low=1
+    )
     parse_seconds: float = setting(60.0, "maximum seconds to parse and split a document", low=0.01)
     parsers: int = setting(2, "number of documents parsed at the same time, each in its own process", low=1, high=64)
     parse_memory_bytes: int = setting(

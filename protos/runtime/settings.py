@@ -206,13 +206,13 @@ def positive(text: str) -> int:
 
 
 def shown(field: dataclasses.Field[Any]) -> str:
-    """A field's default as users write it: "1GiB", "a,b", "none"."""
+    """A field's default as users write it: "1GiB", "a,b"; "empty" for none, as some settings have a value `none`."""
     value = field.default
     if field.metadata["bytes"] and isinstance(value, int):
         return format_bytes(value)
     if isinstance(value, tuple):
-        return ",".join(value) or "none"
-    return "none" if value is None or value == "" else str(value)
+        return ",".join(value) or "empty"
+    return "empty" if value is None or value == "" else str(value)
 
 
 def _metavar(field: dataclasses.Field[Any], kind: Any) -> str:

@@ -99,7 +99,7 @@ def test_help_and_flags_come_from_the_dataclass() -> None:
     text = " ".join(parser.format_help().split())
     for shown in (
         "--memory SIZE Size of the tier. (default: 1GiB)", "--sync, --no-sync",
-        "Addresses, with a 100% share. (default: localhost:7100)", "Address, when there is one. (default: none)",
+        "Addresses, with a 100% share. (default: localhost:7100)", "Address, when there is one. (default: empty)",
     ):  # fmt: skip
         assert shown in text
     flags = vars(parser.parse_args(["--no-sync", "--memory", "5kb", "--listen", "x:0,y:0"]))
