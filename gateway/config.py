@@ -167,7 +167,8 @@ class GatewayConfig(CallingConfig):
     auth_tenant_claim: str = setting("tenant", "claim of tokens signed by auth_jwks that holds the tenant")
     tenant_key: Path | None = setting(
         None,
-        "file with at least 32 random bytes, the same for all gateways; hides tenant names from workers and caches",
+        "file with at least 32 random bytes, the same for all gateways; hides tenant names from workers and caches. "
+        "Under another key, stored KV can't be used",
     )
     quotas: Path | None = setting(None, "file of limits per tenant (TOML, docs/security.md)")
 
