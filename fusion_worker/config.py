@@ -31,11 +31,16 @@ class WorkerConfig(CallingConfig):
         "model to serve: a directory, a *.gguf file, a Hugging Face hub id, or a name from `fusionkv model list`. "
         "Outside of a clone the default is smollm2, if it has been fetched",
     )
-    system: str = setting("", "system prompt of requests that bring none; empty uses the chat template's")
+    system: str = setting(
+        "",
+        "system prompt of requests that bring none; empty uses the chat template's. Each system prompt has stored KV "
+        "of its own",
+    )
     prompt_template: str = setting(
         "",
         "user message within the chat template, with {passages} and {question}; empty uses the sentence `Answer the "
-        "question using the passages.`, the passages, and `Question: {question}`",
+        "question using the passages.`, the passages, and `Question: {question}`. What is before {passages} belongs "
+        "to the system prompt",
     )
     template_date: str = setting(
         "2026-01-01",
