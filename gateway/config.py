@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from fusionkv.gateway.auth.access import TENANT_FORM, is_tenant
 from fusionkv.protos.contract.names import DEFAULT, full_name
 from fusionkv.protos.contract.recipes import find_recipe
 from fusionkv.protos.contract.requests import RequestedRecipe
@@ -186,6 +187,8 @@ class GatewayConfig(CallingConfig):
                 )
         if not self.workers:
             raise ValueError("workers must name at least one fusion worker")
+        if self.tenant and not is_tenant(self.tenant):
+            raise ValueError(f"tenant {self.tenant!r} is invalid: {TENANT_FORM}")
         process.check_sockets(self.workers)
         for address in self.workers:
             if not process.is_address(address.removeprefix("dns:")):

@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 _faults = logs.RateLimitedLog(log)
 _MINUTE = 60.0
 _MIN_KEY_BYTES = 32
-# Opens the corpora of a tenant; the empty name means the gateway's default tenant.
+# Opens the corpora of a tenant by its name, whether or not it is the default: another gateway, or the next start, may
+# have another default, and must not hand its corpora over.
 Open = Callable[[str], Awaitable[Retrieval]]
 
 
@@ -252,7 +253,7 @@ class Tenants:
             await tenant.retrieval.close()
 
     async def _add(self, name: str) -> None:
-        retrieval = await self._open("" if name == self._default else name)
+        retrieval = await self._open(name)
         meter = Meter(lambda: self._quotas.of(name))
         salt = hmac.new(self._key, name.encode(), hashlib.sha256).hexdigest() if self._key else name
         self._known[name] = Tenant(salt, retrieval, meter)

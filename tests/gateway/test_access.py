@@ -34,7 +34,7 @@ from fusionkv.protos.runtime.errors import (
     from_rpc,
 )
 from fusionkv.protos.runtime.watched import BadFile
-from tests.gateway.conftest import Serve, succeeds
+from tests.gateway.conftest import Serve, Start, succeeds
 from tests.gateway.strangers import call
 from tests.services import Launch, start_gateway, token_entry, token_flags
 from tests.waiting import wait_until
@@ -139,6 +139,23 @@ def test_stats_count_the_callers_tenant_and_all_for_the_gateways_own(launch: Lau
             stats = client.stats()
             counted[name] = stats.tenants, stats.requests, stats.requests_failed
     assert counted == {"acme": (1, 2, 1), "other": (1, 4, 1), "own": (3, 6, 2)}
+
+
+def test_a_tenants_corpora_stay_its_own_when_the_gateways_tenant_changes(
+    start: Start, serve: Serve, tmp_path: Path
+) -> None:
+    """The next gateway's default tenant neither gets the corpora of the last one, nor loses its own."""
+    worker, tokens = start(), token_flags(tmp_path, *(token_entry(name, tenant=name) for name in ("acme", "bolt")))
+    for tenant in ("acme", "bolt", ""):
+        _, gateway = serve(worker, *tokens, "--tenant", tenant, token="acme")
+        for name in ("acme", "bolt"):
+            with Client(gateway.address, token=name, timeout=60) as client:
+                if tenant == "acme":
+                    client.ingest("notes", f"{name}.txt", "Its own.")
+                assert [item.name for item in client.list("notes")] == [f"{name}.txt"], tenant
+        gateway.stop()
+    with pytest.raises(ValueError, match=r"tenant '\.\./x' is invalid"):
+        GatewayConfig(tenant="../x")
 
 
 async def test_both_clients_carry_a_token(gateway: Any, tmp_path: Path) -> None:
