@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import re
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -232,6 +233,7 @@ def _reported(failures: Sequence[ServiceError]) -> ServiceError:
     """The error for the caller: ResourceExhausted if any worker is busy, since a retry may help."""
     if not failures:
         return Unavailable("there is no fusion worker: the name in `workers` has no address")
-    if all("failed to connect" in str(failure) for failure in failures):
+    # Not of a cache service that a worker could not reach.
+    if all(re.match(r"fusion worker \S+: failed to connect", str(failure)) for failure in failures):
         return Unavailable(f"{failures[0]} (is the worker running? is the gateway's setting `workers` right?)")
     return next((f for f in failures if isinstance(f, ResourceExhausted)), failures[0])

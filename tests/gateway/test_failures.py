@@ -57,6 +57,14 @@ def test_a_killed_worker_is_replaced_before_the_first_token(start: Start, serve:
     answered_soon(client)
 
 
+def test_encoding_without_the_cache_says_that_the_cache_is_away(start: Start, serve: Serve) -> None:
+    client, _ = serve(start("--cache", f"127.0.0.1:{free_port()}"))
+    client.ingest("c", "d.txt", "some text")
+    with pytest.raises(Unavailable, match=r"at the cache service at .*failed to connect") as raised:
+        list(client.precompute("c"))
+    assert "is the worker running?" not in str(raised.value)
+
+
 def test_too_many_are_refused_until_one_leaves(start: Start, serve: Serve) -> None:
     """The gateway's only place is free again then, and the worker's, which lets none wait."""
     client, _ = serve(start("--max-requests", "1", "--max-queue", "0"), "--max-requests", "1")
