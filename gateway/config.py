@@ -185,8 +185,6 @@ class GatewayConfig(CallingConfig):
                     f"http_allowed_origins: {origin!r} is not an origin such as https://app.example:8443, in lower "
                     "case and without a path, nor *"
                 )
-        if not self.workers:
-            raise ValueError("workers must name at least one fusion worker")
         if self.tenant and not is_tenant(self.tenant):
             raise ValueError(f"tenant {self.tenant!r} is invalid: {TENANT_FORM}")
         process.check_sockets(self.workers)

@@ -163,6 +163,8 @@ def _convert(field: dataclasses.Field[Any], hint: Any, value: Any, where: str) -
     try:
         if typing.get_origin(kind) is tuple:
             parts = [p.strip() for p in value.split(",") if p.strip()] if isinstance(value, str) else value
+            if not parts and field.default:
+                raise ValueError("name at least one address")
             return tuple(str(p) for p in parts)
         if kind is bool:
             result: Any = value if isinstance(value, bool) else _bool(str(value))
@@ -175,8 +177,10 @@ def _convert(field: dataclasses.Field[Any], hint: Any, value: Any, where: str) -
             if not math.isfinite(result):
                 raise ValueError(f"not a finite number: {value!r}")
         elif kind is Path:
+            if value == "" and kind is hint:  # as of a variable that is not set: not the working directory
+                raise ValueError("the path is empty")
             # An empty value resets an optional path that the file sets.
-            result = None if value == "" and kind is not hint else Path(value).expanduser()
+            result = Path(value).expanduser() if value != "" else None
         else:
             result = str(value)
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: `~user` without a home directory

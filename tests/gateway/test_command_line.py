@@ -343,7 +343,7 @@ def test_commands_that_need_no_gateway_explain_themselves(command: str) -> None:
         ({"top_k": "300"}, "top_k .300. exceeds max_top_k"),
         ({"max_top_k": "256"}, r"--max-top-k: 256 is outside 1\.\.255"),
         ({"max_ingest_bytes": "1MiB"}, "max_document_bytes exceeds max_ingest_bytes"),
-        ({"workers": ""}, "must name at least one fusion worker"),
+        ({"workers": ""}, "--workers: name at least one address"),
         ({"workers": "dns:7071"}, "workers: 'dns:7071' is not host:port"),
         ({"dense_weight": "1.5"}, "--dense-weight"),
         ({"language": "klingon"}, "language 'klingon' is not one of arabic, "),

@@ -91,6 +91,10 @@ def test_the_environment() -> None:
     with pytest.raises(SettingsError, match="FUSIONKV_KVCACHE_RATIO: could not convert"):
         load(environ={"FUSIONKV_KVCACHE_RATIO": "much"})
     assert load(environ={"FUSIONKV_KVCACHE_LISTEN": "a:1, unix:/x ,"}).listen == ("a:1", "unix:/x")
+    # As of a variable that is not set: a service would listen nowhere, or make the working directory its own.
+    for name, message in (("LISTEN", "LISTEN: name at least one address"), ("DATA", "DATA: the path is empty")):
+        with pytest.raises(SettingsError, match=message):
+            load(environ={f"FUSIONKV_KVCACHE_{name}": ""})
 
 
 def test_help_and_flags_come_from_the_dataclass() -> None:
