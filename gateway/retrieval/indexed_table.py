@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import pyarrow as pa
 from lancedb.index import FTS, BTree
 from lancedb.table import AsyncTable
@@ -28,6 +29,9 @@ _COMMITS_BEFORE_OPTIMIZE = 100
 _IDLE_SECONDS = 1.0
 # Searches in flight read versions up to this old.
 _KEEP_VERSIONS = timedelta(minutes=10)
+# Deleted text leaves the disk within twice this time: its rows are rewritten first, the files of old versions removed
+# later.
+_ERASE_SECONDS = 3600.0
 # Stop words by language.
 _STOP_WORDS = {"english": Path(__file__).with_name("stop_words_english.txt").read_text().split()}
 
@@ -74,9 +78,10 @@ class IndexedTable:
         self._gone = False
         self._commits = 0
         self._changed = asyncio.Event()
+        self._erasures = 0
         self._changes: set[asyncio.Task[Any]] = set()
         self._reads: set[asyncio.Task[Any]] = set()
-        self._optimizing = asyncio.create_task(self._optimize_when_idle())
+        self._upkeep = [asyncio.create_task(self._optimize_when_idle()), asyncio.create_task(self._erase_hourly())]
 
     @contextlib.asynccontextmanager
     async def frozen(self) -> AsyncIterator[None]:
@@ -99,8 +104,9 @@ class IndexedTable:
         """Waits for the change in progress; later changes raise CorpusGone."""
         async with self._lock:
             self._gone = True
-        self._optimizing.cancel()
-        await asyncio.gather(self._optimizing, *self._changes, *self._reads, return_exceptions=True)
+        for task in self._upkeep:
+            task.cancel()
+        await asyncio.gather(*self._upkeep, *self._changes, *self._reads, return_exceptions=True)
 
     async def _read(self, query: Any) -> pa.Table:
         """Runs a query, to its end even if its caller is cancelled.
@@ -127,6 +133,7 @@ class IndexedTable:
 
     def _touch(self) -> None:
         self._commits += 1
+        self._erasures = 2  # the second one removes the files of the version that the first one replaces
         self._changed.set()
 
     async def _optimize_when_idle(self) -> None:
@@ -139,21 +146,53 @@ class IndexedTable:
                     async with asyncio.timeout(_IDLE_SECONDS):
                         await self._changed.wait()
                     continue
-            async with self._lock:
-                if self._gone:  # its folder may now hold another table, whose files are not known here
-                    return
-                self._commits = 0
-                try:
-                    await self._table.optimize(cleanup_older_than=_KEEP_VERSIONS)
-                    # The caches of the old table keep a file open for every past state of the indexes.
-                    self._table = await self._reopen()
-                except Exception as error:
-                    cause = disk_error(error)
-                    log.error(
-                        "new rows were not added to the indexes; searches stay correct, but slower: %s",
-                        cause or error,
-                        exc_info=cause is None,
-                    )
+            await self._upkept(
+                "new rows were not added to the indexes; searches stay correct, but slower", self._optimize
+            )
+
+    async def _erase_hourly(self) -> None:
+        while True:
+            await asyncio.sleep(_ERASE_SECONDS)
+            if self._erasures:
+                await self._upkept("text of deleted rows stays on the disk", self._erase)
+
+    async def _upkept(self, otherwise: str, work: Callable[[], Awaitable[None]]) -> None:
+        """Does work that is not part of a change, unless the table is gone. otherwise: what it means if it fails."""
+        async with self._lock:
+            if self._gone:  # its folder may now hold another table, whose files are not known here
+                return
+            try:
+                await work()
+            except Exception as error:
+                cause = disk_error(error)
+                log.error("%s: %s", otherwise, cause or error, exc_info=cause is None)
+
+    async def _optimize(self) -> None:
+        self._commits = 0
+        await self._table.optimize(cleanup_older_than=_KEEP_VERSIONS)
+        # The caches of the old table keep a file open for every past state of the indexes.
+        self._table = await self._reopen()
+
+    async def _erase(self) -> None:
+        """Rewrites the files with deleted rows, and removes those of old versions.
+
+        Compaction leaves a fragment as it is while at most a tenth of its rows are deleted: more than a tenth of the
+        others are moved out of it.
+        """
+        with_deleted = await asyncio.to_thread(_with_deleted, await self._table.uri())
+        ids = (await self._table.query().select([]).with_row_id().to_arrow())["_rowid"].to_numpy()
+        found = with_deleted.intersection(np.unique(ids >> 32).tolist())
+        for fragment in found:
+            rows = np.sort(ids[ids >> 32 == fragment])
+            moved = f"_rowid BETWEEN {rows[0]} AND {rows[len(rows) // 10]}"
+            await self._table.update(updates_sql={"document": "document"}, where=moved)
+        await self._optimize()
+        self._erasures = max(self._erasures - 1, bool(found))
+
+
+def _with_deleted(table: str) -> set[int]:
+    """The numbers of fragments with deleted rows, with which the names of LanceDB's deletion files begin."""
+    return {int(file.name.split("-")[0]) for file in Path(table, "_deletions").glob("*-*")}
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -685,6 +686,36 @@ async def test_changes_keep_few_files_open(tmp_path: Path, reopen: Reopen, monke
             pass  # that is done, too
         assert set(await texts(engine, "c", f"version {i}", count=3)) >= {words[0]}
     assert open_files(tmp_path) < 8
+
+
+async def test_deleted_and_replaced_text_leaves_the_disk(
+    tmp_path: Path, reopen: Reopen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compaction alone keeps the rows of a fragment of which few are deleted."""
+    monkeypatch.setattr(indexed_table, "_IDLE_SECONDS", 0.0)
+    monkeypatch.setattr(indexed_table, "_ERASE_SECONDS", 0.05)
+    monkeypatch.setattr(indexed_table, "_KEEP_VERSIONS", timedelta(milliseconds=1))
+    engine = await reopen(tmp_path)
+    for i in range(3):
+        await put(engine, "c", f"d{i}", *(f"secret{i}x{k} of many words" for k in range(60)))
+    await put(engine, "c", "last", "secret of the last rows")
+    await until(lambda: not engine._tables["c"]._erasures)
+    assert stored(tmp_path, "secret1x59")
+    assert stored(tmp_path, "secret of the last rows")
+    await engine.delete("c", "last")
+    await until(lambda: not engine._tables["c"]._erasures)
+    assert not stored(tmp_path, "secret of the last rows")
+    await put(engine, "c", "d1", "replacement")
+    await until(lambda: not engine._tables["c"]._erasures)
+    assert not stored(tmp_path, "secret1x")
+    assert [len(await engine.chunks("c", f"d{i}", MODEL)) for i in range(3)] == [60, 1, 60]
+    assert await texts(engine, "c", "secret2x7") == ["secret2x7 of many words"]
+    assert await texts(engine, "c", "replacement") == ["replacement"]
+    assert stored(tmp_path, "secret0x0")
+
+
+def stored(folder: Path, text: str) -> bool:
+    return any(text.encode() in file.read_bytes() for file in folder.rglob("*.lance") if file.is_file())
 
 
 async def test_documents_are_packed_and_unpacked_beside_the_event_loop(
