@@ -112,168 +112,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fusionkv {metadata.version('fusionkv')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    serve = commands.add_parser("serve", help="run one service, or all of them on this machine")
-    serve.add_argument(
-        "service",
-        nargs="?",
-        default="all",
-        choices=["all", *MODULES],
-        help="service to run (default: all); `fusionkv serve worker --help` shows the worker's flags",
-    )
-    serve.add_argument("--model", help="model directory, *.gguf file, hub id, or a name from `fusionkv model list`")
-    serve.add_argument(
-        "--data-dir", type=Path, help="directory of all data (default: .fusionkv, or the data_dir of each service)"
-    )
-    serve.add_argument("--listen", help=f"addresses of the gateway (default: {DEFAULT_ADDRESS})")
-    serve.add_argument(
-        "--http-listen", metavar="ADDRESS", help="also serve the OpenAI-compatible API at this host:port"
-    )
-    serve.add_argument("--config", type=Path, metavar="FILE", help="TOML file with [kvcache], [worker], [gateway]")
-    serve.add_argument("--json", action="store_true", help="print one JSON object per line")
+    _add_serve_flags(commands.add_parser("serve", help="run one service, or all of them on this machine"))
 
     client = argparse.ArgumentParser(add_help=False)
     connect.add_flags(client)
     client.add_argument("--json", action="store_true", help="print JSON: one document, or one object per line")
 
-    ingest = commands.add_parser("ingest", parents=[client], help="store documents in a corpus")
-    ingest.add_argument("corpus", metavar="CORPUS")
-    ingest.add_argument(
-        "paths",
-        nargs="+",
-        metavar="PATH",
-        help=f"file, glob, directory (searched for {' '.join(ENDINGS)}), or - for standard input",
-    )
-    ingest.add_argument(
-        "--name", default="", help="document name instead of the file's name; for a single file or standard input"
-    )
-    ingest.add_argument("--prefix", default="", metavar="TEXT", help="prefix of every document's name")
-    ingest.add_argument(
-        "--sync",
-        action="store_true",
-        help="then delete documents of the corpus that came from these files and folders and are no longer there",
-    )
-    ingest.add_argument(
-        "--dry-run", action="store_true", help="with --sync: only tell what it would delete, and store nothing"
-    )
-    ingest.add_argument(
-        "--replace", action="store_true", help="also replace documents of the same name that came from another file"
-    )
-    ingest.add_argument(
-        "--media-type",
-        default="",
-        choices=MEDIA_TYPES,
-        metavar="TYPE",
-        help=f"media type of all files, instead of by their ending: {', '.join(MEDIA_TYPES)}",
-    )
-    ingest.add_argument(
-        "--concurrency",
-        type=positive,
-        default=8,
-        metavar="N",
-        help="number of documents in flight (default: %(default)s)",
-    )
-    ingest.add_argument(
-        "--precompute",
-        nargs="?",
-        const="",
-        metavar="RECIPE",
-        help="then encode the corpus ahead of time for RECIPE (default: the gateway's recipe)",
-    )
-
-    encode = commands.add_parser("encode", parents=[client], help="encode corpora ahead of time")
-    encode.add_argument("corpora", nargs="+", metavar="CORPUS")
-    encode.add_argument("--recipe", default="", help="recipe to encode chunks for (default: the gateway's)")
-    encode.add_argument(
-        "--index", type=int, metavar="N", help="only the corpus of this number, from 0: for job arrays"
-    )
-    encode.add_argument(
-        "--wait",
-        type=connect.seconds,
-        default=0.0,
-        metavar="SECONDS",
-        help="wait for gateway, workers and corpora that do not exist yet (default: do not wait)",
-    )
-    encoder_flags = encode.add_argument_group(
-        "encoders", "processes that load the model instead of the gateway's workers (needs the role operator)"
-    )
-    encoder_flags.add_argument(
-        "--encoders", type=positive, default=0, metavar="N", help="number of processes, or of actors on Ray"
-    )
-    encoder_flags.add_argument(
-        "--ray",
-        metavar="ADDRESS",
-        help="run encoders on a Ray cluster: auto or ray://HOST:PORT; by default one per GPU, or per node",
-    )
-    encoder_flags.add_argument(
-        "--config", type=Path, metavar="FILE", help="TOML file with a table [worker], on every machine"
-    )
-    encoder_flags.add_argument("--model", help="model, as for `fusionkv serve worker`")
-    encoder_flags.add_argument(
-        "--cache", metavar="ADDRESS", help="cache service that stores the KV (default: this machine's)"
-    )
-
-    ask = commands.add_parser("ask", parents=[client], help="answer a question over a corpus")
-    ask.add_argument("corpus", metavar="CORPUS")
-    ask.add_argument("question", metavar="QUESTION")
-    ask.add_argument(
-        "--recipe",
-        default="",
-        help="recipe for reusing chunks: fusionrag, a3+window, default, ... (default: the gateway's)",
-    )
-    ask.add_argument(
-        "--ratio",
-        type=float,
-        metavar="R",
-        help="share of context tokens to recompute, 0 to 1 (default: the recipe's)",
-    )
-    ask.add_argument(
-        "--top-k", type=int, default=0, metavar="N", help="number of chunks to retrieve (default: the gateway's)"
-    )
-    ask.add_argument(
-        "--order",
-        choices=ORDER_NAMES,
-        default="ends",
-        help="order of the chunks in the prompt (default: %(default)s, best first, then from worst to second best)",
-    )
-    ask.add_argument(
-        "--filter",
-        action="append",
-        default=[],
-        type=_pair,
-        metavar="KEY=VALUE",
-        help="only chunks of documents with this metadata; if repeated, all pairs must match",
-    )
-    ask.add_argument("--system", default="", metavar="TEXT", help="system prompt (default: the worker's)")
-    ask.add_argument(
-        "--prompt-template",
-        default="",
-        metavar="TEXT",
-        help="user message with {passages} and {question} (default: the worker's)",
-    )
-    ask.add_argument(
-        "--max-tokens", type=int, default=0, metavar="N", help="maximum length of the answer (default: the worker's)"
-    )
-    ask.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="sampling temperature; 0 is greedy (default: 0)"
-    )
-    ask.add_argument(
-        "--top-p",
-        type=float,
-        default=0.0,
-        metavar="P",
-        help="sample from the most likely tokens of this total probability (default: all)",
-    )
-    ask.add_argument("--seed", type=int, metavar="N", help="seed for reproducible sampling")
-    ask.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="string that ends the answer; may be repeated"
-    )
-
-    ask.add_argument(
-        "--explain",
-        type=Path,
-        metavar="FILE",
-        help="write an HTML page on reused and recomputed tokens; repeats the question with full attention",
-    )
+    _add_ingest_flags(commands.add_parser("ingest", parents=[client], help="store documents in a corpus"))
+    _add_encode_flags(commands.add_parser("encode", parents=[client], help="encode corpora ahead of time"))
+    _add_ask_flags(commands.add_parser("ask", parents=[client], help="answer a question over a corpus"))
 
     move = commands.add_parser(
         "move", parents=[client], help="rebuild corpora from their stored text for another model or embedder"
@@ -309,6 +156,147 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("model", help="fetch models by name, or list them")
     commands.add_parser("size", help="compute the bytes of KV of a model and a corpus")
     return parser
+
+
+def _add_serve_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "service",
+        nargs="?",
+        default="all",
+        choices=["all", *MODULES],
+        help="service to run (default: all); `fusionkv serve worker --help` shows the worker's flags",
+    )
+    add("--model", help="model directory, *.gguf file, hub id, or a name from `fusionkv model list`")
+    about = "directory of all data (default: .fusionkv, or the data_dir of each service)"
+    add("--data-dir", type=Path, help=about)
+    add("--listen", help=f"addresses of the gateway (default: {DEFAULT_ADDRESS})")
+    add("--http-listen", metavar="ADDRESS", help="also serve the OpenAI-compatible API at this host:port")
+    add("--config", type=Path, metavar="FILE", help="TOML file with [kvcache], [worker], [gateway]")
+    add("--json", action="store_true", help="print one JSON object per line")
+
+
+def _add_ingest_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("corpus", metavar="CORPUS")
+    add(
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help=f"file, glob, directory (searched for {' '.join(ENDINGS)}), or - for standard input",
+    )
+    add("--name", default="", help="document name instead of the file's name; for a single file or standard input")
+    add("--prefix", default="", metavar="TEXT", help="prefix of every document's name")
+    add(
+        "--sync",
+        action="store_true",
+        help="then delete documents of the corpus that came from these files and folders and are no longer there",
+    )
+    add("--dry-run", action="store_true", help="with --sync: only tell what it would delete, and store nothing")
+    add("--replace", action="store_true", help="also replace documents of the same name that came from another file")
+    add(
+        "--media-type",
+        default="",
+        choices=MEDIA_TYPES,
+        metavar="TYPE",
+        help=f"media type of all files, instead of by their ending: {', '.join(MEDIA_TYPES)}",
+    )
+    add(
+        "--concurrency",
+        type=positive,
+        default=8,
+        metavar="N",
+        help="number of documents in flight (default: %(default)s)",
+    )
+    add(
+        "--precompute",
+        nargs="?",
+        const="",
+        metavar="RECIPE",
+        help="then encode the corpus ahead of time for RECIPE (default: the gateway's recipe)",
+    )
+
+
+def _add_encode_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("corpora", nargs="+", metavar="CORPUS")
+    add("--recipe", default="", help="recipe to encode chunks for (default: the gateway's)")
+    add("--index", type=int, metavar="N", help="only the corpus of this number, from 0: for job arrays")
+    add(
+        "--wait",
+        type=connect.seconds,
+        default=0.0,
+        metavar="SECONDS",
+        help="wait for gateway, workers and corpora that do not exist yet (default: do not wait)",
+    )
+    own = parser.add_argument_group(
+        "encoders", "processes that load the model instead of the gateway's workers (needs the role operator)"
+    ).add_argument
+    own("--encoders", type=positive, default=0, metavar="N", help="number of processes, or of actors on Ray")
+    own(
+        "--ray",
+        metavar="ADDRESS",
+        help="run encoders on a Ray cluster: auto or ray://HOST:PORT; by default one per GPU, or per node",
+    )
+    own("--config", type=Path, metavar="FILE", help="TOML file with a table [worker], on every machine")
+    own("--model", help="model, as for `fusionkv serve worker`")
+    own("--cache", metavar="ADDRESS", help="cache service that stores the KV (default: this machine's)")
+
+
+def _add_ask_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("corpus", metavar="CORPUS")
+    add("question", metavar="QUESTION")
+    add(
+        "--recipe",
+        default="",
+        help="recipe for reusing chunks: fusionrag, a3+window, default, ... (default: the gateway's)",
+    )
+    add(
+        "--ratio",
+        type=float,
+        metavar="R",
+        help="share of context tokens to recompute, 0 to 1 (default: the recipe's)",
+    )
+    add("--top-k", type=int, default=0, metavar="N", help="number of chunks to retrieve (default: the gateway's)")
+    add(
+        "--order",
+        choices=ORDER_NAMES,
+        default="ends",
+        help="order of the chunks in the prompt (default: %(default)s, best first, then from worst to second best)",
+    )
+    add(
+        "--filter",
+        action="append",
+        default=[],
+        type=_pair,
+        metavar="KEY=VALUE",
+        help="only chunks of documents with this metadata; if repeated, all pairs must match",
+    )
+    add("--system", default="", metavar="TEXT", help="system prompt (default: the worker's)")
+    add(
+        "--prompt-template",
+        default="",
+        metavar="TEXT",
+        help="user message with {passages} and {question} (default: the worker's)",
+    )
+    add("--max-tokens", type=int, default=0, metavar="N", help="maximum length of the answer (default: the worker's)")
+    add("--temperature", type=float, default=0.0, metavar="T", help="sampling temperature; 0 is greedy (default: 0)")
+    add(
+        "--top-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="sample from the most likely tokens of this total probability (default: all)",
+    )
+    add("--seed", type=int, metavar="N", help="seed for reproducible sampling")
+    add("--stop", action="append", default=[], metavar="TEXT", help="string that ends the answer; may be repeated")
+    add(
+        "--explain",
+        type=Path,
+        metavar="FILE",
+        help="write an HTML page on reused and recomputed tokens; repeats the question with full attention",
+    )
 
 
 def _pair(text: str) -> tuple[str, str]:
