@@ -73,7 +73,10 @@ class Batch:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
-        """Writes a layer's keys and values to the pool, and attends to it. As `Attending.attend`."""
+        """Writes a layer's keys and values to the pool, and attends to it.
+
+        query: [rows, q_heads, head_dim]. key, value: [rows, kv_heads, head_dim]. Returns as `query`.
+        """
         k_pool, v_pool = self.pool[layer, 0], self.pool[layer, -1]
         self.write(layer, key, value)
         groups = query.shape[1] // k_pool.shape[1]

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import AttentionInterface
@@ -42,7 +42,7 @@ class _Recorder:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
-        """As `Attending.attend`; returns zeros."""
+        """As `Batch.attend`; returns zeros."""
         self.states = States(query, key, value, spec)
         return torch.zeros_like(query)
 
@@ -218,21 +218,6 @@ def logits(model: Model, hidden: torch.Tensor) -> torch.Tensor:
     return model.network.lm_head(hidden).float()
 
 
-class Attending(Protocol):
-    """What a model's rows attend to."""
-
-    @property
-    def rotations(self) -> Sequence[Rotation]: ...
-
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec
-    ) -> torch.Tensor:
-        """A layer's attention, [rows, q_heads, head_dim].
-
-        query: [rows, q_heads, head_dim]. key, value: [rows, kv_heads, head_dim].
-        """
-
-
 def _attend(
     module: Any,
     query: torch.Tensor,
@@ -240,7 +225,7 @@ def _attend(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float,
-    fusionkv_batch: Attending,
+    fusionkv_batch: Batch | _Recorder,
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
     **_: Any,
