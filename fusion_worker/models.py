@@ -214,9 +214,9 @@ def _load(directory: Path, device: str, dtype: str, max_tokens: int, ranks: Rank
         check_fetched(file)
     files.check_sizes(config.to_dict(), files.weights(directory), directory / "config.json")
     where = device_of(device)
-    kind = DTYPES.get(dtype) if dtype != "auto" else _own_dtype(config, where)
-    if kind is None:
-        raise FailedPrecondition(f"unknown dtype {dtype!r}: use auto, {', '.join(DTYPES)}")
+    kind = dtype_of(dtype, config)
+    if dtype == "auto" and where.type == "cpu" and not computes(kind):
+        kind = torch.float32  # a CPU emulates 16-bit dtypes 6 to 8 times slower
     if where.type == "cuda" and (dim := KVShape.of(config, kind).head_dim) > MOST_CHANNELS:
         raise FailedPrecondition(
             f"{directory.name} runs on CPUs only: a head of its KV has {dim} channels; GPUs take {MOST_CHANNELS}"
@@ -411,10 +411,12 @@ def rank_device(device: str, rank: int) -> torch.device:
     return device_of("cpu" if on_cpu(device) else f"cuda:{rank}")
 
 
-def _own_dtype(config: Any, device: torch.device) -> torch.dtype:
-    """The checkpoint's dtype; float32 on a CPU that emulates 16-bit dtypes, which are 6 to 8 times slower there."""
-    kind: torch.dtype = getattr(config, "dtype", None) or torch.float32
-    return torch.float32 if device.type == "cpu" and not computes(kind) else kind
+def dtype_of(name: str, config: Any) -> torch.dtype:
+    """The dtype of a name, of which auto is the checkpoint's. Raises FailedPrecondition for an unknown one."""
+    kind = DTYPES.get(name) if name != "auto" else getattr(config, "dtype", None) or torch.float32
+    if kind is None:
+        raise FailedPrecondition(f"unknown dtype {name!r}: use auto, {', '.join(DTYPES)}")
+    return kind
 
 
 def device_of(name: str) -> torch.device:

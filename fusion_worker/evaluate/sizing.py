@@ -147,12 +147,10 @@ def measure(model: str, dtype: str = "auto") -> Network:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from fusionkv.fusion_worker.models import DTYPES, KVShape
+    from fusionkv.fusion_worker.models import KVShape, dtype_of
 
     config = _configuration(model)
-    kind = DTYPES.get(dtype) if dtype != "auto" else getattr(config, "dtype", None) or torch.float32
-    if kind is None:
-        raise FailedPrecondition(f"unknown dtype {dtype!r}: use auto, {', '.join(DTYPES)}")
+    kind = dtype_of(dtype, config)
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     sizes = {name: parameter.numel() for name, parameter in network.named_parameters()}
