@@ -1,6 +1,7 @@
 """Encodes a corpus ahead of time: each chunk alone, or after its most similar neighbours (FusionRAG, section 3.1)."""
 
 import asyncio
+import itertools
 import logging
 from collections.abc import AsyncGenerator, Coroutine, Sequence, Sized
 from contextlib import aclosing
@@ -100,13 +101,8 @@ class _Pass:
     def _fitting(self, others: Sequence[TextChunk], chunk: TextChunk) -> list[TextChunk]:
         """The first of some chunks, as many as fit into the model's length with another one."""
         room = self.vocabulary.model.max_tokens - len(self.vocabulary.system()) - len(chunk.ids)
-        fitting = []
-        for other in others:
-            room -= len(other.ids)
-            if room < 0:
-                break
-            fitting.append(other)
-        return fitting
+        sizes = itertools.accumulate(len(other.ids) for other in others)
+        return [other for other, size in zip(others, sizes, strict=True) if size <= room]
 
     def encode_request(self, chunks: Sequence[TextChunk]) -> fusion_pb2.EncodeRequest:
         """A request to encode the last chunk after the others, without a mode."""

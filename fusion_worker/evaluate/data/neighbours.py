@@ -1,6 +1,7 @@
 """Finds the neighbours that a chunk is encoded with: the most similar chunks, as many as fit the model's length."""
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -84,10 +85,5 @@ class Neighbours:
 
     def before(self, system: Chunk, chunk: Chunk, near: Sequence[Chunk]) -> list[Chunk]:
         """The nearest chunks, best first, as many as fit between the system prompt and a chunk."""
-        room, fitting = self._max_tokens - len(system) - len(chunk), []
-        for other in near:
-            room -= len(other)
-            if room < 0:
-                break
-            fitting.append(other)
-        return fitting
+        room = self._max_tokens - len(system) - len(chunk)
+        return [other for other, size in zip(near, itertools.accumulate(map(len, near)), strict=True) if size <= room]
