@@ -500,11 +500,10 @@ def _numbered(tokenizer: Tokenizer, name: str) -> tuple[int, ...]:
 
 
 def check_supported(config: Any) -> None:
-    """Checks that the engine supports a model configuration.
+    """Raises FailedPrecondition for a model configuration that the engine does not support.
 
-    Raises:
-        FailedPrecondition: the family is unknown, the RoPE depends on the prompt's length, attention is not causal,
-            or logits are soft-capped.
+    That is one of an unknown family, with a RoPE that depends on the prompt's length, with attention that is not
+    causal, or with soft-capped logits.
     """
     family = config.model_type
     if family not in FAMILIES:

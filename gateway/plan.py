@@ -49,9 +49,8 @@ class Conversation:
     def of(cls, request: pb.GenerateRequest) -> "Conversation":
         """Reads the conversation of a request.
 
-        Raises:
-            InvalidArgument: the request does not have exactly one of question and messages, or they are empty, too
-                long or in the wrong order.
+        Raises InvalidArgument if the request does not have exactly one of question and messages, or they are empty,
+        too long or in the wrong order.
         """
         if not request.messages:
             check_question(request.question)
@@ -177,8 +176,7 @@ def _length(pairs: Mapping[str, str]) -> int:
 def given(passages: Sequence[pb.Passage], vocabulary: Vocabulary) -> list[Passage]:
     """The chunks of the passages in a request, one a passage, with the token ids that a corpus would store.
 
-    Raises:
-        TooLong: the passages are longer than any prompt of the model. No more of them than necessary are tokenised.
+    Raises TooLong if they are longer than any prompt of the model. No more of them than necessary are tokenised.
     """
     chunks, tokens, limit = [], 0, vocabulary.model.max_tokens
     for number, passage in enumerate(passages):

@@ -213,12 +213,8 @@ class CacheClient:
     async def read(self, entry: Entry, reader: Callable[[int, int], bytes], *, timeout: float) -> bool:
         """Reads an entry that is `on_disk` in a thread. The service promotes it later, if hot enough.
 
-        Args:
-            reader: Takes a file descriptor and an offset; returns the checksum (protos/runtime/checksum.py) of the
-                `entry.size` bytes read, or empty bytes on failure.
-
-        Returns:
-            Whether the bytes were read and have their checksum.
+        reader: takes a file descriptor and an offset; returns the checksum (protos/runtime/checksum.py) of the
+        `entry.size` bytes read, or empty bytes on failure. Returns whether they were read and have their checksum.
         """
         if entry.extent is None or not self._local.mapped or not self.is_leased(entry):
             return False

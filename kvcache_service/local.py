@@ -190,10 +190,8 @@ class LocalTiers:
     async def read(self, extent: tuple[int, int], reader: Callable[[int, int], bytes]) -> bytes:
         """Runs a reader, as for `CacheClient.read`, in a thread at an extent.
 
-        The caller checks afterwards that the lease is still held (`is_leased`).
-
-        Returns:
-            Checksum of the bytes read, which the caller compares; empty if they cannot be read.
+        Returns the checksum of the bytes read, which the caller compares; empty if they cannot be read. The caller
+        checks afterwards that the lease is still held (`is_leased`).
         """
         return await asyncio.to_thread(self._read, *extent, reader)
 

@@ -79,11 +79,8 @@ class FusedPrefill(FusionServicer):
     async def fill(self, asked: SpannedPrompt, write: Write) -> dict[str, Any]:
         """Makes the KV of a prompt before its question; returns the figures, as answer.v1.Summary in JSON.
 
-        Args:
-            write: takes the KV of the prompt.
-
-        Raises:
-            CacheFault, ServiceError: as the worker's loader and engine, and for a recipe that the model can't follow.
+        write: takes the KV of the prompt. Raises CacheFault and ServiceError as the worker's loader and engine, and
+        for a recipe that the model can't follow.
         """
         request, replaced = await self._checked(asked.request(), portable=True)
         prompt, recipe, ratio, stopwatch = request.prompt, request.recipe, request.ratio, Stopwatch()

@@ -79,11 +79,8 @@ class FreshStates:
     def placed(self, each: torch.Tensor) -> torch.Tensor:
         """Puts a number for each stale token at its position, and all-reduces over ranks.
 
-        Args:
-            each: float32 [stale tokens], summed over this rank's heads.
-
-        Returns:
-            float32 [positions]; 0 where there is no stale token.
+        each: float32 [stale tokens], summed over this rank's heads. Returns float32 [positions]; 0 where there is no
+        stale token.
         """
         out = torch.zeros(int(self.span.positions[-1]) + 1, device=each.device)
         out[self.span.positions_on(each.device)[: len(each)]] = each

@@ -94,11 +94,7 @@ class Meter:
         self._reserving = asyncio.Lock()
 
     def admit(self) -> None:
-        """Counts a request.
-
-        Raises:
-            ResourceExhausted: the quota of requests or tokens is used up; `retry_after` says when to retry.
-        """
+        """Counts a request. Raises ResourceExhausted, with `retry_after`, if a quota per minute is used up."""
         self.check_tokens()
         quota = self._quota()
         if quota.requests_per_minute is not None:
@@ -126,8 +122,7 @@ class Meter:
     async def storing(self, size: int, stored: Callable[[], Awaitable[int]]) -> AsyncIterator[None]:
         """Reserves room for a document of `size` bytes until it is stored; `stored` counts the tenant's stored bytes.
 
-        Raises:
-            ResourceExhausted: the document exceeds the quota. A document that it would replace counts as stored.
+        Raises ResourceExhausted if the document exceeds the quota. A document that it would replace counts as stored.
         """
         async with self._reserving:
             if (limit := self._quota().stored_bytes) is not None:

@@ -76,8 +76,7 @@ async def retry_while_busy(call: Callable[[], Awaitable[T]], seconds: float) -> 
 async def retry_until_available(call: Callable[[], Awaitable[T]], deadline: Deadline) -> T:
     """Repeats a call that fails as UNAVAILABLE or NOT_FOUND until a deadline; returns its result.
 
-    Raises:
-        ServiceError: UNAVAILABLE or NOT_FOUND after the deadline, any other error at once.
+    Raises these errors after the deadline, and any other at once.
     """
     reported = ""
     while True:

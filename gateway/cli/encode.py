@@ -48,8 +48,7 @@ async def run(args: argparse.Namespace) -> int:
 async def corpus(client: AsyncClient, quiet: bool, name: str, recipe: str, deadline: Deadline) -> Progress:
     """Encodes a corpus with the gateway's workers, and shows the progress.
 
-    Raises:
-        NotFound: the corpus is still empty before the deadline.
+    Raises NotFound if the corpus is still empty at the deadline.
     """
     done = Progress(0, 0, 0)
     with progress(quiet) as show:

@@ -15,8 +15,7 @@ def launched(command: str, module: str, flags: Sequence[str]) -> list[str]:
 def missing_package(command: str, error: ModuleNotFoundError) -> str:
     """The line that says which package a command lacks.
 
-    Raises:
-        ModuleNotFoundError: `error`, if the module is no package that installing would add.
+    Raises `error` if the module is no package that installing would add.
     """
     package = (error.name or "").partition(".")[0]
     if not package or package in sys.stdlib_module_names or _installed(package):

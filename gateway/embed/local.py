@@ -85,8 +85,7 @@ class _LocalModel:
 
         A tenant's message waits behind one of each other tenant, however many that tenant has sent before.
 
-        Raises:
-            Unavailable: the process ended or hung before replying, or can't be started.
+        Raises Unavailable if the process ended or hung before replying, or can't be started.
         """
         if self._queue.empty():
             self._last.clear()

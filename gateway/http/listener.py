@@ -196,8 +196,7 @@ def check_site(request: web.Request, allowed: Origins) -> None:
     The name of another site may lead here (DNS rebinding), and its pages then read the responses. So, on a connection
     within the machine, Host must name the machine, and Origin the machine or an allowed origin.
 
-    Raises:
-        PermissionDenied: one of the headers does not.
+    Raises PermissionDenied if one of the headers does not.
     """
     here = request.transport.get_extra_info("sockname") if request.transport else None
     if not isinstance(here, tuple) or not _is_local(here[0]):

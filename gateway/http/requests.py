@@ -144,11 +144,8 @@ def completion(
 
     Checks lengths of lists first: it blocks, and a body has room for 500,000 passages.
 
-    Args:
-        vllm: whether there is a vLLM, to which chats are passed that only it can answer.
-
-    Raises:
-        InvalidArgument: the body is invalid, or requests something unsupported.
+    vllm: whether there is a vLLM, to which chats are passed that only it can answer.
+    Raises InvalidArgument if the body is invalid, or requests something unsupported.
     """
     asked = "prompt" if text else "messages"
     fields = _fields(body, _IGNORED)

@@ -58,8 +58,7 @@ def of_line(line: int) -> Iterator[None]:
 def json_lines(text: str, first_line: int = 1) -> list[Document]:
     """The documents of JSON lines that are not blank; `first_line` is the number of the first line.
 
-    Raises:
-        InvalidArgument: a line is not JSON, or does not have this form; the message names the line.
+    Raises InvalidArgument if a line is not JSON, or does not have this form; the message names the line.
     """
     documents = []
     # Not splitlines: JSON strings may contain an unescaped U+2028.

@@ -190,8 +190,7 @@ class Ingest:
     ) -> list[tuple[TextChunk, np.ndarray]]:
         """The stored chunks of these documents, whose vectors and variants unchanged chunks keep.
 
-        Raises:
-            AlreadyExists: a document came from another source.
+        Raises AlreadyExists if a document came from another source.
         """
         stored: list[tuple[TextChunk, np.ndarray]] = []
         for name in names:
@@ -242,9 +241,8 @@ def _documents_of(
 
     A JSON line without an id is named by the file and the line's number.
 
-    Raises:
-        InvalidArgument: an invalid id, the same id in two lines, or more than `max_notes` characters of source and
-            metadata, which are stored with each chunk.
+    Raises InvalidArgument for an invalid id, the same id in two lines, or more than `max_notes` characters of source
+    and metadata, which are stored with each chunk.
     """
     documents: dict[str, list[TextChunk]] = {}
     lines: dict[str, int] = {}

@@ -51,8 +51,7 @@ _URLS = ("src", "href", "poster")
 def markdown(text: str, limit: int) -> str:
     """Converts a page's visible text to Markdown of at most `limit` characters, headed by its title.
 
-    Raises:
-        InvalidArgument: the markup is broken or nested too deeply, or the Markdown exceeds the limit.
+    Raises InvalidArgument if the markup is broken or nested too deeply, or the Markdown exceeds the limit.
     """
     # Behind the last `>`, `<` opens no tag, but html.parser would search the whole rest at each.
     end = text.rfind(">") + 1

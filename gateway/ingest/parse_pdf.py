@@ -39,8 +39,7 @@ _WORD_GAP = 0.15
 def pdf(content: bytes, limit: int) -> str:
     """The text of a PDF, at most about `limit` characters.
 
-    Raises:
-        InvalidArgument: the content is no PDF, is encrypted or damaged, or has too much text.
+    Raises InvalidArgument if the content is no PDF, is encrypted or damaged, or has too much text.
     """
     # The header may be preceded by other bytes. Without it, pypdf would guess; the file is not a PDF.
     if b"%PDF-" not in content[:1024]:

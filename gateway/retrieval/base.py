@@ -197,11 +197,7 @@ class Retrieval(ABC):
     ) -> bool:
         """Stores all chunks of a document, replacing earlier ones; creates the corpus if necessary.
 
-        Args:
-            vectors: unit vectors, float32 `[chunk, dim]`.
-
-        Returns:
-            Whether the document existed before.
+        vectors: unit vectors, float32 `[chunk, dim]`. Returns whether the document existed before.
         """
 
     @abstractmethod

@@ -67,8 +67,7 @@ class EmbeddedRetrieval(Retrieval):
     async def open(cls, folder: Path, language: str = "english") -> "EmbeddedRetrieval":
         """Opens all corpora in `folder`, which is created if necessary; `language` is that of new corpora.
 
-        Raises:
-            OSError: the folder can't be written, another gateway has it open, or a corpus in it is damaged.
+        Raises OSError if the folder can't be written, another gateway has it open, or a corpus in it is damaged.
         """
         async with contextlib.AsyncExitStack() as opened:  # closed on any error: the folder would stay locked
             owned = CorpusFolder(folder)

@@ -22,8 +22,7 @@ class CorpusFolder:
     def __init__(self, path: Path) -> None:
         """Locks the folder, which is created if necessary.
 
-        Raises:
-            OSError: the folder can't be written, or another gateway has it open.
+        Raises OSError if the folder can't be written, or another gateway has it open.
         """
         data_folder(path, "lock")
         self._lock = (path / "lock").open("w")

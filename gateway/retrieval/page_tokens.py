@@ -23,8 +23,7 @@ def encode(salt: str, corpus: str, last: str) -> str:
 def decode(salt: str, corpus: str, token: str) -> str:
     """The item that a token continues after; empty for an empty token, of the first page.
 
-    Raises:
-        InvalidArgument: the token was not issued to this tenant for this listing.
+    Raises InvalidArgument if the token was not issued to this tenant for this listing.
     """
     if not token:
         return ""

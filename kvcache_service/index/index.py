@@ -78,11 +78,8 @@ class Index:
         Of versions, the one with the most similar earlier chunks is chosen, if it shares any. The system prompt has
         no alternatives.
 
-        Args:
-            variants: Variants wanted for each element, best first.
-
-        Returns:
-            For each element: kind of hit, row (None for a miss), and the key of an exact entry.
+        variants: those wanted for each element, best first. Returns for each element the kind of hit, the row (None
+        for a miss), and the key of an exact entry.
         """
         hits: list[tuple[HitKind, int | None, bytes]] = []
         for i, key in enumerate(path_keys(namespace, path)):

@@ -110,11 +110,7 @@ def decode_place(key: bytes, value: bytes) -> tuple[int, int] | None:
 
 
 def decode(key: bytes, value: bytes) -> tuple[EntryRecord, int]:
-    """Decodes a record and the offset of its bytes.
-
-    Raises:
-        ValueError: `value` is not the output of `encode` for `key`.
-    """
+    """Decodes a record and the offset of its bytes. Raises ValueError unless `encode` gave `value` for `key`."""
     _, depth, flags, size, tokens, base, digest, offset = _head(key, value)
     names, at = value[_HEAD.size : -8], DIGEST_BYTES * (1 + (flags & VARIANT))
     end = at + DIGEST_BYTES * depth

@@ -50,11 +50,8 @@ class Sharing:
     ) -> dict[int, tuple[HitKind, EntryRecord]]:
         """Finds entries of the remote tier that rank above local ones, and starts to pull some of them.
 
-        Args:
-            local: Result of `Store.lookup` for the same path.
-
-        Returns:
-            Kind of hit and record by element number. Empty if the tier is unreachable, or the index not loaded yet.
+        local: result of `Store.lookup` for the same path. Returns the kind of hit and the record by element number;
+        none if the tier is unreachable, or the index not loaded yet.
         """
         elements = [i for i, (kind, _) in enumerate(local) if kind is not HitKind.EXACT]
         elements.sort(key=lambda i: local[i][1] is not None)  # misses first: the tier may not look for all

@@ -63,12 +63,10 @@ class TierContents:
     def reserve(self, record: EntryRecord, colder_than: float = math.inf) -> tuple[Place, list[int]]:
         """Reserves a place, if needed that of rows that are not held and are colder than `colder_than`.
 
-        Those are the tenant's own while it would exceed its share of the tier.
+        Those are the tenant's own while it would exceed its share of the tier. Returns the place, and the rows that
+        are to be removed for it: their places are free already, but still counted.
 
         Raises NoSpace if evicting all these is not enough; nothing was changed then.
-
-        Returns:
-            The place, and the rows that are to be removed for it. Their places are free already, but still counted.
         """
         own = self.tenants.surplus(record, self._entries.evictable, colder_than)
         candidates, size = dict[int, int](), record.size

@@ -103,11 +103,9 @@ class Store:
     ) -> tuple[list[tuple[HitKind, StoredEntry | None]], int]:
         """Finds and leases the best entry for each element of a path, and increases their heat.
 
-        Exact paths behind at least one other chunk are counted, for `writing.reserve`. Raises ResourceExhausted at
-        the limit of active leases.
-
-        Returns:
-            Kind of hit and entry for each element, and the lease: 0 if nothing was found.
+        Returns the kind of hit and the entry for each element, and the lease: 0 if nothing was found. Exact paths
+        behind at least one other chunk are counted, for `writing.reserve`. Raises ResourceExhausted at the limit of
+        active leases.
         """
         hits = self.entries.lookup(namespace, path, variants)
         lease = self._lease([entry for _, entry, _ in hits], lease_seconds)

@@ -84,12 +84,10 @@ class Extents:
     def reserve(self, size: int, victims: Iterable[Place] = ()) -> tuple[Place, list[int]]:
         """Allocates a place for `size` bytes; returns it, and the offsets of the victims freed for it.
 
-        Args:
-            victims: Places that may be freed, in order of preference. They are consumed until a hole is large
-                enough; only those that overlap the new place are freed.
+        victims: places that may be freed, in order of preference. They are consumed until a hole is large enough;
+        only those that overlap the new place are freed.
 
-        Raises:
-            NoSpace: `size` exceeds the capacity, or freeing all victims is not enough. Nothing was changed.
+        Raises NoSpace if `size` exceeds the capacity, or freeing all victims is not enough; nothing was changed then.
         """
         length = aligned(size)
         if length > min(self.capacity_bytes, self._boundary):
@@ -139,13 +137,9 @@ class Extents:
         """Finds a range for `size` bytes whose hottest place is as cold as possible, in 0.2 us per place.
 
         Considers ranges that begin at multiples of an eighth of the length, or of the length, and cross no boundary.
-        In a very large tier they are longer.
+        In a very large tier they are longer. Returns start and end; (0, 0) if there is none.
 
-        Args:
-            starts, sizes, heats: All allocated places. Those of infinite heat are in no range.
-
-        Returns:
-            Start and end; (0, 0) if there is none.
+        starts, sizes, heats: of all allocated places. Those of infinite heat are in no range.
         """
         length = aligned(size)
         least = aligned(self.capacity_bytes // _MAX_BLOCKS)

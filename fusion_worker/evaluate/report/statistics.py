@@ -25,8 +25,7 @@ class Estimate:
 def wilson(right: int, n: int) -> Estimate:
     """A proportion with Wilson's interval (1927), which is within 0..1 and not empty at 0 or n.
 
-    Raises:
-        ValueError: n is 0, or `right` is not within 0..n.
+    Raises ValueError if n is 0, or `right` is not within 0..n.
     """
     if not 0 <= right <= n or n == 0:
         raise ValueError(f"{right} of {n} is not a proportion")
@@ -40,8 +39,7 @@ def wilson(right: int, n: int) -> Estimate:
 def mean(values: Sequence[float]) -> Estimate:
     """The mean, with Wilson's interval if all values are 0 or 1, otherwise with a bootstrap interval.
 
-    Raises:
-        ValueError: no values.
+    Raises ValueError without values.
     """
     if not values:
         raise ValueError("no values")
@@ -63,8 +61,7 @@ def difference(values: Sequence[float], others: Sequence[float]) -> Estimate:
 def quantile(values: Sequence[float], q: float) -> Estimate:
     """The q-quantile, interpolated between samples, with its percentile interval over the draws of `bootstrap`.
 
-    Raises:
-        ValueError: no values.
+    Raises ValueError without values.
     """
     n = len(values)
     if n == 0:
