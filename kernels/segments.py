@@ -140,8 +140,7 @@ class Prepared:
         key = make, arguments
         if key not in self._made:
             self._made[key] = make(self, *arguments)
-        made: _T = self._made[key]
-        return made
+        return self._made[key]
 
 
 @dataclass(frozen=True, eq=False)

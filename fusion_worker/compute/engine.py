@@ -50,8 +50,7 @@ class TPGroup:
 
     def forward(self, model: Model, batch: Batch) -> torch.Tensor:
         """Runs all layers over a step's rows on all ranks, as `model_runner.forward`. For the engine only."""
-        hidden: torch.Tensor = self.step(partial(forward, model, batch))
-        return hidden
+        return self.step(partial(forward, model, batch))
 
     def copy(self, call: Callable[..., Any], parts: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
         """Runs a copy of KV on all ranks, concurrently with steps; returns all results. Thread-safe.

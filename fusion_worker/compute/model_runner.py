@@ -130,8 +130,7 @@ def through(model: Model, there: Batch, layers: Any = None, before: torch.Tensor
     decoder = model.network.model if layers is None else layers
     given = {"input_ids": there.ids[None]} if before is None else {"inputs_embeds": before[None]}
     out = decoder(**given, position_ids=there.positions[None], use_cache=False, fusionkv_batch=there)
-    hidden: torch.Tensor = out.last_hidden_state[0]
-    return hidden
+    return out.last_hidden_state[0]
 
 
 def _last_layer(decoder: Any, before: torch.Tensor, batch: Batch, there: Batch) -> torch.Tensor:

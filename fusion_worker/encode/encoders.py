@@ -44,8 +44,7 @@ class Encoder(ABC):
 
     async def encode(self, batch: Batch) -> tuple[int, int]:
         """Encodes and stores a batch; returns its chunks, and how many were stored already. Raises ServiceError."""
-        encoded: tuple[int, int] = await self._call("encode", list(batch))
-        return encoded
+        return await self._call("encode", list(batch))
 
     @abstractmethod
     async def _call(self, method: str, *arguments: Any) -> Any:

@@ -135,8 +135,7 @@ class Shadow:
 
 
 def _most_likely(logits: torch.Tensor) -> list[int]:
-    tokens: list[int] = logits.argmax(-1).tolist()
-    return tokens
+    return logits.argmax(-1).tolist()
 
 
 def _divergence(full: torch.Tensor, other: torch.Tensor) -> float:

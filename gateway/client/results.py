@@ -175,8 +175,7 @@ def event(response: pb.GenerateResponse) -> Event:
     """Converts one event of Generate."""
     if response.HasField("sources"):
         return Sources(passages(response.sources))
-    event: Token | Explanation | Summary = getattr(response, response.WhichOneof("event") or "summary")
-    return event
+    return getattr(response, response.WhichOneof("event") or "summary")
 
 
 def answer(events: Iterable[Event]) -> Answer:

@@ -262,8 +262,7 @@ def _usage(fields: Mapping[str, Any], stream: bool) -> bool:
     if options and not stream:
         raise BadRequest(f"{field} needs stream: set stream to true, or omit {field}", field)
     _check_fields(options, frozenset(["include_usage"]), _STREAM_ONLY, field)
-    usage: bool = _typed(options, "include_usage", bool, False)
-    return usage
+    return _typed(options, "include_usage", bool, False)
 
 
 def _of_model(model: str) -> dict[str, Any]:

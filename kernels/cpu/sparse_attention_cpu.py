@@ -113,8 +113,7 @@ def _fused(
     if spec.sinks is None:
         return scaled_dot_product_attention(rows, keys, values, mask, 0.0, causal, scale=spec.scale, enable_gqa=True)
     out, lse = _flash(rows, keys, values, 0.0, causal, attn_mask=mask, scale=spec.scale)
-    mean: torch.Tensor = out * _kept(lse, spec.sinks[:, None])[..., None]
-    return mean
+    return out * _kept(lse, spec.sinks[:, None])[..., None]
 
 
 def _kept(lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:

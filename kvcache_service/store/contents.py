@@ -57,8 +57,7 @@ class TierContents:
         members = np.flatnonzero(np.frombuffer(self._offsets, np.int64) >= 0)
         if len(members) > count:
             members = members[np.argpartition(-heats[members], count)[:count]]
-        hottest: list[int] = members[np.argsort(-heats[members])].tolist()
-        return hottest
+        return members[np.argsort(-heats[members])].tolist()
 
     def reserve(self, record: EntryRecord, colder_than: float = math.inf) -> tuple[Place, list[int]]:
         """Reserves a place, if needed that of rows that are not held and are colder than `colder_than`.
@@ -144,5 +143,4 @@ class TierContents:
             np.append(sizes, np.array([place.size for place in fixed], np.int64)),
             np.append(heats, np.full(len(fixed), math.inf)),
         )
-        chosen: list[int] = members[(starts < end) & (starts + sizes > start)].tolist()
-        return chosen
+        return members[(starts < end) & (starts + sizes > start)].tolist()

@@ -254,8 +254,7 @@ class _Renewed(contextlib.AbstractContextManager["_Renewed"], contextlib.Abstrac
     stream_stream = functools.partialmethod(_method, "stream_stream")
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        state: grpc.ChannelConnectivity = self.current().get_state(try_to_connect)
-        return state
+        return self.current().get_state(try_to_connect)
 
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
         await self.current().wait_for_state_change(last_observed_state)
