@@ -19,27 +19,16 @@ class UsageError(Exception):
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--gateway",
-        default=os.environ.get(_GATEWAY) or DEFAULT_ADDRESS,
-        metavar="ADDRESS",
-        help=f"address of the gateway: host:port or unix:/path (default: {_GATEWAY}, else {DEFAULT_ADDRESS})",
-    )
-    parser.add_argument(
-        "--timeout", type=seconds, default=300.0, metavar="SECONDS", help="limit for one call (default: %(default)g)"
-    )
-    token = parser.add_mutually_exclusive_group()
-    token.add_argument(
-        "--token", help=f"bearer token; visible to other users of this machine, unlike {_TOKEN} in the environment"
-    )
-    token.add_argument(
-        "--token-file", type=Path, metavar="PATH", help=f"file with the bearer token (or set {_TOKEN_FILE})"
-    )
-    parser.add_argument("--tls-ca", type=Path, metavar="PATH", help="CA certificates (PEM) to trust; enables TLS")
-    parser.add_argument(
-        "--tls-cert", type=Path, metavar="PATH", help="client certificate (PEM), if the gateway requires one"
-    )
-    parser.add_argument("--tls-key", type=Path, metavar="PATH", help="private key (PEM) of --tls-cert")
+    add = parser.add_argument
+    about = f"address of the gateway: host:port or unix:/path (default: {_GATEWAY}, else {DEFAULT_ADDRESS})"
+    add("--gateway", default=os.environ.get(_GATEWAY) or DEFAULT_ADDRESS, metavar="ADDRESS", help=about)
+    add("--timeout", type=seconds, default=300.0, metavar="SECONDS", help="limit for one call (default: %(default)g)")
+    one = parser.add_mutually_exclusive_group().add_argument
+    one("--token", help=f"bearer token; visible to other users of this machine, unlike {_TOKEN} in the environment")
+    one("--token-file", type=Path, metavar="PATH", help=f"file with the bearer token (or set {_TOKEN_FILE})")
+    add("--tls-ca", type=Path, metavar="PATH", help="CA certificates (PEM) to trust; enables TLS")
+    add("--tls-cert", type=Path, metavar="PATH", help="client certificate (PEM), if the gateway requires one")
+    add("--tls-key", type=Path, metavar="PATH", help="private key (PEM) of --tls-cert")
 
 
 def seconds(text: str) -> float:

@@ -137,18 +137,10 @@ def _parser() -> argparse.ArgumentParser:
     stats = commands.add_parser(
         "stats", parents=[client], help="show statistics of gateway, worker and cache service"
     )
-    stats.add_argument(
-        "--worker",
-        default="",
-        metavar="ADDRESS",
-        help="address of a worker (default: the worker that the gateway reports)",
-    )
-    stats.add_argument(
-        "--cache",
-        default="",
-        metavar="ADDRESS",
-        help="address of the cache service (default: the one of `fusionkv serve all`, else 127.0.0.1:7070)",
-    )
+    about = "address of a worker (default: the worker that the gateway reports)"
+    stats.add_argument("--worker", default="", metavar="ADDRESS", help=about)
+    about = "address of the cache service (default: the one of `fusionkv serve all`, else 127.0.0.1:7070)"
+    stats.add_argument("--cache", default="", metavar="ADDRESS", help=about)
 
     # `main` runs these itself (`LOCAL`); they are added here for the list of commands.
     commands.add_parser("eval", help="evaluate quality and cost of every recipe on tasks, datasets and models")
@@ -160,13 +152,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_serve_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "service",
-        nargs="?",
-        default="all",
-        choices=["all", *MODULES],
-        help="service to run (default: all); `fusionkv serve worker --help` shows the worker's flags",
-    )
+    about = "service to run (default: all); `fusionkv serve worker --help` shows the worker's flags"
+    add("service", nargs="?", default="all", choices=["all", *MODULES], help=about)
     add("--model", help="model directory, *.gguf file, hub id, or a name from `fusionkv model list`")
     about = "directory of all data (default: .fusionkv, or the data_dir of each service)"
     add("--data-dir", type=Path, help=about)
@@ -179,42 +166,20 @@ def _add_serve_flags(parser: argparse.ArgumentParser) -> None:
 def _add_ingest_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("corpus", metavar="CORPUS")
-    add(
-        "paths",
-        nargs="+",
-        metavar="PATH",
-        help=f"file, glob, directory (searched for {' '.join(ENDINGS)}), or - for standard input",
-    )
+    about = f"file, glob, directory (searched for {' '.join(ENDINGS)}), or - for standard input"
+    add("paths", nargs="+", metavar="PATH", help=about)
     add("--name", default="", help="document name instead of the file's name; for a single file or standard input")
     add("--prefix", default="", metavar="TEXT", help="prefix of every document's name")
-    add(
-        "--sync",
-        action="store_true",
-        help="then delete documents of the corpus that came from these files and folders and are no longer there",
-    )
+    about = "then delete documents of the corpus that came from these files and folders and are no longer there"
+    add("--sync", action="store_true", help=about)
     add("--dry-run", action="store_true", help="with --sync: only tell what it would delete, and store nothing")
     add("--replace", action="store_true", help="also replace documents of the same name that came from another file")
-    add(
-        "--media-type",
-        default="",
-        choices=MEDIA_TYPES,
-        metavar="TYPE",
-        help=f"media type of all files, instead of by their ending: {', '.join(MEDIA_TYPES)}",
-    )
-    add(
-        "--concurrency",
-        type=positive,
-        default=8,
-        metavar="N",
-        help="number of documents in flight (default: %(default)s)",
-    )
-    add(
-        "--precompute",
-        nargs="?",
-        const="",
-        metavar="RECIPE",
-        help="then encode the corpus ahead of time for RECIPE (default: the gateway's recipe)",
-    )
+    about = f"media type of all files, instead of by their ending: {', '.join(MEDIA_TYPES)}"
+    add("--media-type", default="", choices=MEDIA_TYPES, metavar="TYPE", help=about)
+    about = "number of documents in flight (default: %(default)s)"
+    add("--concurrency", type=positive, default=8, metavar="N", help=about)
+    about = "then encode the corpus ahead of time for RECIPE (default: the gateway's recipe)"
+    add("--precompute", nargs="?", const="", metavar="RECIPE", help=about)
 
 
 def _add_encode_flags(parser: argparse.ArgumentParser) -> None:
@@ -222,22 +187,14 @@ def _add_encode_flags(parser: argparse.ArgumentParser) -> None:
     add("corpora", nargs="+", metavar="CORPUS")
     add("--recipe", default="", help="recipe to encode chunks for (default: the gateway's)")
     add("--index", type=int, metavar="N", help="only the corpus of this number, from 0: for job arrays")
-    add(
-        "--wait",
-        type=connect.seconds,
-        default=0.0,
-        metavar="SECONDS",
-        help="wait for gateway, workers and corpora that do not exist yet (default: do not wait)",
-    )
+    about = "wait for gateway, workers and corpora that do not exist yet (default: do not wait)"
+    add("--wait", type=connect.seconds, default=0.0, metavar="SECONDS", help=about)
     own = parser.add_argument_group(
         "encoders", "processes that load the model instead of the gateway's workers (needs the role operator)"
     ).add_argument
     own("--encoders", type=positive, default=0, metavar="N", help="number of processes, or of actors on Ray")
-    own(
-        "--ray",
-        metavar="ADDRESS",
-        help="run encoders on a Ray cluster: auto or ray://HOST:PORT; by default one per GPU, or per node",
-    )
+    about = "run encoders on a Ray cluster: auto or ray://HOST:PORT; by default one per GPU, or per node"
+    own("--ray", metavar="ADDRESS", help=about)
     own("--config", type=Path, metavar="FILE", help="TOML file with a table [worker], on every machine")
     own("--model", help="model, as for `fusionkv serve worker`")
     own("--cache", metavar="ADDRESS", help="cache service that stores the KV (default: this machine's)")
@@ -247,56 +204,26 @@ def _add_ask_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("corpus", metavar="CORPUS")
     add("question", metavar="QUESTION")
-    add(
-        "--recipe",
-        default="",
-        help="recipe for reusing chunks: fusionrag, a3+window, default, ... (default: the gateway's)",
-    )
-    add(
-        "--ratio",
-        type=float,
-        metavar="R",
-        help="share of context tokens to recompute, 0 to 1 (default: the recipe's)",
-    )
+    about = "recipe for reusing chunks: fusionrag, a3+window, default, ... (default: the gateway's)"
+    add("--recipe", default="", help=about)
+    about = "share of context tokens to recompute, 0 to 1 (default: the recipe's)"
+    add("--ratio", type=float, metavar="R", help=about)
     add("--top-k", type=int, default=0, metavar="N", help="number of chunks to retrieve (default: the gateway's)")
-    add(
-        "--order",
-        choices=ORDER_NAMES,
-        default="ends",
-        help="order of the chunks in the prompt (default: %(default)s, best first, then from worst to second best)",
-    )
-    add(
-        "--filter",
-        action="append",
-        default=[],
-        type=_pair,
-        metavar="KEY=VALUE",
-        help="only chunks of documents with this metadata; if repeated, all pairs must match",
-    )
+    about = "order of the chunks in the prompt (default: %(default)s, best first, then from worst to second best)"
+    add("--order", choices=ORDER_NAMES, default="ends", help=about)
+    about = "only chunks of documents with this metadata; if repeated, all pairs must match"
+    add("--filter", action="append", default=[], type=_pair, metavar="KEY=VALUE", help=about)
     add("--system", default="", metavar="TEXT", help="system prompt (default: the worker's)")
-    add(
-        "--prompt-template",
-        default="",
-        metavar="TEXT",
-        help="user message with {passages} and {question} (default: the worker's)",
-    )
+    about = "user message with {passages} and {question} (default: the worker's)"
+    add("--prompt-template", default="", metavar="TEXT", help=about)
     add("--max-tokens", type=int, default=0, metavar="N", help="maximum length of the answer (default: the worker's)")
     add("--temperature", type=float, default=0.0, metavar="T", help="sampling temperature; 0 is greedy (default: 0)")
-    add(
-        "--top-p",
-        type=float,
-        default=0.0,
-        metavar="P",
-        help="sample from the most likely tokens of this total probability (default: all)",
-    )
+    about = "sample from the most likely tokens of this total probability (default: all)"
+    add("--top-p", type=float, default=0.0, metavar="P", help=about)
     add("--seed", type=int, metavar="N", help="seed for reproducible sampling")
     add("--stop", action="append", default=[], metavar="TEXT", help="string that ends the answer; may be repeated")
-    add(
-        "--explain",
-        type=Path,
-        metavar="FILE",
-        help="write an HTML page on reused and recomputed tokens; repeats the question with full attention",
-    )
+    about = "write an HTML page on reused and recomputed tokens; repeats the question with full attention"
+    add("--explain", type=Path, metavar="FILE", help=about)
 
 
 def _pair(text: str) -> tuple[str, str]:
