@@ -159,30 +159,8 @@ def plain(hint: Any) -> Any:
 
 
 def _convert(field: dataclasses.Field[Any], hint: Any, value: Any, where: str) -> Any:
-    kind = plain(hint)
     try:
-        if typing.get_origin(kind) is tuple:
-            parts = [p.strip() for p in value.split(",") if p.strip()] if isinstance(value, str) else value
-            if not parts and field.default:
-                raise ValueError("name at least one address")
-            return tuple(str(p) for p in parts)
-        if kind is bool:
-            result: Any = value if isinstance(value, bool) else _bool(str(value))
-        elif kind is int:
-            if isinstance(value, (bool, float)):
-                raise ValueError(f"not an integer: {value!r}")
-            result = parse_bytes(str(value)) if field.metadata["bytes"] else int(value)
-        elif kind is float:
-            result = float(value)
-            if not math.isfinite(result):
-                raise ValueError(f"not a finite number: {value!r}")
-        elif kind is Path:
-            if value == "" and kind is hint:  # as of a variable that is not set: not the working directory
-                raise ValueError("the path is empty")
-            # An empty value resets an optional path that the file sets.
-            result = Path(value).expanduser() if value != "" else None
-        else:
-            result = str(value)
+        result = _parsed(field, hint, value)
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: `~user` without a home directory
         raise SettingsError(f"{where}: {error}") from error
     low, high = field.metadata["low"], field.metadata["high"]
@@ -191,6 +169,41 @@ def _convert(field: dataclasses.Field[Any], hint: Any, value: Any, where: str) -
             f"{where}: {result} is outside {low if low is not None else ''}..{high if high is not None else ''}"
         )
     return result
+
+
+def _parsed(field: dataclasses.Field[Any], hint: Any, value: Any) -> Any:
+    kind = plain(hint)
+    if typing.get_origin(kind) is tuple:
+        parts = [p.strip() for p in value.split(",") if p.strip()] if isinstance(value, str) else value
+        if not parts and field.default:
+            raise ValueError("name at least one address")
+        return tuple(map(str, parts))
+    if kind is bool:
+        return value if isinstance(value, bool) else _bool(str(value))
+    if kind is int:
+        if isinstance(value, (bool, float)):
+            raise ValueError(f"not an integer: {value!r}")
+        return parse_bytes(str(value)) if field.metadata["bytes"] else int(value)
+    if kind is float:
+        return _finite(float(value))
+    if kind is Path:
+        return _path(value, optional=kind is not hint)
+    return str(value)
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise ValueError(f"not a finite number: {value!r}")
+    return value
+
+
+def _path(value: Any, optional: bool) -> Path | None:
+    """An empty value resets an optional path that the file sets."""
+    if value != "":
+        return Path(value).expanduser()
+    if not optional:  # as of a variable that is not set: not the working directory
+        raise ValueError("the path is empty")
+    return None
 
 
 def _bool(text: str) -> bool:
