@@ -40,7 +40,7 @@ def main() -> int:
             start.follow(config, rank, meeting, pipes)
             return 0
         process.share_heaps()
-        process.check_ports(config.listen, "--listen")
+        config.check_ports()
         telemetry.attach("fusionkv-worker", config.metrics_listen)
         if config.tls_cert or config.tls_ca:
             handshakes.attach()

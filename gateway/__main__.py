@@ -36,7 +36,7 @@ def main() -> int:
     try:
         config = settings.load(GatewayConfig, "gateway", file=flags.pop("config"), flags=flags)
         process.share_heaps()
-        process.check_ports(config.listen, "--listen")
+        config.check_ports()
         process.check_ports(config.http_listen, "--http-listen")
         telemetry.attach("fusionkv-gateway", config.metrics_listen)
         if config.tls_cert or config.tls_ca:

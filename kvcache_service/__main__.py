@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         process.share_heaps()
         check_files(config)
-        process.check_ports(config.listen, "--listen")
+        config.check_ports()
         process.check_sockets([f"unix:{beside}" for beside in filter(None, map(socket_path, config.listen))])
         telemetry.attach(NAME, config.metrics_listen)
         if config.tls_cert:

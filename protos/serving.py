@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from fusionkv.protos.runtime import process
 from fusionkv.protos.runtime.settings import setting
 from fusionkv.protos.runtime.tls import ClientTLS, ServerTLS
 
@@ -27,6 +28,11 @@ class ServingConfig:
 
     def __post_init__(self) -> None:
         ServerTLS.of(self.tls_cert, self.tls_key, self.tls_client_ca)
+
+    def check_ports(self) -> None:
+        """Checks the addresses that the service binds when it is ready. Raises as `process.check_ports`."""
+        process.check_ports(self.listen, "--listen")
+        process.check_ports([self.health_listen] if self.health_listen else [], "--health-listen")
 
     @property
     def server_tls(self) -> ServerTLS | None:

@@ -428,14 +428,22 @@ def test_serve_with_a_model_that_is_none_says_so_and_exits_1(tmp_path: Path) -> 
     assert re.search(said, done.stdout + done.stderr, re.M)
 
 
-@pytest.mark.parametrize("command", [("serve",), ("serve", "worker"), ("serve", "gateway")])
-def test_a_taken_port_is_told_before_anything_is_loaded(command: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [
+        (("serve",), "--listen"),
+        (("serve", "worker"), "--listen"),
+        (("serve", "worker"), "--health-listen"),
+        (("serve", "gateway"), "--listen"),
+    ],
+)
+def test_a_taken_port_is_told_before_anything_is_loaded(command: tuple[str, ...], flag: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         # No model: whoever loads one before says that instead.
         flags = ["--model", tmp_path] if command != ("serve", "gateway") else []
-        done = fusionkv(*command, "--listen", address, *flags, cwd=tmp_path, status=1)
-    assert f"{address} is in use by another program: stop it, or set another address with --listen" in done.stderr
+        done = fusionkv(*command, flag, address, *flags, cwd=tmp_path, status=1)
+    assert f"{address} is in use by another program: stop it, or set another address with {flag}" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["data", "a b, c%2F é", "d" * 90])
