@@ -60,7 +60,7 @@ class Vocabulary:
         self._plain = PlainTokenizers.of(model.tokenizer_json.decode())
         self._tokenizer = self._plain.within
         added = self._tokenizer.get_added_tokens_decoder()
-        self._special = {token.content: id for id, token in added.items() if token.special}
+        self._special = {token.content: (id, token) for id, token in added.items() if token.special}
         names = "|".join(map(re.escape, self._special))
         self._control = re.compile(f"({names})") if names else None
 
@@ -173,10 +173,17 @@ class Vocabulary:
             first, *rest = self._control.split(piece) if self._control and number % 2 == 0 else [piece]
             parts[-1] += first
             parts += rest
+        for number, part in enumerate(parts[1::2]):
+            _, token = self._special[part]
+            # Those of Phi take the white space beside them.
+            if token.lstrip:
+                parts[2 * number] = parts[2 * number].rstrip()
+            if token.rstrip:
+                parts[2 * number + 2] = parts[2 * number + 2].lstrip()
         ids: list[int] = []
         for number, part in enumerate(parts):
             if number % 2:
-                ids.append(self._special[part])
+                ids.append(self._special[part][0])
                 # Without a chat template it is not in the text that the tokenizer splits.
                 begins = begins and not self.template.tail
             elif part:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from fusionkv.fusion_worker.template import INSTRUCTION, PromptTemplate
@@ -20,6 +20,10 @@ from tests.fusion_worker.test_models import GEMMA_LIKE, LLAMA_LIKE, QWEN_LIKE
 CONTROL = ("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>")
 # What they put in front of a text: nothing, a space or a word mark, to which "first" adds none after control tokens.
 KINDS = ("bytes", "spaced", "gemma", "first", "always", "prepend")
+PHI_LIKE = """{%- for message in messages -%}
+{{ '<|' + message['role'] + '|>\\n' + message['content'] + ' <|end|>\\n' }}
+{%- endfor -%}
+{{ '<|assistant|>\\n' }}"""
 CHATS = {"plain": None, "qwen": QWEN_LIKE, "llama": LLAMA_LIKE, "gemma": GEMMA_LIKE}
 
 
@@ -104,6 +108,17 @@ def test_a_layout_begins_as_transformers_does(begins: bool, tmp_path: Path) -> N
     for own in ("", "Be brief."):
         text = (f"{own}\n" if own else "") + "Read Say who now."
         assert [*ours.system(own, layout), *ours.question("who", layout=layout)] == made(text).input_ids
+
+
+@pytest.mark.parametrize(("lstrip", "rstrip"), [(False, True), (True, False), (True, True)])
+def test_control_tokens_that_take_the_white_space_beside_them(lstrip: bool, rstrip: bool) -> None:
+    """Phi-3's take what follows, Phi-4's both."""
+    made = byte_tokenizer(chat_template=PHI_LIKE)
+    names = ("<|system|>", "<|user|>", "<|end|>", "<|assistant|>")
+    made.add_tokens([AddedToken(n, lstrip=lstrip, rstrip=rstrip) for n in names], special_tokens=True)
+    ours, asked = vocabulary(made), "Question: Who? \n"
+    assert [*ours.system(), *ours.question("Who? \n")] == transformers_ids(made, f"{INSTRUCTION}\n\n{asked}")
+    assert [*ours.system(" Be brief. "), *ours.question("Who? \n")] == transformers_ids(made, asked, " Be brief. ")
 
 
 def test_a_beginning_that_is_no_control_token(tmp_path: Path) -> None:
