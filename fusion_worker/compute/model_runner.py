@@ -233,6 +233,7 @@ def _attend(
     latents: latent.Latent | None = vars(module).get("expand_kv")
     own = query[0] if latents is None else latents.query(query[0])
     q, k, v = (x.transpose(0, 1) for x in (own, key[0], value[0]))
-    spec = AttentionSpec(fusionkv_batch.rotations[module.layer_idx], scaling, sliding_window, s_aux)
+    window = sliding_window or getattr(module, "sliding_window", None)  # Qwen2-MoE leaves its windows to the mask
+    spec = AttentionSpec(fusionkv_batch.rotations[module.layer_idx], scaling, window, s_aux)
     out = fusionkv_batch.attend(module.layer_idx, q, k, v, spec)
     return (out if latents is None else latents.output(out))[None], None

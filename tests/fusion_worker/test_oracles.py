@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fusion_worker.oracle import CLOSE, error, oracle, random_ids, whole
+from tests.fusion_worker.oracle import CLOSE, FAMILIES, error, oracle, random_ids, whole
 
 # bfloat16 keeps 8 bits, so two right computations differ by about 3% of the spread after three layers. What is held
 # is that ours lies hardly further from the same weights in float32 than plain transformers in bfloat16 does.
@@ -31,6 +31,18 @@ async def test_nothing_recomputed_is_full_reuse(family: str, start: Any, parts: 
         answer = await rig.ask(*parts, recipe=recipe, **ratio, expected=expected)
         assert answer.summary.tokens_recomputed == 0
     assert error(plain.full_attention(parts), expected) > 100 * CLOSE, "reuse and full attention agree"
+
+
+async def test_windows_that_transformers_leaves_to_the_mask(
+    start: Any, parts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of Qwen2-MoE: its attention is not told of them."""
+    name, config = FAMILIES["qwen2-moe"]
+    monkeypatch.setitem(FAMILIES, "windows", (name, {**config, "use_sliding_window": True, "sliding_window": 24}))
+    rig, plain = await start("windows"), oracle("windows")
+    assert rig.model.windowed
+    await rig.ask(*parts, ratio=1.0, expected=plain.full_attention(parts))
+    await rig.ask(*parts, ratio=0.0, expected=plain.full_reuse(parts))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
