@@ -243,9 +243,14 @@ def build(
         InvalidArgument, FailedPrecondition: as `check_request`.
     """
     layout = normal(request.prompt_template) or (vocabulary.plain_layout if request.no_passages else "")
+    if passages:
+        system = vocabulary.system(conversation.system, layout)
+        question = vocabulary.question(*conversation.turns, layout=layout)
+    else:
+        system, question = vocabulary.alone(conversation.system, conversation.turns, layout)
     worker_request = fusion_pb2.GenerateRequest(
         recipe=requested.name,
-        system=fusion_pb2.Tokens(ids=vocabulary.system(conversation.system, layout)),
+        system=fusion_pb2.Tokens(ids=system),
         chunks=[
             # KV encoded with neighbours is only for recipes with the same number; others would reuse worse KV.
             fusion_pb2.Chunk(
@@ -256,7 +261,7 @@ def build(
             )
             for chunk, _ in passages
         ],
-        question=fusion_pb2.Tokens(ids=vocabulary.question(*conversation.turns, layout=layout)),
+        question=fusion_pb2.Tokens(ids=question),
         sampling=request.sampling,
         model_fingerprint=vocabulary.model.fingerprint,
         tenant=tenant,

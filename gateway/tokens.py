@@ -87,13 +87,7 @@ class Vocabulary:
             layout: the request's user message with {passages} and {question}, whose beginning counts to the system
                 prompt; empty uses the template's.
         """
-        template = self.template
-        around = template.around_system if layout else template.own_system
-        before, _, after = around.partition("{system}")
-        if layout:
-            beginning, _, _ = layout.partition("{passages}")
-            return self._encode(*((before, system, after) if system else (template.head,)), beginning, begins=True)
-        return self._encode(*((before, system, after) if system else (template.system,)), begins=True)
+        return self._encode(*self._system(system, layout), begins=True)
 
     def question(self, *turns: str, layout: str = "") -> list[int]:
         """Ids of a question within the template.
@@ -103,6 +97,28 @@ class Vocabulary:
                 user's.
             layout: as for `system`.
         """
+        return self._encode(*self._question(turns, layout))
+
+    def alone(self, system: str, turns: Sequence[str], layout: str) -> tuple[list[int], list[int]]:
+        """Ids of a prompt without passages, encoded as one text: of its system prompt, and of the rest.
+
+        A token across the border of the two, such as a word with the space before it, is part of the rest.
+        """
+        first, rest = self._system(system, layout), self._question(turns, layout)
+        ids = self._encode(*first, *[""] * (len(first) % 2), *rest, begins=True)
+        alone = self._encode(*first, begins=True)
+        border = next((at for at, (a, b) in enumerate(zip(alone, ids, strict=False)) if a != b), len(alone))
+        return ids[:border], ids[border:]
+
+    def _system(self, system: str, layout: str) -> tuple[str, ...]:
+        """Pieces of the system prompt, for `_encode`."""
+        template = self.template
+        before, _, after = (template.around_system if layout else template.own_system).partition("{system}")
+        pieces = (before, system, after) if system else (template.head if layout else template.system,)
+        return (*pieces, layout.partition("{passages}")[0]) if layout else pieces
+
+    def _question(self, turns: Sequence[str], layout: str) -> tuple[str, ...]:
+        """Pieces of the question."""
         before, after = self.template.question.split("{question}")
         if layout:
             _, _, rest = layout.partition("{passages}")
@@ -114,7 +130,7 @@ class Vocabulary:
         answer, _, next_ = self.template.turn.partition("{answer}")
         separators = (next_, answer)  # the text before a turn of the user, and before one of the assistant
         pieces = [piece for number, turn in enumerate(turns) for piece in (separators[number % 2], turn)]
-        return self._encode(before, *pieces[1:], after)
+        return (before, *pieces[1:], after)
 
     def chunk(self, text: str) -> list[int]:
         """Ids of a text as a chunk of a prompt, the same as `chunks` returns for this text."""

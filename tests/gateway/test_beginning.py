@@ -121,6 +121,35 @@ def test_control_tokens_that_take_the_white_space_beside_them(lstrip: bool, rstr
     assert [*ours.system(" Be brief. "), *ours.question("Who? \n")] == transformers_ids(made, asked, " Be brief. ")
 
 
+# A user's text follows a space, and a control token.
+NEXT_TO_TEXT = {"mistral": "[INST] {} [/INST]", "gpt-oss": "<|im_start|>{}<|im_end|>", **CHATS}
+
+
+@pytest.mark.parametrize("chat", NEXT_TO_TEXT)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_without_passages_is_one_text(kind: str, chat: str, tmp_path: Path) -> None:
+    form = NEXT_TO_TEXT[chat]
+    if form and "{}" in form:
+        form = "{{ bos_token }}{% for m in messages %}" + form.replace("{}", "{{ m.content }}") + "{% endfor %}"
+    made = tokenizer(kind, tmp_path, **({"chat_template": form} if form else {}))
+    if kind in ("bytes", "spaced"):
+        words = {**made.backend_tokenizer.get_vocab(), "\u0120W": 400}
+        made.backend_tokenizer.model = models.BPE(words, [("\u0120", "W")])
+    ours = vocabulary(made)
+    for own, turns in (("", ["Who?"]), ("Be brief.", ["Who?", "He.", "Why?"])):
+        before, rest = ours.alone(own, turns, ours.plain_layout)
+        if chat == "plain":
+            said = "\nAnswer: He.\nQuestion: Why?" if own else ""
+            text = (f"{own}\n" if own else "") + f"Question: Who?{said}\nAnswer:"
+            expected = made(text, add_special_tokens=False).input_ids
+        else:
+            roles = [{"role": ("user", "assistant")[at % 2], "content": turn} for at, turn in enumerate(turns)]
+            system = [{"role": "system", "content": own}] * bool(own)
+            expected = made.apply_chat_template([*system, *roles], add_generation_prompt=True, return_dict=False)
+        assert [*before, *rest] == expected
+        assert before == ours.system(own, ours.plain_layout)[: len(before)]
+
+
 def test_a_beginning_that_is_no_control_token(tmp_path: Path) -> None:
     made = tokenizer("bytes", tmp_path, add_bos_token=True)
     made.backend_tokenizer.post_processor = processors.TemplateProcessing("a $A", None, [("a", 64)])

@@ -100,6 +100,11 @@ def test_the_request_holds_all_parts() -> None:
     )  # fmt: skip
 
 
+def test_a_request_without_passages_holds_one_text() -> None:
+    made, known = build(PLAIN, [], request=pb.GenerateRequest(question="why", no_passages=True)), vocabulary()
+    assert (made.system.ids, made.question.ids) == known.alone("", ["why"], known.plain_layout)
+
+
 @pytest.mark.parametrize(
     ("name", "neighbours"),
     [("a3", 3), ("a3+similarity_guided(2)", 3), ("fusionrag+isolated", 3), ("a3", 0), ("fusionrag", 0)],
