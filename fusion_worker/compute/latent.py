@@ -46,7 +46,7 @@ class Latent:
 
 
 def install(network: Any) -> None:
-    """Makes a network's attention modules compute over latents, where they have any."""
+    """Makes a network's attention modules compute over latents, where they have any and do not yet."""
     for layer in network.model.layers:
-        if hasattr(layer.self_attn, "kv_lora_rank"):
+        if hasattr(layer.self_attn, "kv_lora_rank") and "expand_kv" not in vars(layer.self_attn):
             layer.self_attn.expand_kv = Latent(layer.self_attn)

@@ -48,7 +48,7 @@ class _Recorder:
 
 
 def install(model: Model) -> None:
-    """Makes the model attend over the pool. Called once, at start: the model's configuration names the function.
+    """Makes the model attend over the pool. Called at each engine's start: the configuration names the function.
 
     Raises FailedPrecondition if the model's keys don't rotate with their position as `model.rotations` say.
     """

@@ -49,6 +49,14 @@ async def test_the_engine_holds_to_every_family(family: str, tmp_path: Path) -> 
     assert found.held
 
 
+async def test_a_second_engine_over_latents_in_bfloat16(tmp_path: Path) -> None:
+    """That of the questions: the first one compared them."""
+    directory = saved(tmp_path, "deepseek-v2", torch.bfloat16)
+    loaded = models.load(directory, "cpu", "bfloat16")
+    for _ in range(2):
+        assert (await compared(directory, loaded)).held
+
+
 @pytest.fixture
 def off(model: Path) -> models.Model:
     """The model with an engine that computes something else."""
