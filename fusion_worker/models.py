@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from transformers.utils import logging as transformers_logging
 
 from fusionkv.fusion_worker.compute.packed_linear import computes, pack
+from fusionkv.fusion_worker.decode.plain import with_control
 from fusionkv.fusion_worker.library import directory as files
 from fusionkv.fusion_worker.library.cache import check_fetched, fingerprint, name_of
 from fusionkv.fusion_worker.rendering import RENDERER
@@ -447,14 +448,15 @@ def wrap(
     config = network.config
     parameter = next(network.parameters())
     ends = (network.generation_config.eos_token_id, config.eos_token_id, tokenizer.eos_token_id)
+    template = PromptTemplate.of(tokenizer, today=today)
     network.requires_grad_(False)
     return Model(
         name=name,
         family=config.model_type,
         network=network,
         tokenizer=tokenizer.backend_tokenizer,
-        tokenizer_json=tokenizer.backend_tokenizer.to_str().encode(),
-        template=PromptTemplate.of(tokenizer, today=today),
+        tokenizer_json=with_control(tokenizer.backend_tokenizer, "".join(astuple(template))).encode(),
+        template=template,
         chat=ChatTemplate(tokenizer, today=today),
         begin=beginning(tokenizer),
         ends=frozenset().union(*(files.token_ids(each, "eos_token_id") for each in ends)),

@@ -1,5 +1,6 @@
 """Tokenizers of plain text, for each place in a prompt: many mark the first word of a text that stands alone."""
 
+import json
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -36,6 +37,23 @@ class PlainTokenizers(NamedTuple):
         beginning = _plain(as_json)
         # With the scheme "first", the text before a control token counts as the first one.
         return cls(beginning, within if schemes == {_FIRST} else beginning, within)
+
+
+def with_control(tokenizer: Tokenizer, template: str) -> str:
+    """The tokenizer.json in which the tokens that a chat template writes are control tokens.
+
+    Some files don't call them special, as those of DeepSeek-R1's distillations the roles: in a passage, such a token
+    would end the user's message. Others are words or runs of spaces that stand whole.
+    """
+    added = (token.content for token in tokenizer.get_added_tokens_decoder().values() if not token.special)
+    control = {text for text in added if text in template and text.strip() and not text[0].isalnum()}
+    as_json = tokenizer.to_str()
+    if not control:
+        return as_json  # of Gemma, 33 MB
+    content = json.loads(as_json)
+    for token in content["added_tokens"]:
+        token["special"] |= token["content"] in control
+    return json.dumps(content, ensure_ascii=False)
 
 
 def _plain(as_json: str) -> Tokenizer:
