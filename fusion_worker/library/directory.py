@@ -57,7 +57,7 @@ _HARMLESS = re.compile(
 # Keys that a family's configuration does not have, with the values that say what the family does anyway.
 _OFF = (
     *("add_cross_attention", "is_encoder_decoder", "mlp_bias", "qk_layernorm", "rope_interleaved"),
-    *("tie_encoder_decoder", "use_bidirectional_attention", "use_sliding_window"),
+    *("tie_encoder_decoder", "use_bidirectional_attention", "use_mrope", "use_sliding_window"),
 )
 _SAYS_SO: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_OFF, (False,)),
@@ -77,6 +77,9 @@ _FAMILY_SAYS_SO: dict[tuple[str, str], Any] = {
     ("gpt_oss", "initial_context_length"): 4096,
     ("qwen2", "use_qk_norm"): False,
     ("qwen3", "use_qk_norm"): True,
+    ("qwen3_moe", "qkv_bias"): False,
+    ("qwen3_moe", "shared_expert_intermediate_size"): 0,
+    ("qwen3_moe", "use_qk_norm"): True,
     ("llama", "use_qk_norm"): False,
 }
 # Keys of other files that are read, or that change no answer with any value.

@@ -306,8 +306,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128,
         "hidden_size": 2048, "max_window_layers": 48, "mlp_only_layers": [], "moe_intermediate_size": 768,
         "norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8, "output_router_logits": False,
-        "rope_scaling": None, "rope_theta": 1e6, "router_aux_loss_coef": 0.001, "sliding_window": None,
+        "qkv_bias": False, "rope_scaling": None, "rope_theta": 1e6, "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": 0, "sliding_window": None, "use_qk_norm": True,
         "use_sliding_window": False,
+    },
+    "qwen2": {
+        "architectures": ["Qwen2ForCausalLM"], "hidden_size": 3584, "max_window_layers": 28,
+        "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "rope_theta": 10000,
+        "sliding_window": 4096, "use_mrope": False, "use_sliding_window": False,
     },
     "mixtral": {
         "architectures": ["MixtralForCausalLM"], "hidden_size": 4096, "num_experts_per_tok": 2,
