@@ -201,6 +201,8 @@ def _cut(rest: str, *marks: str) -> list[str]:
     """
     parts = []
     for mark in marks:
+        if rest.count(mark) != 1:
+            raise ValueError("it does not write each text once and unchanged")
         part, rest = rest.split(mark)
         parts.append(part)
     return [*parts, rest]

@@ -239,18 +239,22 @@ def test_a_chat_template_without_roles_gets_the_conversation_as_text() -> None:
     assert talked(PromptTemplate.of(byte_tokenizer(chat_template=one))) == said
 
 
+ONCE = "does not write each text once and unchanged"
+
+
 @pytest.mark.parametrize(
-    "chat",
+    ("chat", "why"),
     [
-        "{{ raise_exception('system first') }}",
-        "{% for m in messages %}{{ m['role'] }}{% endfor %}",
-        "{% for m in messages * 2 %}{{ m['content'] }}{% endfor %}",
-        "{% for m in messages %}{{ m[",
-        "{{ messages + 1 }}",
+        ("{{ raise_exception('system first') }}", "system first"),
+        ("{% for m in messages %}{{ m['role'] }}{% endfor %}", ONCE),
+        ("{% for m in messages * 2 %}{{ m['content'] }}{% endfor %}", ONCE),
+        ("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}", ONCE),
+        ("{% for m in messages %}{{ m[", "unexpected"),
+        ("{{ messages + 1 }}", "list"),
     ],
 )
-def test_chat_templates_that_show_no_message_once(chat: str) -> None:
-    with pytest.raises(FailedPrecondition, match="chat template"):
+def test_chat_templates_that_show_no_message_once(chat: str, why: str) -> None:
+    with pytest.raises(FailedPrecondition, match=f"chat template can't render a single user message .*{why}"):
         PromptTemplate.of(byte_tokenizer(chat_template=chat))
 
 
