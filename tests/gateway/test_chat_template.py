@@ -197,7 +197,9 @@ def test_a_request_sets_variables_over_grpc(client: Client) -> None:
     ):
         with pytest.raises(InvalidArgument, match=said):
             client.ask("notes", "Which colour has the lake?", chat_template_kwargs=values)
-    for wrong in ("x", None, [1], {1: 2}, {"effort": object()}):
+    none = client.ask("notes", "Which colour has the lake?", max_tokens=1, chat_template_kwargs=None)  # type: ignore[arg-type]
+    assert none.summary.prompt_tokens == plain
+    for wrong in ("x", [1], {1: 2}, {"effort": object()}):
         with pytest.raises(InvalidArgument, match="chat_template_kwargs"):
             client.ask("notes", "Which colour has the lake?", chat_template_kwargs=wrong)  # type: ignore[arg-type]
 
