@@ -6,6 +6,9 @@ bytes, to two places: under the exact key, and, for lookups behind other paths, 
 selected by the key. Later entries overwrite earlier ones there, which bounds a chunk's index.
 
 A chunk's index has a single hash tag, which keeps it in one slot of a Redis Cluster.
+
+The names of an encrypted entry hold the id of its key, so that a service without the key does not find the entry: it
+would delete what it can't read.
 """
 
 from abc import ABC, abstractmethod
@@ -94,18 +97,20 @@ class RemoteTier:
         exact = path_keys(namespace, path)
         requested: list[list[str]] = []
         for i in elements:
-            tag = _tag(namespace, path[0], path[i])
-            slots = [_slot(tag, kind, n) for kind in (b"", *variants[i]) for n in range(SLOTS)] if i else []
-            requested.append([f"{tag}{exact[i].hex()}", *slots])
+            tags = [_tag(prefix, namespace, path[0], path[i]) for prefix in self._prefixes(namespace)]
+            kinds = (b"", *variants[i]) if i else ()
+            slots = [_slot(tag, kind, n) for tag in tags for kind in kinds for n in range(SLOTS)]
+            requested.append([*(f"{tag}{exact[i].hex()}" for tag in tags), *slots])
         values = iter(self._found([name for names in requested for name in names]))
         return [_decoded(islice(values, len(names))) for names in requested]
 
     def find(self, namespace: bytes, digests: Sequence[bytes]) -> list[list[EntryRecord]]:
         """Candidate records, in one round trip, of entries with a path of one digest each."""
-        tags = [_tag(namespace, digest, digest) for digest in digests]
-        keys = [entry_key(namespace, [digest]) for digest in digests]
-        values = self._found([f"{tag}{key.hex()}" for tag, key in zip(tags, keys, strict=True)])
-        return [_decoded([value]) for value in values]
+        prefixes = self._prefixes(namespace)
+        keys = [(digest, entry_key(namespace, [digest]).hex()) for digest in digests]
+        names = [f"{_tag(prefix, namespace, digest, digest)}{key}" for digest, key in keys for prefix in prefixes]
+        values = iter(self._found(names))
+        return [_decoded(islice(values, len(prefixes))) for _ in digests]
 
     def read(self, record: EntryRecord, first: int, into: memoryview) -> None:
         """Fills a buffer with consecutive blocks of an entry, starting at block `first`.
@@ -114,18 +119,9 @@ class RemoteTier:
         """
         size = self.engine.block_bytes
         views = [into[at : at + size] for at in range(0, len(into), size)]
-        names = self._blocks(record)[first : first + len(views)]
-        if self._keys is None:
-            if not self.engine.get_into(names, views):
-                raise FileNotFoundError(f"a block of {names[0]} and {len(names) - 1} more has expired or is damaged")
-            return
-        for name, view, value in zip(names, views, self.engine.get(names), strict=True):
-            if value is None:
-                raise FileNotFoundError(f"{name} has expired")
-            block = self._keys.open(value[:HEAD_BYTES], value[HEAD_BYTES:], name.encode(), name)
-            if len(block) != len(view):
-                raise FileNotFoundError(f"{name} has another size")
-            view[:] = block
+        each = [self._blocks(record, prefix) for prefix in self._prefixes(record.namespace)]
+        if not any(self._fill(names[first : first + len(views)], views) for names in each):
+            raise FileNotFoundError(f"of {each[0][first]} and {len(views) - 1} more, one has expired or is damaged")
 
     def write(self, record: EntryRecord, first: int, blocks: Sequence[bytes]) -> None:
         """Writes consecutive blocks of an entry, all of the engine's `block_bytes` but the last."""
@@ -135,18 +131,19 @@ class RemoteTier:
     def commit(self, record: EntryRecord) -> None:
         """Makes an entry visible to `lookup`. All its blocks must be written before."""
         value = record.key + records.encode(record, 0)
-        self.engine.put([(name, value) for name in _index(record)])
+        self.engine.put([(name, value) for name in self._index(record)])
 
     def touch(self, entries: Sequence[EntryRecord]) -> list[bool]:
         """Renews entries' time to live; returns whether each is complete."""
-        requested = [[*self._blocks(entry), *_index(entry)] for entry in entries]
+        requested = [[*self._blocks(entry), *self._index(entry)] for entry in entries]
         present = iter(self.engine.touch([name for names in requested for name in names]))
         return [all(list(islice(present, len(names)))) for names in requested]
 
     def delete(self, entries: Sequence[EntryRecord]) -> None:
         """Deletes entries, index records first."""
-        self.engine.remove([name for entry in entries for name in _index(entry)])
-        self.engine.remove([name for entry in entries for name in self._blocks(entry)])
+        each = [(entry, prefix) for entry in entries for prefix in self._prefixes(entry.namespace)]
+        self.engine.remove([name for of in each for name in self._index(*of)])
+        self.engine.remove([name for of in each for name in self._blocks(*of)])
 
     def delete_all(self, namespace: bytes) -> None:
         """Deletes all entries of a namespace. Takes time proportional to the size of the tier."""
@@ -160,24 +157,41 @@ class RemoteTier:
     def _sealed(self, name: str, block: bytes) -> bytes:
         return block if self._keys is None else b"".join(self._keys.seal(block, name.encode()))
 
-    def _blocks(self, record: EntryRecord) -> list[str]:
-        start = f"{_prefix(record.namespace)}{record.key.hex()}:{record.checksum.hex()}"
+    def _fill(self, names: Sequence[str], views: Sequence[memoryview]) -> bool:
+        """As `RemoteEngine.get_into`, of blocks. Raises FileNotFoundError if one cannot be decrypted."""
+        if self._keys is None:
+            return self.engine.get_into(names, views)
+        for name, view, value in zip(names, views, self.engine.get(names), strict=True):
+            block = self._keys.open(value[:HEAD_BYTES], value[HEAD_BYTES:], name.encode(), name) if value else b""
+            if len(block) != len(view):
+                return False
+            view[:] = block
+        return True
+
+    def _prefixes(self, namespace: bytes) -> list[str]:
+        """Prefixes of the names of a namespace's entries that this service can read: that of new entries first."""
+        ids = [""] if self._keys is None else [f"{key.id.hex()}:" for key in self._keys.value]
+        return [_prefix(namespace) + id for id in ids]
+
+    def _blocks(self, record: EntryRecord, prefix: str = "") -> list[str]:
+        """Names of an entry's blocks. prefix: empty for that of new entries."""
+        start = f"{prefix or self._prefixes(record.namespace)[0]}{record.key.hex()}:{record.checksum.hex()}"
         return [f"{start}:{number}" for number in range(-(-record.size // self.engine.block_bytes))]
 
-
-def _index(record: EntryRecord) -> list[str]:
-    """Names of an entry's record: the exact one, unless it is a variant, and that of its slot."""
-    tag = _tag(record.namespace, record.system, record.chunk)
-    exact = [] if record.variant else [f"{tag}{record.key.hex()}"]
-    return exact if record.depth == 1 else [*exact, _slot(tag, record.variant, record.key[0] % SLOTS)]
+    def _index(self, record: EntryRecord, prefix: str = "") -> list[str]:
+        """Names of an entry's record: the exact one, unless it is a variant, and that of its slot."""
+        prefix = prefix or self._prefixes(record.namespace)[0]
+        tag = _tag(prefix, record.namespace, record.system, record.chunk)
+        exact = [] if record.variant else [f"{tag}{record.key.hex()}"]
+        return exact if record.depth == 1 else [*exact, _slot(tag, record.variant, record.key[0] % SLOTS)]
 
 
 def _slot(tag: str, variant: bytes, number: int) -> str:
     return f"{tag}{variant.hex()}:{number}"
 
 
-def _tag(namespace: bytes, system: bytes, chunk: bytes) -> str:
-    return f"{_prefix(namespace)}{{{replica_key(namespace, system, chunk).hex()}}}:"
+def _tag(prefix: str, namespace: bytes, system: bytes, chunk: bytes) -> str:
+    return f"{prefix}{{{replica_key(namespace, system, chunk).hex()}}}:"
 
 
 def _prefix(namespace: bytes) -> str:

@@ -4,15 +4,17 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fusionkv.kvcache_service.client import CacheClient, HitKind
 from fusionkv.protos.runtime import errors
-from tests.system.cache_process import NAMESPACE, SYSTEM, chunk, find, get, payload, put
+from tests.system.cache_process import NAMESPACE, SYSTEM, chunk, find, flags, get, payload, put
 from tests.system.mooncake_process import MooncakeMaster
-from tests.system.shared_services import REMOTES, Remote, Services, made
+from tests.system.redis_process import RedisServer
+from tests.system.shared_services import REMOTES, TIMING, Remote, Services, made
 from tests.waiting import until
 
 pytestmark = pytest.mark.system
@@ -250,3 +252,36 @@ async def test_an_address_of_several_leads_to_one_that_lives(two: Services, cach
         return False
 
     await until(found)
+
+
+async def test_a_service_without_a_key_leaves_what_it_encrypts(
+    launch: Any, redis: RedisServer, cache_client: Any, tmp_path: Path
+) -> None:
+    """Be it without any key, or with the former one alone while keys are rotated: it neither finds nor deletes it."""
+    clients = []
+    for name, keys in (("plain", ""), ("old", "11"), ("new", "22 11"), ("next", "22 11"), ("none", "")):
+        (tmp_path / name).write_text("".join(f"{key * 32}\n" for key in keys.split()))
+        sealed = ("--disk-keys", str(tmp_path / name)) if keys else ()
+        started = launch(*flags(tmp_path / f"{name}-data", "--remote-url", redis.url, *TIMING, *sealed))
+        clients.append(cache_client(started))
+    plain, old, new, later, none = clients
+
+    async def shares(client: CacheClient, name: str, data: bytes) -> bool:
+        """Whether it stores an entry, and writes it back."""
+
+        async def written() -> bool:
+            remote = (await client.stats()).remote
+            return bool(remote.written) and not remote.waiting
+
+        stored = await put(client, name, data)
+        await until(written)
+        return stored
+
+    assert await shares(old, "x", b"by the old key")
+    assert await get(plain, "x") is None
+    assert await get(new, "x") == b"by the old key"
+    assert await shares(new, "y", b"by the new key")
+    assert await get(old, "y") is None
+    assert await shares(plain, "x", b"by none")
+    assert [await get(later, name) for name in "xy"] == [b"by the old key", b"by the new key"]
+    assert await get(none, "x") == b"by none"
