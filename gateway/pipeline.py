@@ -21,7 +21,7 @@ from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest.text import normal
 from fusionkv.gateway.plan import Conversation, Passage, check_question
 from fusionkv.gateway.prefixes import Prefixes
-from fusionkv.gateway.retrieval.base import PROVIDER, HybridSearch, Query, check_corpus, step, within
+from fusionkv.gateway.retrieval.base import PROVIDER, HybridSearch, Query, check_corpus, check_worker, step, within
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.gateway.workers.workers import Check
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
@@ -127,9 +127,7 @@ class Pipeline:
         }
         seconds = deadline.remaining()
         with within(deadline), step("gateway.retrieve", "retrieval", attributes):
-            # Before the worker is called: an unknown corpus is reported as such even if no worker runs.
-            await tenant.retrieval.check(query.corpus)
-            vocabulary = vocabulary or await self._engine.model(deadline)
+            vocabulary = vocabulary or await self._model(tenant, query.corpus, deadline)
             # Embedders and rerankers do not know the caller's deadline.
             try:
                 async with asyncio.timeout(deadline.remaining()):
@@ -139,6 +137,23 @@ class Pipeline:
             except TimeoutError as error:
                 raise DeadlineExceeded(f"retrieval took longer than the remaining {seconds:.1f} s") from error
             return [plan.retrieved(*best) for best in results]
+
+    async def _model(
+        self, tenant: Tenant, corpus: str, deadline: Deadline, check: Check = lambda _: None
+    ) -> Vocabulary:
+        """The model of a worker that passes `check`, and has the one that the corpus, if any, was built with."""
+        if not corpus:
+            return await self._engine.model(deadline, check)
+        check_corpus(corpus)
+        # Before the worker is called: an unknown corpus is reported as such even if no worker runs.
+        with within(deadline):
+            made_with = await tenant.retrieval.check(corpus)
+
+        def check_both(model: fusion_pb2.GetModelResponse) -> None:
+            check_worker(corpus, made_with, model)
+            check(model)
+
+        return await self._engine.model(deadline, check_both)
 
     def _recipe(self, request: pb.GenerateRequest, model: fusion_pb2.GetModelResponse) -> RequestedRecipe:
         """The recipe of a request, which a worker can follow. Raises InvalidArgument and FailedPrecondition."""
@@ -198,7 +213,7 @@ class Pipeline:
         conversation = Conversation.of(request)
         plan.check(request, self._config.max_top_k)
         resolve = partial(self._recipe, request)
-        vocabulary = await self._engine.model(deadline, resolve)
+        vocabulary = await self._model(tenant, request.corpus, deadline, resolve)
         recipe = resolve(vocabulary.model)
         if values := dict(request.chat_template_kwargs):
             check_variables(values, vocabulary.model.template_variables)
@@ -223,7 +238,7 @@ class Pipeline:
         """Checks a request; returns the model, and its passages in the order of the prompt. Raises as `answer`."""
         conversation = Conversation.of(request)
         plan.check(request, self._config.max_top_k)
-        vocabulary = await self._engine.model(deadline)
+        vocabulary = await self._model(tenant, request.corpus, deadline)
         check_variables(dict(request.chat_template_kwargs), vocabulary.model.template_variables)
         passages = await self._passages(tenant, request, conversation, vocabulary, deadline)
         return vocabulary, self._ordered(tenant, request, conversation, vocabulary, passages)

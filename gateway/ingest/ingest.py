@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,14 @@ from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest import parse
 from fusionkv.gateway.ingest.document import metadata_pairs, of_line
 from fusionkv.gateway.ingest.parsers import ParsedDocument, Parsers
-from fusionkv.gateway.retrieval.base import HybridSearch, Retrieval, TextChunk, check_corpus, check_document
+from fusionkv.gateway.retrieval.base import (
+    HybridSearch,
+    Retrieval,
+    TextChunk,
+    check_corpus,
+    check_document,
+    check_worker,
+)
 from fusionkv.gateway.tokens import ModelIdentity
 from fusionkv.gateway.workers.workers import MODEL_SECONDS, WorkerPool
 from fusionkv.protos.deadline import Deadline
@@ -139,7 +147,11 @@ class Ingest:
     async def _store(
         self, tenant: Tenant, request: pb.IngestRequest, content: bytes, kind: str, deadline: Deadline
     ) -> pb.IngestResponse:
-        vocabulary = await self._workers.model(deadline)
+        try:
+            made_with = await tenant.retrieval.check(request.corpus)
+            vocabulary = await self._workers.model(deadline, partial(check_worker, request.corpus, made_with))
+        except NotFound:  # the corpus does not exist yet
+            vocabulary = await self._workers.model(deadline)
         with tracer.start_as_current_span("gateway.parse") as span:
             parsed, cost = await self._parsers.parse(tenant, content, kind, vocabulary, request.first_line or 1)
             notes = parse.max_text(len(content), self._config.max_text_bytes)

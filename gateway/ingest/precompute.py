@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncGenerator, Coroutine, Sequence, Sized
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,14 @@ import numpy as np
 from fusionkv.gateway import plan
 from fusionkv.gateway.auth.tenants import Tenant
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.gateway.retrieval.base import HybridSearch, TextChunk, check_corpus, check_document, no_document
+from fusionkv.gateway.retrieval.base import (
+    HybridSearch,
+    TextChunk,
+    check_corpus,
+    check_document,
+    check_worker,
+    no_document,
+)
 from fusionkv.gateway.tokens import ModelIdentity, Vocabulary
 from fusionkv.gateway.workers.workers import MODEL_SECONDS, WorkerPool
 from fusionkv.protos.contract.names import DEFAULT, full_name
@@ -167,8 +175,10 @@ class Precompute:
     ) -> _Pass:
         check_corpus(corpus)
         # Before the worker is called: an unknown corpus is reported as such even if no worker runs.
-        await tenant.retrieval.check(corpus)
-        vocabulary = await self._workers.model(Deadline.after(MODEL_SECONDS))
+        made_with = await tenant.retrieval.check(corpus)
+        vocabulary = await self._workers.model(
+            Deadline.after(MODEL_SECONDS), partial(check_worker, corpus, made_with)
+        )
         requested = _requested(recipe, self._config.recipe, vocabulary)
         count = neighbours or requested.recipe.neighbours
         if count > _MAX_NEIGHBOURS:

@@ -22,6 +22,7 @@ from fusionkv.gateway.retrieval.duplicates import distinct
 from fusionkv.gateway.tokens import ModelIdentity
 from fusionkv.kvcache_service import keys
 from fusionkv.protos.deadline import NO_DEADLINE, Deadline
+from fusionkv.protos.fusion.v1.fusion_pb2 import GetModelResponse
 from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument, NotFound, error_type
 
 tracer = trace.get_tracer(__name__)
@@ -95,6 +96,11 @@ def check_model(corpus: str, made_with: ModelIdentity, model: ModelIdentity) -> 
         reason = f"with {f'embeddings of {made_with.embedder}' if made_with.embedder else 'no embeddings'}, but {now}"
     remedy = f"run `fusionkv move {corpus}` (in Milvus: delete the corpus and ingest it again)"
     raise FailedPrecondition(f"corpus {corpus!r} was built {reason}: {remedy}")
+
+
+def check_worker(corpus: str, made_with: ModelIdentity, model: GetModelResponse) -> None:
+    """Raises FailedPrecondition if a corpus was built with another model than a worker's, which another may have."""
+    check_model(corpus, made_with, replace(made_with, fingerprint=model.fingerprint, name=model.name))
 
 
 def check_corpus(name: str) -> None:
@@ -209,8 +215,8 @@ class Retrieval(ABC):
         """All corpora, sorted by name."""
 
     @abstractmethod
-    async def check(self, corpus: str) -> None:
-        """Raises NotFound if the corpus does not exist. The cost does not depend on its size."""
+    async def check(self, corpus: str) -> ModelIdentity:
+        """The models that the corpus was built with. The cost does not depend on its size."""
 
     @abstractmethod
     async def documents(self, corpus: str, after: str = "", limit: int = 0) -> list[Item]:

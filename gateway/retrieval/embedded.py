@@ -111,8 +111,8 @@ class EmbeddedRetrieval(Retrieval):
     async def corpora(self) -> list[Item]:
         return [self._tables[name].item(name) for name in sorted(self._tables)]
 
-    async def check(self, corpus: str) -> None:
-        self._table(corpus)
+    async def check(self, corpus: str) -> ModelIdentity:
+        return self._table(corpus).model
 
     async def documents(self, corpus: str, after: str = "", limit: int = 0) -> list[Item]:
         return self._table(corpus).documents.items(after, limit)

@@ -117,8 +117,8 @@ class MilvusRetrieval(Retrieval):
         items = await asyncio.gather(*(MilvusCollection(self._milvus, name).item() for name in names))
         return sorted((item for item in items if item is not None), key=lambda item: item.name)
 
-    async def check(self, corpus: str) -> None:
-        await self._corpus_row(corpus)
+    async def check(self, corpus: str) -> ModelIdentity:
+        return rows.identity(await self._corpus_row(corpus))
 
     async def documents(self, corpus: str, after: str = "", limit: int = 0) -> list[Item]:
         with _corpus_errors(corpus):
@@ -242,7 +242,7 @@ class MilvusRetrieval(Retrieval):
 
     async def _checked(self, corpus: str, model: ModelIdentity) -> MilvusCollection:
         """The collection of a corpus. Raises FailedPrecondition if it was built with another model."""
-        check_model(corpus, rows.identity(await self._corpus_row(corpus)), model)
+        check_model(corpus, await self.check(corpus), model)
         return self._collection(corpus)
 
     async def _corpus_row(self, corpus: str) -> Row:

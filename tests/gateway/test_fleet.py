@@ -223,6 +223,29 @@ async def test_workers_over_one_cache_service_encode_after_the_same_primer(cache
         await client.close()
 
 
+@pytest.mark.slow
+def test_a_corpus_has_a_worker_with_its_model(
+    launch: Launch, reference_model: Path, serve: Serve, tmp_path: Path
+) -> None:
+    """Beside a worker with another model, whichever of them would be asked first."""
+    other = shutil.copytree(reference_model, tmp_path / "other")
+    (other / "config.json").write_text((other / "config.json").read_text() + "\n")
+    workers = {"one": start_worker(launch, reference_model), "two": start_worker(launch, other)}
+    for corpus, worker in workers.items():
+        client, gateway = serve(worker)
+        client.ingest(corpus, "a.txt", "The code of Bervek is 535.")
+        gateway.stop()
+    client, gateway = serve([*workers.values()])
+    for corpus in workers:
+        assert client.ingest(corpus, "b.txt", "The age of Dorlin is 41.").chunks == 1
+        assert len(client.retrieve(corpus, "Which code?")) == 1
+        assert client.ask(corpus=corpus, question="Which code?", max_tokens=2).summary.chunks_retrieved == 1
+    gateway.stop()
+    client, _ = serve(workers["two"])
+    with pytest.raises(FailedPrecondition, match=r"corpus 'one' was built with another model .* than the worker's"):
+        client.ask(corpus="one", question="Which code?", max_tokens=2)
+
+
 async def test_another_program_at_the_address_of_a_worker_is_passed_over() -> None:
     other = rpc.handlers(OTHER, KVCacheServiceServicer())
     async with pool_of(other) as alone, pool_of(other, Described("cpu").handler) as both:
