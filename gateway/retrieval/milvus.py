@@ -238,7 +238,10 @@ class MilvusRetrieval(Retrieval):
             name = self._collection(corpus).name
             async with self._creating:
                 await self._milvus.create(name, dim)
-            await self._milvus.write(name, [rows.of_corpus(corpus, model, dim)])
+            # Another gateway, maybe with another model, may create it at the same time.
+            if not await self._milvus.query(name, rows.IS_CORPUS, rows.OWN):
+                await self._milvus.write(name, [rows.of_corpus(corpus, model, dim)])
+            await self._checked(corpus, model)
 
     async def _checked(self, corpus: str, model: ModelIdentity) -> MilvusCollection:
         """The collection of a corpus. Raises FailedPrecondition if it was built with another model."""

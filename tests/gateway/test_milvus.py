@@ -5,6 +5,7 @@ import gc
 import signal
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from fusionkv.gateway.retrieval.base import Query, TextChunk, within
 from fusionkv.gateway.retrieval.milvus import Gate, MilvusRetrieval
 from fusionkv.gateway.retrieval.milvus_calls import MIN_SECONDS, REST_SECONDS
 from fusionkv.protos.deadline import Deadline
-from fusionkv.protos.runtime.errors import InvalidArgument, Unavailable
+from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument, Unavailable
 from tests.commands import run_python
 from tests.gateway.conftest import Serve, Start, running_milvus
 from tests.gateway.test_ingest import Rig, Topics
@@ -101,6 +102,21 @@ async def test_a_document_whose_corpus_is_made_again_meanwhile_keeps_its_chunks(
     monkeypatch.setattr(two[0]._milvus, "write", late)
     assert not await put(two[0], "c", "d", "one", "two")
     assert [chunk.text for chunk, _ in await two[1].chunks("c", "d", MODEL)] == ["one", "two"]
+
+
+async def test_a_corpus_that_two_gateways_create_has_one_model(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other gateway, whose worker has another model, stores a document while the corpus is being created."""
+    create, theirs = two[0]._milvus.create, replace(MODEL, fingerprint=b"other", name="theirs")
+
+    async def late(name: str, dim: int) -> None:
+        await create(name, dim)
+        await put(two[1], "c", "theirs", "text", model=theirs)
+
+    monkeypatch.setattr(two[0]._milvus, "create", late)
+    with pytest.raises(FailedPrecondition, match=r"built with another model \(theirs\) than the worker's"):
+        await put(two[0], "c", "ours", "text")
+    assert await two[0].check("c") == theirs
+    assert [item.name for item in await two[0].documents("c")] == ["theirs"]
 
 
 async def test_what_a_gateway_left_that_ended_in_the_middle_is_not_seen(two: Two) -> None:
