@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import importlib
 import importlib.util
 import sys
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from fusionkv.gateway.auth.access import Bearer, BearerInterceptor, Verifier, is_tenant
 from fusionkv.gateway.config import GatewayConfig, secret
+from fusionkv.gateway.retrieval.folder import CorpusFolder
 from fusionkv.protos.observe import handshakes, telemetry
 from fusionkv.protos.runtime import process, rpc, settings
 from fusionkv.protos.runtime.errors import ServiceError
@@ -41,13 +43,24 @@ def main() -> int:
         telemetry.attach("fusionkv-gateway", config.metrics_listen)
         if config.tls_cert or config.tls_ca:
             handshakes.attach()
-        asyncio.run(_serve(config))
+        with _owned(config):
+            asyncio.run(_serve(config))
     except (settings.SettingsError, ServiceError, OSError, ValueError) as error:
         print(f"fusionkv-gateway: {error}", file=sys.stderr)
         return 1
     finally:
         telemetry.detach()
     return 0
+
+
+def _owned(config: GatewayConfig) -> contextlib.AbstractContextManager[object]:
+    """Keeps other gateways out of the data folder, whichever their own tenants. Raises OSError if one has it.
+
+    Without a tenant of its own, a gateway has its corpora in the folder itself, which locks it.
+    """
+    if config.milvus_url or not config.tenant:
+        return contextlib.nullcontext()
+    return contextlib.closing(CorpusFolder(config.data_dir))
 
 
 async def _serve(config: GatewayConfig) -> None:

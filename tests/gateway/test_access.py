@@ -34,9 +34,11 @@ from fusionkv.protos.runtime.errors import (
     from_rpc,
 )
 from fusionkv.protos.runtime.watched import BadFile
+from tests.conftest import Service
 from tests.gateway.conftest import Serve, Start, succeeds
 from tests.gateway.strangers import call
 from tests.services import Launch, start_gateway, token_entry, token_flags
+from tests.system.cache_process import check_refused
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system
@@ -156,6 +158,15 @@ def test_a_tenants_corpora_stay_its_own_when_the_gateways_tenant_changes(
         gateway.stop()
     with pytest.raises(ValueError, match=r"tenant '\.\./x' is invalid"):
         GatewayConfig(tenant="../x")
+
+
+@pytest.mark.parametrize(("first", "second"), [("", "acme"), ("acme", "")])
+def test_a_data_folder_serves_one_gateway_whatever_their_tenants(
+    launch: Launch, tmp_path: Path, first: str, second: str
+) -> None:
+    gateway = start_gateway(launch, tmp_path, None, "--tenant", first)
+    other = Service(*gateway.argv[3:-1], second)
+    check_refused(other, f"{tmp_path / 'gateway'} is in use by another gateway")
 
 
 async def test_both_clients_carry_a_token(gateway: Any, tmp_path: Path) -> None:
