@@ -28,6 +28,9 @@ class ServingConfig:
 
     def __post_init__(self) -> None:
         ServerTLS.of(self.tls_cert, self.tls_key, self.tls_client_ca)
+        # Without a port, gRPC would listen at 443.
+        if (address := self.health_listen) and (address.startswith("unix:") or not process.is_address(address)):
+            raise ValueError(f"health_listen must be host:port, such as 127.0.0.1:8080, not {address!r}")
 
     def check_ports(self) -> None:
         """Checks the addresses that the service binds when it is ready. Raises as `process.check_ports`."""

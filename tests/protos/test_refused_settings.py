@@ -1,0 +1,27 @@
+"""Settings of the services that can never work are refused at the start, by name."""
+
+from typing import Any
+
+import pytest
+
+from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.gateway.config import GatewayConfig
+from fusionkv.kvcache_service.config import Config
+from fusionkv.protos.runtime import settings
+from fusionkv.protos.runtime.settings import SettingsError
+
+SERVICES = {"kvcache": Config, "worker": WorkerConfig, "gateway": GatewayConfig}
+
+
+def refused(service: str, message: str, **flags: Any) -> None:
+    with pytest.raises(SettingsError, match=message):
+        settings.load(SERVICES[service], service, environ={}, flags=flags)
+
+
+@pytest.mark.parametrize("service", SERVICES)
+@pytest.mark.parametrize("address", ["localhost", "8080", ":8080", "unix:/tmp/health.sock", "http://localhost:8080"])
+def test_probes_are_answered_at_a_host_and_a_port(service: str, address: str) -> None:
+    refused(service, rf"^\[{service}\]: health_listen must be host:port, .*not '{address}'", health_listen=address)
+    for allowed in ("", "[::]:7079", "127.0.0.1:0"):
+        config = settings.load(SERVICES[service], service, environ={}, flags={"health_listen": allowed})
+        assert config.health_listen == allowed
