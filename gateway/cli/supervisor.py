@@ -272,10 +272,9 @@ def _children(args: argparse.Namespace, gateway: GatewayConfig, stack: contextli
     kept = {name: ["--data-dir", str(data / name)] if args.data_dir else [] for name in ("kvcache", "gateway")}
     config = ["--config", str(args.config.absolute())] if args.config else []
     model = ["--model", str(args.model)] if args.model else []
-    listen, others = ["--listen", ",".join(gateway.listen)], list[str]()
-    if gateway.http_listen:
-        listen += ["--http-listen", ",".join(gateway.http_listen)]
-        others.append("fusionkv-gateway-http")
+    # Also if a flag makes it empty: the gateway would take the file's.
+    listen = ["--listen", ",".join(gateway.listen), "--http-listen", ",".join(gateway.http_listen)]
+    others = ["fusionkv-gateway-http"] if gateway.http_listen else []
     modules = {
         "kvcache": ("fusionkv.kvcache_service", ["--listen", cache, *kept["kvcache"]]),
         "worker": ("fusionkv.fusion_worker", [*model, "--listen", worker, "--cache", cache]),

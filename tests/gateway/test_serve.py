@@ -476,8 +476,24 @@ def test_data_is_where_the_settings_say_unless_a_flag_does(
     assert cli._parser().parse_args(["serve"]).data_dir is None
 
 
-async def _made(args: argparse.Namespace, stack: contextlib.ExitStack) -> list[Child]:
-    return _children(args, GatewayConfig(), stack)
+def test_an_empty_flag_disables_the_http_endpoint_of_the_settings(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('[gateway]\nlisten = "127.0.0.1:0"\nhttp_listen = "127.0.0.1:0"\n')
+    args = cli._parser().parse_args(
+        ["serve", "--http-listen", "", "--config", str(file), "--data-dir", str(tmp_path / "data")]
+    )
+    with contextlib.ExitStack() as stack:
+        *_, gateway = asyncio.run(_made(args, stack, supervisor._gateway(args)))
+    parser = argparse.ArgumentParser()
+    settings.add_flags(parser, GatewayConfig)
+    used = settings.load(GatewayConfig, "gateway", file=file, flags=vars(parser.parse_known_args(gateway._argv)[0]))
+    assert (used.listen, used.http_listen) == (("127.0.0.1:0",), ())
+
+
+async def _made(
+    args: argparse.Namespace, stack: contextlib.ExitStack, config: GatewayConfig | None = None
+) -> list[Child]:
+    return _children(args, config or GatewayConfig(), stack)
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o000, 0o770), (0o022, 0o750)])
