@@ -140,7 +140,10 @@ class WorkerConfig(CallingConfig):
         process.check_sockets([self.cache])
         if error := template_error(self.prompt_template):
             raise ValueError(error)
-        date.fromisoformat(self.template_date)
+        try:
+            date.fromisoformat(self.template_date)
+        except ValueError as invalid:
+            raise ValueError(f"template_date must be YYYY-MM-DD: {invalid}") from invalid
         CallingConfig.__post_init__(self)
 
 

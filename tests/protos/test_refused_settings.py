@@ -25,3 +25,8 @@ def test_probes_are_answered_at_a_host_and_a_port(service: str, address: str) ->
     for allowed in ("", "[::]:7079", "127.0.0.1:0"):
         config = settings.load(SERVICES[service], service, environ={}, flags={"health_listen": allowed})
         assert config.health_listen == allowed
+
+
+@pytest.mark.parametrize("date", ["today", "", "2026-13-01"])
+def test_a_date_of_another_form_is_refused_by_its_name(date: str) -> None:
+    refused("worker", r"^\[worker\]: template_date must be YYYY-MM-DD: ", template_date=date)
