@@ -177,7 +177,7 @@ def _parsed(field: dataclasses.Field[Any], hint: Any, value: Any) -> Any:
         parts = [p.strip() for p in value.split(",") if p.strip()] if isinstance(value, str) else value
         if not parts and field.default:
             raise ValueError("name at least one address")
-        return tuple(map(str, parts))
+        return tuple(map(_text, parts))
     if kind is bool:
         return value if isinstance(value, bool) else _bool(str(value))
     if kind is int:
@@ -185,16 +185,24 @@ def _parsed(field: dataclasses.Field[Any], hint: Any, value: Any) -> Any:
             raise ValueError(f"not an integer: {value!r}")
         return parse_bytes(str(value)) if field.metadata["bytes"] else int(value)
     if kind is float:
-        return _finite(float(value))
+        return _number(value)
     if kind is Path:
         return _path(value, optional=kind is not hint)
-    return str(value)
+    return _text(value)
 
 
-def _finite(value: float) -> float:
-    if not math.isfinite(value):
-        raise ValueError(f"not a finite number: {value!r}")
+def _text(value: Any) -> str:
+    if not isinstance(value, str):  # `false` would be the text "False"
+        raise ValueError(f"not text: {value!r}")
     return value
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool):
+        raise ValueError(f"not a number: {value!r}")
+    if not math.isfinite(number := float(value)):
+        raise ValueError(f"not a finite number: {number!r}")
+    return number
 
 
 def _path(value: Any, optional: bool) -> Path | None:
