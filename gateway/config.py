@@ -208,6 +208,8 @@ class GatewayConfig(CallingConfig):
             raise ValueError("milvus_url must begin with http:// or https://")
         if self.milvus_token and not self.milvus_url:
             raise ValueError("milvus_token needs milvus_url")
+        if not self.embedder:  # as of a variable that is not set: not the working directory
+            raise ValueError("embedder is empty: write none to search by BM25 only")
         if self.language not in LANGUAGES:
             raise ValueError(f"language {self.language!r} is not one of {', '.join(LANGUAGES)}")
         if self.decode not in ("worker", "vllm"):

@@ -30,3 +30,7 @@ def test_probes_are_answered_at_a_host_and_a_port(service: str, address: str) ->
 @pytest.mark.parametrize("date", ["today", "", "2026-13-01"])
 def test_a_date_of_another_form_is_refused_by_its_name(date: str) -> None:
     refused("worker", r"^\[worker\]: template_date must be YYYY-MM-DD: ", template_date=date)
+
+
+def test_an_empty_embedder_is_not_the_working_directory() -> None:
+    refused("gateway", "embedder is empty: write none to search by BM25 only", embedder="")
