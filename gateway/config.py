@@ -212,6 +212,8 @@ class GatewayConfig(CallingConfig):
             raise ValueError("embedder is empty: write none to search by BM25 only")
         if self.language not in LANGUAGES:
             raise ValueError(f"language {self.language!r} is not one of {', '.join(LANGUAGES)}")
+        if self.milvus_url and self.language != "english":
+            raise ValueError(f"language ({self.language!r}) applies to corpora in data_dir, not to milvus_url")
         if self.decode not in ("worker", "vllm"):
             raise ValueError(f"decode must be worker or vllm, not {self.decode!r}")
         if self.decode == "vllm" and not self.vllm_url.startswith(("http://", "https://")):

@@ -34,3 +34,9 @@ def test_a_date_of_another_form_is_refused_by_its_name(date: str) -> None:
 
 def test_an_empty_embedder_is_not_the_working_directory() -> None:
     refused("gateway", "embedder is empty: write none to search by BM25 only", embedder="")
+
+
+def test_milvus_has_no_language() -> None:
+    """Its texts are not stemmed, in any."""
+    message = r"language \('german'\) applies to corpora in data_dir, not to milvus_url"
+    refused("gateway", message, milvus_url="http://127.0.0.1:1", language="german")
