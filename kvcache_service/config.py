@@ -106,6 +106,10 @@ class Config(ServingConfig):
                 f"low_watermark ({self.low_watermark:g}) exceeds high_watermark ({self.high_watermark:g})"
             )
         ServingConfig.__post_init__(self)
+        if "/" in self.data_host or "[" in self.data_host or self.data_host.count(":") == 1:
+            raise ValueError(
+                f"data_host must be a host name or an address, without a port or brackets, not {self.data_host!r}"
+            )
         scheme, _, _ = self.remote_url.partition("://")
         if self.remote_url and scheme not in _SCHEMES:
             raise ValueError(f"remote_url must begin with one of {', '.join(f'{scheme}://' for scheme in _SCHEMES)}")

@@ -40,3 +40,10 @@ def test_milvus_has_no_language() -> None:
     """Its texts are not stemmed, in any."""
     message = r"language \('german'\) applies to corpora in data_dir, not to milvus_url"
     refused("gateway", message, milvus_url="http://127.0.0.1:1", language="german")
+
+
+@pytest.mark.parametrize("host", ["http://cache-0", "cache-0:7070", "[::1]"])
+def test_the_host_of_the_data_plane_has_no_port(host: str) -> None:
+    refused("kvcache", "data_host must be a host name or an address, without a port", data_host=host)
+    for allowed in ("", "cache-0.caches", "10.0.0.7", "fd00::7"):
+        assert settings.load(Config, "kvcache", environ={}, flags={"data_host": allowed}).data_host == allowed
