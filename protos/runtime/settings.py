@@ -202,6 +202,8 @@ def _number(value: Any) -> float:
         raise ValueError(f"not a number: {value!r}")
     if not math.isfinite(number := float(value)):
         raise ValueError(f"not a finite number: {number!r}")
+    if number > 1e9:  # with ten times as many seconds, a call of gRPC ends at once, and sockets take no such timeout
+        raise ValueError(f"not a number up to 1e9: {number!r}")
     return number
 
 

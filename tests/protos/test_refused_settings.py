@@ -47,3 +47,12 @@ def test_the_host_of_the_data_plane_has_no_port(host: str) -> None:
     refused("kvcache", "data_host must be a host name or an address, without a port", data_host=host)
     for allowed in ("", "cache-0.caches", "10.0.0.7", "fd00::7"):
         assert settings.load(Config, "kvcache", environ={}, flags={"data_host": allowed}).data_host == allowed
+
+
+@pytest.mark.parametrize(
+    ("service", "name"), [("worker", "lookup_timeout"), ("worker", "fetch_timeout"), ("gateway", "request_seconds")]
+)
+def test_more_seconds_than_grpc_counts_are_refused(service: str, name: str) -> None:
+    """A call with 1e10 seconds ended at once."""
+    refused(service, "not a number up to 1e9", **{name: "1e10"})
+    settings.load(SERVICES[service], service, environ={}, flags={name: "1e9"})
