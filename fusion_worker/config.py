@@ -54,7 +54,9 @@ class WorkerConfig(CallingConfig):
     dtype: str = setting(
         "auto", "float32, bfloat16, float16 or auto (the checkpoint's dtype if the device supports it)"
     )
-    threads: int = setting(0, "CPU threads for computing; 0 uses every core available to the process", low=0)
+    threads: int = setting(
+        0, "CPU threads for computing; 0 uses every core available to the process", low=0, high=1024
+    )
     tensor_parallel: int = setting(
         1,
         "tensor-parallel ranks: processes that split the model by heads, each with a GPU or a share of the threads",

@@ -56,3 +56,7 @@ def test_more_seconds_than_grpc_counts_are_refused(service: str, name: str) -> N
     """A call with 1e10 seconds ended at once."""
     refused(service, "not a number up to 1e9", **{name: "1e10"})
     settings.load(SERVICES[service], service, environ={}, flags={name: "1e9"})
+
+
+def test_threads_that_no_machine_has_are_refused() -> None:
+    refused("worker", r"--threads: 5000 is outside 0\.\.1024", threads="5000")
