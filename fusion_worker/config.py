@@ -160,6 +160,8 @@ def configured(file: Path | None, flags: Mapping[str, Any]) -> WorkerConfig:
     config = settings.load(WorkerConfig, "worker", file=file, flags=flags)
     if 0 < config.pool_bytes < _MIN_POOL_BYTES:
         raise settings.SettingsError(f"pool_bytes must be 0 or at least 1MiB, not {config.pool_bytes}")
+    if config.shadow_floor and not config.shadow_share:
+        raise settings.SettingsError("shadow_floor needs shadow_share: no answers are compared")
     if config.model == _MODEL and not _MODEL.is_dir():
         # On the Hugging Face hub, a model of this name would be somebody else's.
         if not KNOWN[_FETCHED].directory.is_dir():

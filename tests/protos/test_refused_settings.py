@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.config import WorkerConfig, configured
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.kvcache_service.config import Config
 from fusionkv.protos.runtime import settings
@@ -60,3 +60,8 @@ def test_more_seconds_than_grpc_counts_are_refused(service: str, name: str) -> N
 
 def test_threads_that_no_machine_has_are_refused() -> None:
     refused("worker", r"--threads: 5000 is outside 0\.\.1024", threads="5000")
+
+
+def test_a_floor_needs_answers_that_are_compared() -> None:
+    with pytest.raises(SettingsError, match="shadow_floor needs shadow_share: no answers are compared"):
+        configured(None, {"shadow_floor": "0.9"})
