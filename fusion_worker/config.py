@@ -95,7 +95,9 @@ class WorkerConfig(CallingConfig):
         1.0, "maximum seconds for a lookup; past it, the prompt is prefilled in full", low=0.001
     )
     fetch_timeout: float = setting(
-        5.0, "maximum seconds to fetch a request's chunks; past it, the prompt is prefilled in full", low=0.001
+        5.0,
+        "maximum seconds to store a chunk, and to fetch a request's chunks; past it, the prompt is prefilled in full",
+        low=0.001,
     )
     cache_seconds: float = setting(
         6.0,
