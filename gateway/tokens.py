@@ -87,7 +87,7 @@ class Vocabulary:
             layout: the request's user message with {passages} and {question}, whose beginning counts to the system
                 prompt; empty uses the template's.
         """
-        return self._encode(*self._system(system, layout), begins=True)
+        return self._encode(*_system(self.template, system, layout), begins=True)
 
     def question(self, *turns: str, layout: str = "") -> list[int]:
         """Ids of a question within the template.
@@ -104,21 +104,14 @@ class Vocabulary:
 
         A token across the border of the two, such as a word with the space before it, is part of the rest.
         """
-        first, rest = self._system(system, layout), self._question(turns, layout)
+        first, rest = _system(self.template, system, layout), self._question(turns, layout)
         ids = self._encode(*first, *[""] * (len(first) % 2), *rest, begins=True)
         alone = self._encode(*first, begins=True)
         border = next((at for at, (a, b) in enumerate(zip(alone, ids, strict=False)) if a != b), len(alone))
         return ids[:border], ids[border:]
 
-    def _system(self, system: str, layout: str) -> tuple[str, ...]:
-        """Pieces of the system prompt, for `_encode`."""
-        template = self.template
-        before, _, after = (template.around_system if layout else template.own_system).partition("{system}")
-        pieces = (before, system, after) if system else (template.head if layout else template.system,)
-        return (*pieces, layout.partition("{passages}")[0]) if layout else pieces
-
     def _question(self, turns: Sequence[str], layout: str) -> tuple[str, ...]:
-        """Pieces of the question."""
+        """Pieces of the question, for `_encode`."""
         before, after = self.template.question.split("{question}")
         if layout:
             _, _, rest = layout.partition("{passages}")
@@ -209,6 +202,13 @@ class Vocabulary:
                 begins = False
                 ids.extend(tokenizer.encode_batch_fast([part], add_special_tokens=False)[0].ids)
         return ids
+
+
+def _system(template: fusion_pb2.PromptTemplate, system: str, layout: str) -> tuple[str, ...]:
+    """Pieces of the system prompt, for `Vocabulary._encode`."""
+    before, _, after = (template.around_system if layout else template.own_system).partition("{system}")
+    pieces = (before, system, after) if system else (template.head if layout else template.system,)
+    return (*pieces, layout.partition("{passages}")[0]) if layout else pieces
 
 
 def _parts(text: str) -> Iterator[str]:

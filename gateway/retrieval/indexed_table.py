@@ -146,48 +146,53 @@ class IndexedTable:
                     async with asyncio.timeout(_IDLE_SECONDS):
                         await self._changed.wait()
                     continue
-            await self._upkept(
-                "new rows were not added to the indexes; searches stay correct, but slower", self._optimize
-            )
+            await self._optimize()
 
     async def _erase_hourly(self) -> None:
         while True:
             await asyncio.sleep(_ERASE_SECONDS)
             if self._erasures:
-                await self._upkept("text of deleted rows stays on the disk", self._erase)
+                await self._optimize(erases=True)
 
-    async def _upkept(self, otherwise: str, work: Callable[[], Awaitable[None]]) -> None:
-        """Does work that is not part of a change, unless the table is gone. otherwise: what it means if it fails."""
+    async def _optimize(self, erases: bool = False) -> None:
+        """Indexes new rows, and removes the files of old versions.
+
+        erases: whether files with deleted rows are rewritten. 100,000 chunks take 2.4 s (two busy cores).
+        """
         async with self._lock:
             if self._gone:  # its folder may now hold another table, whose files are not known here
                 return
+            self._commits = 0
             try:
-                await work()
+                moved = erases and await _move_beside_deleted(self._table)
+                await self._table.optimize(cleanup_older_than=_KEEP_VERSIONS)
+                # The caches of the old table keep a file open for every past state of the indexes.
+                self._table = await self._reopen()
             except Exception as error:
                 cause = disk_error(error)
-                log.error("%s: %s", otherwise, cause or error, exc_info=cause is None)
+                log.error(
+                    "new rows were not added to the indexes, which makes searches slower, and deleted text stays on the "
+                    "disk: %s",
+                    cause or error,
+                    exc_info=cause is None,
+                )
+            else:
+                self._erasures = max(self._erasures - erases, moved)
 
-    async def _optimize(self) -> None:
-        self._commits = 0
-        await self._table.optimize(cleanup_older_than=_KEEP_VERSIONS)
-        # The caches of the old table keep a file open for every past state of the indexes.
-        self._table = await self._reopen()
 
-    async def _erase(self) -> None:
-        """Rewrites the files with deleted rows, and removes those of old versions.
+async def _move_beside_deleted(table: AsyncTable) -> bool:
+    """Moves rows out of the fragments with deleted ones, so that compaction rewrites those; returns whether any did.
 
-        Compaction leaves a fragment as it is while at most a tenth of its rows are deleted: more than a tenth of the
-        others are moved out of it. 100,000 chunks take 2.4 s (two busy cores), in which changes wait.
-        """
-        with_deleted = await asyncio.to_thread(_with_deleted, await self._table.uri())
-        ids = (await self._table.query().select([]).with_row_id().to_arrow())["_rowid"].to_numpy()
-        found = with_deleted.intersection(np.unique(ids >> 32).tolist())
-        for fragment in found:
-            rows = np.sort(ids[ids >> 32 == fragment])
-            moved = f"_rowid BETWEEN {rows[0]} AND {rows[len(rows) // 10]}"
-            await self._table.update(updates_sql={"document": "document"}, where=moved)
-        await self._optimize()
-        self._erasures = max(self._erasures - 1, bool(found))
+    Compaction leaves a fragment as it is while at most a tenth of its rows are deleted.
+    """
+    with_deleted = await asyncio.to_thread(_with_deleted, await table.uri())
+    ids = (await table.query().select([]).with_row_id().to_arrow())["_rowid"].to_numpy()
+    found = with_deleted.intersection(np.unique(ids >> 32).tolist())
+    for fragment in found:
+        rows = np.sort(ids[ids >> 32 == fragment])
+        moved = f"_rowid BETWEEN {rows[0]} AND {rows[len(rows) // 10]}"
+        await table.update(updates_sql={"document": "document"}, where=moved)
+    return bool(found)
 
 
 def _with_deleted(table: str) -> set[int]:
