@@ -11,6 +11,7 @@ import promql_parser
 import pytest
 import yaml
 
+from tests.deploy.promql import Database
 from tests.deploy.rendering import DATA_PORT, PORTS, Render
 
 FILES = "k8s/fusionkv/files"
@@ -92,6 +93,45 @@ def test_alerts_say_what_is_wrong_and_what_to_do(root: Path) -> None:
         assert set(rule["annotations"]) == {"summary", "description"}
         # It is a condition, or it would always fire.
         assert any(getattr(node, "op", None) is not None for node in parts(promql_parser.parse(rule["expr"])))
+
+
+def shares(root: Path) -> Iterator[tuple[str, str, Database, float]]:
+    """A title, its query, what is counted, and the share that it shows."""
+    titles = {panel["title"]: panel["targets"][0]["expr"] for panel in dashboard_of(root)["panels"]}
+    chunks, answers = "fusionkv_gateway_chunks_total", "fusionkv_worker_shadow_answers_total"
+    missed = {"fusionkv_kind": "miss", "fusionkv_tenant": "a"}
+    found = {"fusionkv_kind": "exact", "fusionkv_tenant": "a"}
+    same = {"fusionkv_same_answer": "true", "fusionkv_recipe": "r"}
+    other = {"fusionkv_same_answer": "false", "fusionkv_recipe": "r"}
+    for title in ("Chunks from the cache", "Hits by tenant"):
+        for samples, share in (([(missed, 8)], 0.0), ([(found, 8)], 1.0), ([(missed, 6), (found, 2)], 0.25)):
+            yield title, titles[title], Database(*((chunks, labels, (0, n)) for labels, n in samples)), share
+    title = "Quality: same answer as full attention"
+    for samples, share in (([(other, 60)], 0.0), ([(same, 60)], 1.0), ([(same, 45), (other, 15)], 0.75)):
+        yield title, titles[title], Database(*((answers, labels, (0, n)) for labels, n in samples)), share
+
+
+def test_shares_of_nothing_and_of_all_are_shown(root: Path) -> None:
+    """What never happened has no time series."""
+    for title, query, counted, share in shares(root):
+        assert [*counted.ask(query.replace("$__rate_interval", "5m")).values()] == [share], title
+
+
+@pytest.mark.parametrize(
+    ("same", "others", "fires"), [(0, 60, True), (45, 15, True), (55, 5, False), (60, 0, False), (0, 40, False)]
+)
+def test_bad_quality_is_told(root: Path, same: int, others: int, fires: bool) -> None:
+    """Also if no answer at all was full attention's."""
+    (query,) = (rule["expr"] for rule in rules_of(root) if rule["alert"] == "FusionKVQuality")
+    counts = {"true": same, "false": others}
+    counted = Database(
+        *(
+            ("fusionkv_worker_shadow_answers_total", {"fusionkv_recipe": "r", "fusionkv_same_answer": each}, (0, n))
+            for each, n in counts.items()
+            if n
+        )
+    )
+    assert [*counted.ask(query).values()] == ([same / (same + others)] if fires else [])
 
 
 @pytest.mark.slow
