@@ -32,6 +32,9 @@ class Counters:
             for name, (unit, help) in _COUNTERS.items()
         }
         self._counts: Counter[tuple[str, str]] = Counter()
+        # An alert tells of the first one too, which it would not see as an increase of something new.
+        for where in ("memory", "disk", "remote", "network"):
+            self.add("checksum.failures", 0, tier=where)
 
     def add(self, name: str, n: int = 1, *, kind: str = "", tier: str = "") -> None:
         self._counts[name, kind or tier] += n

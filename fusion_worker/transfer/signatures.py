@@ -37,6 +37,7 @@ _NUMBERS = struct.Struct("<QII?")
 # Bytes sealed at a time, which blocks the other threads of the process (GIL) for 0.2 ms.
 _PIECE_BYTES = 1 << 20
 _MISS = Hit(HitKind.MISS, None)
+_FAULTS = ("unsigned", "unknown key", "wrong signature", "another variant", "other bytes")
 _faults = logs.RateLimitedLog(logging.getLogger(__name__))
 _rejected = metrics.get_meter(__name__).create_counter(
     "fusionkv.worker.entries_rejected", description="Entries that no worker signed, by reason"
@@ -65,6 +66,8 @@ class Signer:
     def __init__(self, file: Path) -> None:
         """Raises BadFile when the file can't be read or does not have the format of protos/runtime/watched.py."""
         self._keys = KeyRing(file, "the signing keys", _Secrets.of)
+        for fault in _FAULTS:  # an alert would not see the first one as an increase of something new
+            _rejected.add(0, {"fusionkv.reason": fault})
 
     def sign(
         self, namespace: bytes, path: Sequence[bytes], variant: bytes, data: memoryview, *, tokens: int, base: int

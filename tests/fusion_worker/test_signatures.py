@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from fusionkv.fusion_worker.transfer import signatures
 from fusionkv.fusion_worker.transfer.gpudirect import DirectReader
@@ -50,11 +52,25 @@ def rejections(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     class Counter:
         def add(self, amount: int, attributes: dict[str, str]) -> None:
+            assert attributes["fusionkv.reason"] in signatures._FAULTS
             reasons.extend([attributes["fusionkv.reason"]] * amount)
 
     monkeypatch.setattr(signatures, "_rejected", Counter())
     monkeypatch.setattr(signatures, "_faults", logs.RateLimitedLog(signatures._faults._log))
     return reasons
+
+
+def test_an_alert_sees_the_first_rejection(key_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prometheus takes what a time series begins with for no increase."""
+    reader = InMemoryMetricReader()
+    counter = MeterProvider([reader]).get_meter("test").create_counter("rejected")
+    monkeypatch.setattr(signatures, "_rejected", counter)
+    Signer(key_file)
+    (resource,) = reader.get_metrics_data().resource_metrics
+    points = resource.scope_metrics[0].metrics[0].data.data_points
+    assert {point.attributes["fusionkv.reason"]: point.value for point in points} == dict.fromkeys(
+        signatures._FAULTS, 0
+    )
 
 
 @pytest.fixture

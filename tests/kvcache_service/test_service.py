@@ -317,6 +317,8 @@ async def test_metrics_and_spans(start: Any, monkeypatch: pytest.MonkeyPatch) ->
         "promotions": {"memory": 1},
         "demotions": {"memory": 2},
         "evictions": {"disk": 1},
+        # There from the start, so that an alert sees the first one.
+        "checksum.failures": {"memory": 0, "disk": 0, "remote": 0, "network": 0},
         "tier.used": {"memory": MIB, "disk": 2 * MIB},
         "tier.capacity": {"memory": MIB, "disk": 2 * MIB},
     }
