@@ -128,7 +128,7 @@ class KVCacheServicer:
         outcome = "stored" if stored else "superfluous" if superfluous else "exists"
         self._store.counters.add("puts", kind=outcome)
         if stored:
-            self._store.counters.add("bytes.put", record.size)
+            self._store.counters.add("stored", record.size)
         return pb.PutResponse(outcome=f"OUTCOME_{outcome.upper()}", key=record.key)
 
     async def Connect(self, request: pb.ConnectRequest, context: grpc.aio.ServicerContext) -> pb.ConnectResponse:
@@ -193,8 +193,8 @@ class KVCacheServicer:
             puts_existing=counters.get("puts", "exists"),
             puts_refused=counters.get("puts", "refused"),
             checksum_failures=counters.get("checksum.failures"),
-            bytes_fetched=counters.get("bytes.fetched"),
-            bytes_put=counters.get("bytes.put"),
+            bytes_fetched=counters.get("fetched"),
+            bytes_put=counters.get("stored"),
             active_leases=len(self._store.leases),
             uptime_seconds=time.monotonic() - self._started,
             remote=remote,

@@ -91,7 +91,7 @@ class Reader:
                     data = await self._in_thread(tier.read, place, at, length)
                 else:
                     data = tier.read(place, at, length)
-                self._counters.add("bytes.fetched", length, tier=tier.name)
+                self._counters.add("fetched", length, tier=tier.name)
                 yield data
         except Unreachable as error:
             raise Unavailable(str(error)) from error

@@ -84,6 +84,13 @@ def test_every_query_is_over_what_there_is(root: Path) -> None:
     assert {metric["prometheus"] for metric in registered} - shown == {f"fusionkv_{name}" for name in unseen}
 
 
+def test_a_collector_gives_metrics_the_same_names(root: Path) -> None:
+    """On the way from OTLP to Prometheus a unit is added to a name only if the name does not hold it already."""
+    for metric in yaml.safe_load((root / "docs/telemetry.yaml").read_text())["metrics"]:
+        own, unit = metric["name"].replace(".", "_"), metric["prometheus"].removesuffix("_total")
+        assert unit.removeprefix(own).strip("_") not in own.split("_"), metric["name"]
+
+
 def test_alerts_say_what_is_wrong_and_what_to_do(root: Path) -> None:
     rules = rules_of(root)
     assert len({rule["alert"] for rule in rules}) == len(rules)

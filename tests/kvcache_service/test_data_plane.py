@@ -111,7 +111,7 @@ async def test_calls_and_bytes_need_no_grpc(counted: Any) -> None:
         await service.client.release(found.lease)
     assert calls == ["Connect"]
     assert len(service.store.leases) == 0
-    assert service.store.counters.get("bytes.fetched") == 4 * MIB + 6
+    assert service.store.counters.get("fetched") == 4 * MIB + 6
 
 
 @with_tls_too

@@ -312,8 +312,8 @@ async def test_metrics_and_spans(start: Any, monkeypatch: pytest.MonkeyPatch) ->
     expected: dict[str, dict[str, int]] = {
         "lookups": {"exact": 1, "miss": 1},
         "puts": {"stored": 3, "exists": 1, "refused": 1},
-        "bytes.put": {"": 3 * MIB},
-        "bytes.fetched": {"memory": MIB},
+        "stored": {"": 3 * MIB},
+        "fetched": {"memory": MIB},
         "promotions": {"memory": 1},
         "demotions": {"memory": 2},
         "evictions": {"disk": 1},

@@ -57,7 +57,7 @@ async def test_the_answer_arrives_when_it_comes_before_the_bytes(start: Any) -> 
     for _ in range(5):
         with pytest.raises(errors.ResourceExhausted):
             await service.put("SA", bytes(41 * MIB))
-    assert service.store.counters.get("bytes.put") == len(data)
+    assert service.store.counters.get("stored") == len(data)
     with read_only(service):
         for _ in range(5):
             with pytest.raises(errors.ResourceExhausted, match="can't write the entry"):
