@@ -47,5 +47,5 @@ async def evict_to_watermark(store: Store) -> None:
         return
     limit = int(store.config.low_watermark * home.capacity_bytes)
     while entries := store.residents.eviction_candidates(home, limit, DELETE_BATCH):
+        store.counters.add("evictions", len(entries), tier=home.name)  # gone, even if that can't be recorded yet
         await store.work.to_the_end(store.withdraw(entries))
-        store.counters.add("evictions", len(entries), tier=home.name)

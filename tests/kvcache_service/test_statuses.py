@@ -433,6 +433,22 @@ async def test_a_disk_that_can_t_be_written_refuses_and_goes_on(start: Any) -> N
     assert (await service.client.stats()).puts_refused == 2
 
 
+async def test_evictions_that_can_t_be_recorded_count_once(start: Any, monkeypatch: Any) -> None:
+    service = await start(disk=4 * MIB, high_watermark=0.6, low_watermark=0.3)
+    for name in "ABC":
+        await service.put(name, payload(name, MIB))
+    with monkeypatch.context() as full:
+        full.setattr(DiskIndex, "delete", Mock(side_effect=OSError("no space left")))
+        for _ in range(2):
+            with pytest.raises(OSError, match="no space left"):
+                await upkeep.evict_to_watermark(service.store)
+            with pytest.raises(OSError, match="no space left"):
+                await service.store.forget()
+    await service.store.forget()
+    await upkeep.evict_to_watermark(service.store)
+    assert service.count("evictions", "disk") == 3 - len(service.store.entries) >= 2
+
+
 @pytest.mark.parametrize("again", ["by a caller", "by the sweep"])
 async def test_a_deletion_that_can_t_be_recorded_fails_until_it_is(
     start: Any, tmp_path: Path, monkeypatch: Any, again: str
