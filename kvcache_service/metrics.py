@@ -10,7 +10,7 @@ _COUNTERS = {
     "lookups": ("{chunk}", "Path elements looked up, by kind of hit"),
     "lookups.remote": ("{chunk}", "Path elements whose best entry is in the remote tier alone, by kind of hit"),
     "puts": ("{entry}", "Puts by outcome: stored, exists, superfluous, refused"),
-    "checksum.failures": ("{entry}", "Entries whose bytes did not have their checksum, by tier, or on the network"),
+    "checksum.failures": ("{entry}", "Entries that were damaged or unreadable, by tier, or on the network"),
     "fetched": ("By", "Bytes sent to callers, by the tier that they came from"),
     "stored": ("By", "Bytes stored"),
     "promotions": ("{entry}", "Entries copied up into a tier"),

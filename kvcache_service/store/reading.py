@@ -96,7 +96,7 @@ class Reader:
         except Unreachable as error:
             raise Unavailable(str(error)) from error
         except OSError as error:
-            await self._delete_damaged(entry)
+            await self._delete(entry, tier, error)
             raise DataLoss(f"entry {entry.record.key.hex()}: {error}; it is deleted") from error
 
     async def promote(self, entry: StoredEntry) -> None:
@@ -175,10 +175,15 @@ class Reader:
                         residents.contents[above.name].unreserve(place)
             if intact:
                 return None
-            self._counters.add("checksum.failures", tier=tier.name)
-            _faults.warning(f"entry {record.key.hex()} was damaged in the {tier.name} tier and is deleted", fault)
-            await self._delete_damaged(entry)
+            await self._delete(entry, tier, fault)
             return DataLoss(f"entry {record.key.hex()} was damaged on {tier.name}; it is deleted")
+
+    async def _delete(self, entry: StoredEntry, tier: Tier, fault: Exception) -> None:
+        """Reports an entry that is damaged in a tier, or can't be read there, and deletes it."""
+        self._counters.add("checksum.failures", tier=tier.name)
+        key = entry.record.key.hex()
+        _faults.warning(f"entry {key} was damaged in the {tier.name} tier and is deleted", fault)
+        await self._delete_damaged(entry)
 
     @contextlib.contextmanager
     def _pin(self, entry: StoredEntry) -> Iterator[None]:

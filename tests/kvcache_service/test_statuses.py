@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import gc
 import os
 import random
@@ -447,6 +448,24 @@ async def test_evictions_that_can_t_be_recorded_count_once(start: Any, monkeypat
     await service.store.forget()
     await upkeep.evict_to_watermark(service.store)
     assert service.count("evictions", "disk") == 3 - len(service.store.entries) >= 2
+
+
+async def test_what_a_disk_can_t_read_counts_as_damaged(start: Any, monkeypatch: Any) -> None:
+    """Also once it was verified, with which a stream begins."""
+    service = await start(memory=1 * MIB, disk=16 * MIB)
+    entry = await on_disk_only(service)
+    verify = DiskTier.copy
+
+    def verified(*arguments: Any) -> Any:
+        checksum = verify(*arguments)
+        monkeypatch.setattr(DiskTier, "read", Mock(side_effect=OSError(errno.EIO, "input/output error")))
+        return checksum
+
+    monkeypatch.setattr(DiskTier, "copy", verified)
+    with pytest.raises(errors.DataLoss, match="input/output error; it is deleted"):
+        await service.fetch(entry)
+    assert service.count("checksum.failures", "disk") == 1
+    assert (await service.client.stats()).checksum_failures == 1
 
 
 @pytest.mark.parametrize("again", ["by a caller", "by the sweep"])
