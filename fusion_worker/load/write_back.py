@@ -111,6 +111,7 @@ class WriteBack:
                 if isinstance(error, Unavailable | DeadlineExceeded):
                     self._drop_waiting()
             except Exception:
+                _dropped.add(1, {"fusionkv.reason": "error"})
                 log.exception("a chunk was not stored")
             finally:
                 self._waiting.task_done()

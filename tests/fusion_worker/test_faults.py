@@ -5,11 +5,13 @@ import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
 from grpc.aio import insecure_channel
 
+from fusionkv.fusion_worker.load import write_back
 from fusionkv.fusion_worker.load.prompt_load import PromptLoad
 from fusionkv.fusion_worker.prompt import Chunk, ChunkSource
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
@@ -300,6 +302,14 @@ async def test_puts_into_the_void_hold_no_pages(line: Line, start: Any) -> None:
     # Two are being sent, the rest wait: not one timeout for each pair of them, 25 s together.
     assert time.perf_counter() - started < 15 * FETCH
     assert rig.pool.chunks.idle > 50 * 12 - 1
+
+
+async def test_a_chunk_that_an_unexpected_error_drops_counts(cached: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, parts, dropped = await cached("llama"), ([1, 2], [random_ids(9, 1)], [3]), Mock()
+    monkeypatch.setattr(rig.servicer.loader.storage, "take_out", Mock(side_effect=RuntimeError("broken")))
+    monkeypatch.setattr(write_back, "_dropped", dropped)
+    await rig.fill(*parts)
+    assert dropped.add.call_args_list == [call(1, {"fusionkv.reason": "error"})] * 2
 
 
 async def test_no_room_to_wait(cached: Any) -> None:
