@@ -228,8 +228,9 @@ class VLLMEngine:
                         yield answer.token(token, finish)
                         if answer.finish:
                             break
+            decoded = time.monotonic() - decoding  # without the wait for the summary
             summary = await self._summary(answer)
-            summary.seconds.decode = time.monotonic() - decoding
+            summary.seconds.decode = decoded
             yield pb.GenerateResponse(summary=summary)
 
     async def chat(self, body: Mapping[str, Any], tenant: str, deadline: Deadline) -> AsyncGenerator[dict[str, Any]]:

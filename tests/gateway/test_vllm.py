@@ -332,6 +332,8 @@ async def test_what_vllm_does_not_do_without_a_worker(fusing: FusingDecoder, ope
     fusing.told = False
     answer = await ask(client, PASSAGES)
     assert answer.summary.degraded_reason == "vLLM did not fetch the prompt's KV"
+    seconds = answer.summary.seconds
+    assert seconds.total - seconds.decode > 1.9, "for which it was waited 2 s, behind the last token"
     assert fusing.fusing is not None
     await until(lambda: not fusing.fusing._promised)
 
