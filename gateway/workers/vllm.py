@@ -294,7 +294,9 @@ class VLLMEngine:
                 summary.degraded_reason = "vLLM has evicted the prompt's KV"
             else:
                 summary.CopyFrom(answer.remembered[1])
-                summary.ClearField("seconds")
+                # What that prefill took, and had to do, is not done again.
+                for once in ("seconds", "chunks_missed", "tokens_encoded", "bytes_fetched", "entries_rejected"):
+                    summary.ClearField(once)
         if not summary.recipe:  # no worker has reported on the prompt
             context = sum(len(chunk.ids) for chunk in request.chunks)
             summary.recipe, summary.ratio, summary.context_tokens = request.recipe, 1.0, context

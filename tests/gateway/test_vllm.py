@@ -374,6 +374,15 @@ async def test_a_prompt_that_comes_again_needs_no_prefill(worker: Any, decoder: 
     assert any(isinstance(e, Explanation) for e in events)  # which only a worker can give
 
 
+async def test_a_repeated_prompt_misses_nothing_anew(worker: Any, decoder: Decoder, open_gateway: Open) -> None:
+    client, new = open_gateway(worker, decoder.url), [Passage(text=f"Bird {n} sings in tree {n}.") for n in range(3)]
+    first, again = [(await ask(client, new, recipe="full_reuse", ratio=None)).summary for _ in range(2)]
+    assert "kv_transfer_params" not in decoder.bodies[-1]
+    assert (first.chunks_missed, first.tokens_encoded) == (3, first.context_tokens)
+    assert (again.chunks_missed, again.tokens_encoded, again.bytes_fetched) == (0, 0, 0)
+    assert again.tokens_reused == first.tokens_reused > 0
+
+
 async def test_a_repeated_answer_without_a_limit_has_the_same(
     worker: Any, decoder: Decoder, open_gateway: Open
 ) -> None:
