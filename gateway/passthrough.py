@@ -7,21 +7,20 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from opentelemetry import trace
-from opentelemetry.trace import SpanKind
 
 from fusionkv.gateway.auth.admission import AdmittedCall
-from fusionkv.gateway.pipeline import Pipeline, answer_attributes
+from fusionkv.gateway.pipeline import Pipeline, answer_attributes, chat_span, record_first_token
 from fusionkv.gateway.plan import Passage
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
 from fusionkv.protos.contract.requests import signed_seed
 from fusionkv.protos.fusion.v1.fusion_pb2 import Sampling
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
-from fusionkv.protos.runtime.errors import ServiceError, Unavailable
+from fusionkv.protos.observe import telemetry
+from fusionkv.protos.runtime.errors import ServiceError, Unavailable, error_type
 
 if TYPE_CHECKING:
     from fusionkv.gateway.workers.vllm import VLLMEngine  # its packages are not installed without vLLM
 
-tracer = trace.get_tracer(__name__)
 _FINISHED = {"stop": "end", "length": "max_tokens"}
 # As for embeddings: an estimate until vLLM has counted.
 _BYTES_PER_TOKEN = 4
@@ -54,12 +53,14 @@ async def passed(
     summary = Summary(recipe="full_attention", ratio=1.0, context_tokens=context, tokens_recomputed=context)
     summary.model, summary.chunks_retrieved = name, len(passages)
     summary.seconds.retrieve = time.perf_counter() - began
-    span = tracer.start_span(f"chat {name}", kind=SpanKind.CLIENT)
+    span, ended = chat_span(name, request.sampling, summary.recipe, len(passages)), False
     try:
         async with contextlib.aclosing(engine.chat(body, tenant.salt, deadline)) as replies:
-            async for reply in replies:
+            while (reply := await _next(span, replies)) is not None:
                 if not summary.seconds.ttft:
                     summary.seconds.ttft = time.perf_counter() - began
+                    if stream:  # not with a whole reply, of which it is unknown
+                        record_first_token(summary.seconds.ttft, summary.recipe)
                 _count(summary, reply)
                 if stream:  # a chunk has a token at least
                     tenant.meter.spend(len(reply.get("choices") or ()))
@@ -67,7 +68,11 @@ async def passed(
                 yield reply
         if not summary.finish_reason:
             raise Unavailable("vLLM ended the answer early")
-    except ServiceError:
+        ended = True
+    except ServiceError as error:
+        ended = True
+        span.set_attribute("error.type", error_type(error))
+        span.set_status(trace.StatusCode.ERROR)
         if not summary.seconds.ttft:
             tenant.meter.give_back(spent)
         raise
@@ -75,10 +80,19 @@ async def passed(
         tenant.meter.give_back(spent)
         tenant.meter.spend(summary.prompt_tokens + summary.tokens_generated)
         summary.seconds.total = time.perf_counter() - began
+        summary.trace_id = telemetry.trace_id()
         span.set_attributes(answer_attributes(summary, name))
         yield pb.GenerateResponse(summary=summary)
     finally:
+        if not ended:
+            span.set_attribute("fusionkv.cancelled", True)
         span.end()
+
+
+async def _next(span: trace.Span, replies: AsyncGenerator[dict[str, Any]]) -> dict[str, Any] | None:
+    """The next reply. The span records no message of an error: vLLM's may quote the chat."""
+    with trace.use_span(span, record_exception=False, set_status_on_exception=False):
+        return await anext(replies, None)
 
 
 def _count(summary: Summary, reply: Mapping[str, Any]) -> None:

@@ -174,9 +174,8 @@ class Pipeline:
         tokens = prompt_tokens(prompt.request)
         tenant.meter.spend(tokens)
         ttft, finished = 0.0, False
-        span = tracer.start_span(
-            f"chat {prompt.model}", kind=SpanKind.CLIENT, attributes=_request_attributes(prompt.request, prompt.model)
-        )
+        asked = prompt.request
+        span = chat_span(prompt.model, asked.sampling, asked.recipe, len(asked.chunks))
         try:
             async with contextlib.aclosing(self._engine.generate(prompt.request, deadline)) as responses:
                 async for response in _within(span, responses):
@@ -186,8 +185,7 @@ class Pipeline:
                         tenant.meter.spend(1)
                         if not ttft:
                             ttft = time.perf_counter() - began
-                            # Within the request's span, which becomes the exemplar.
-                            _ttft.record(ttft, {"fusionkv.recipe": recipe_label(prompt.request.recipe)})
+                            record_first_token(ttft, prompt.request.recipe)
                         yield pb.GenerateResponse(token=response.token)
                     elif response.HasField("explanation"):
                         yield pb.GenerateResponse(explanation=response.explanation)
@@ -279,8 +277,7 @@ def _complete(summary: Summary, prompt: _PlannedPrompt, ttft: float, total: floa
         prompt.retrieve_seconds, prompt.plan_seconds, ttft, total,
     )  # fmt: skip
     summary.chunks_retrieved, summary.model = len(prompt.passages), prompt.model
-    if trace.get_current_span().is_recording():
-        summary.trace_id = telemetry.trace_id()
+    summary.trace_id = telemetry.trace_id()
 
 
 @contextlib.contextmanager
@@ -309,20 +306,25 @@ async def _within(
         yield response
 
 
-def _request_attributes(worker_request: fusion_pb2.GenerateRequest, model: str) -> Attributes:
-    """Attributes of the span `chat <model>` at its start."""
-    sampling = worker_request.sampling
+def chat_span(model: str, sampling: fusion_pb2.Sampling, recipe: str, chunks: int) -> trace.Span:
+    """Starts the span `chat <model>`."""
     sampled = {name: getattr(sampling, name) for name in ("max_tokens", "temperature", "top_p", "top_k", "seed")}
-    return {
+    attributes: Attributes = {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": model,
         "gen_ai.output.type": "text",
         # 0 means that the request did not set the field.
         **{f"gen_ai.request.{name}": value for name, value in sampled.items() if value},
-        "fusionkv.recipe": worker_request.recipe,
-        "fusionkv.chunks": len(worker_request.chunks),
+        "fusionkv.recipe": recipe,
+        "fusionkv.chunks": chunks,
     }
+    return tracer.start_span(f"chat {model}", kind=SpanKind.CLIENT, attributes=attributes)
+
+
+def record_first_token(seconds: float, recipe: str) -> None:
+    """Records the time to a first token, within the request's span, which becomes the exemplar."""
+    _ttft.record(seconds, {"fusionkv.recipe": recipe_label(recipe)})
 
 
 def answer_attributes(summary: Summary, model: str) -> Attributes:
