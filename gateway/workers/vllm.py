@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+from opentelemetry import propagate
 
 from fusionkv.gateway.config import GatewayConfig, secret
 from fusionkv.gateway.tokens import Vocabulary
@@ -349,8 +350,10 @@ class VLLMEngine:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """vLLM's response with status 200. Errors of it, and of reading it, are raised as `generate` does."""
         limits = aiohttp.ClientTimeout(total=deadline.remaining(), sock_connect=_CONNECT_SECONDS)
+        headers: dict[str, str] = {}
+        propagate.inject(headers)  # vLLM's own spans belong to the request's trace
         try:
-            async with self._session.post(url, json=body, timeout=limits) as response:
+            async with self._session.post(url, json=body, timeout=limits, headers=headers) as response:
                 if response.status != 200:
                     text = (await response.text(errors="replace"))[:300]
                     raise errors.from_http(response.status, f"vLLM at {url}: status {response.status}: {text}")

@@ -22,6 +22,7 @@ import openai
 import pytest
 import torch
 from aiohttp import web
+from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, use_span
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from fusionkv.fusion_worker import models
@@ -454,6 +455,19 @@ async def test_a_worker_without_room(start: Start, decoder: Decoder, open_gatewa
     worker = start("--cache", "none", "--prefill-bytes", "1000")
     answer = await ask(open_gateway(worker, decoder.url), PASSAGES)
     assert "raise prefill_bytes" in answer.summary.degraded_reason
+
+
+async def test_vllm_goes_on_with_the_requests_trace() -> None:
+    async def complete(request: web.Request) -> web.Response:
+        return web.json_response({"traceparent": request.headers.get("traceparent")})
+
+    asking = NonRecordingSpan(SpanContext(0xABC, 0xDEF, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED)))
+    async with serving(web.post("/v1/chat/completions", complete)) as url:
+        engine = VLLMEngine(WorkerPool(["127.0.0.1:1"]), GatewayConfig(decode="vllm", vllm_url=url))
+        with use_span(asking):
+            told = await anext(engine.chat({}, "", Deadline.after(60)))
+        await engine.close()
+    assert told["traceparent"] == f"00-{0xABC:032x}-{0xDEF:016x}-01"
 
 
 async def test_a_vllm_that_accepts_no_connection_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
