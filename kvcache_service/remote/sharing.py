@@ -126,6 +126,7 @@ class Sharing:
             else:
                 await self._access.run(self._access.tier.delete, entries)
         except OSError as error:
+            self._store.counters.add("remote.failures")
             raise Unavailable(f"can't delete in the remote tier: {error}") from error
         for record in entries:
             self._deleting.pop(record.key, None)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -392,6 +393,18 @@ async def test_one_that_is_full_keeps_nothing_back(serve: Any, engine: Dictionar
     assert engine.values == {}
     engine.full = False
     await used(service, engine)
+
+
+async def test_a_deletion_that_fails_counts(serve: Any, engine: Dictionary, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = await serve()
+    key = await share(service, "S", b"data")
+    with monkeypatch.context() as failing:
+        failing.setattr(engine, "remove", Mock(side_effect=Unreachable("away")))
+        with pytest.raises(Unavailable, match="can't delete in the remote tier: away"):
+            await service.client.delete([key])
+    assert service.store.counters.get("remote.failures") == 1
+    await service.client.delete([key])
+    assert service.store.counters.get("remote.failures") == 1
 
 
 @pytest.mark.parametrize("method", ["touch", "put"])
