@@ -171,8 +171,8 @@ class IndexedTable:
             except Exception as error:
                 cause = disk_error(error)
                 log.error(
-                    "new rows were not added to the indexes, which makes searches slower, and deleted text stays on the "
-                    "disk: %s",
+                    "new rows were not added to the indexes, which makes searches slower, and deleted text stays on "
+                    "the disk: %s",
                     cause or error,
                     exc_info=cause is None,
                 )

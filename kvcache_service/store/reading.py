@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,13 +12,11 @@ from fusionkv.kvcache_service.store.entries import StoredEntry
 from fusionkv.kvcache_service.store.residents import Residents
 from fusionkv.kvcache_service.tiers.base import Place, Tier, Unreachable
 from fusionkv.kvcache_service.tiers.extents import NoSpace
-from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime.cancellation import background
 from fusionkv.protos.runtime.errors import DataLoss, NotFound, Unavailable
 from fusionkv.protos.runtime.frames import FRAME_BYTES
 
 tracer = trace.get_tracer(__name__)
-_faults = logs.RateLimitedLog(logging.getLogger(__name__))
 
 # Lookups prefetched concurrently, each in one of the I/O threads. The others serve calls.
 _MAX_LOOKUPS = 4
@@ -35,9 +32,9 @@ class Reader:
         residents: Residents,
         counters: Counters,
         in_thread: Callable[..., "asyncio.Future[Any]"],
-        delete_damaged: Callable[[StoredEntry], Awaitable[None]],
+        delete_damaged: Callable[[StoredEntry, Tier, Exception], Awaitable[None]],
     ) -> None:
-        """in_thread: runs a blocking function. delete_damaged: deletes an entry; never raises."""
+        """in_thread: runs a blocking function. delete_damaged: as `Store.delete_damaged`."""
         self._residents = residents
         self._counters = counters
         self._in_thread = in_thread
@@ -96,7 +93,7 @@ class Reader:
         except Unreachable as error:
             raise Unavailable(str(error)) from error
         except OSError as error:
-            await self._delete(entry, tier, error)
+            await self._delete_damaged(entry, tier, error)
             raise DataLoss(f"entry {entry.record.key.hex()}: {error}; it is deleted") from error
 
     async def promote(self, entry: StoredEntry) -> None:
@@ -175,15 +172,8 @@ class Reader:
                         residents.contents[above.name].unreserve(place)
             if intact:
                 return None
-            await self._delete(entry, tier, fault)
+            await self._delete_damaged(entry, tier, fault)
             return DataLoss(f"entry {record.key.hex()} was damaged on {tier.name}; it is deleted")
-
-    async def _delete(self, entry: StoredEntry, tier: Tier, fault: Exception) -> None:
-        """Reports an entry that is damaged in a tier, or can't be read there, and deletes it."""
-        self._counters.add("checksum.failures", tier=tier.name)
-        key = entry.record.key.hex()
-        _faults.warning(f"entry {key} was damaged in the {tier.name} tier and is deleted", fault)
-        await self._delete_damaged(entry)
 
     @contextlib.contextmanager
     def _pin(self, entry: StoredEntry) -> Iterator[None]:

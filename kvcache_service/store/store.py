@@ -19,9 +19,11 @@ from fusionkv.kvcache_service.store.reading import Reader
 from fusionkv.kvcache_service.store.residents import Residents
 from fusionkv.kvcache_service.store.work import Work
 from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier
+from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime.errors import ResourceExhausted, Unavailable
 
 log = logging.getLogger(__name__)
+_faults = logs.RateLimitedLog(log)
 
 # Entries deleted per batch: about 5 ms on the event loop.
 DELETE_BATCH = 1024
@@ -190,8 +192,11 @@ class Store:
             deleted += len(entries)
         return deleted
 
-    async def delete_damaged(self, entry: StoredEntry) -> None:
-        """Deletes a damaged entry; never raises."""
+    async def delete_damaged(self, entry: StoredEntry, tier: Tier, fault: Exception) -> None:
+        """Reports an entry that is damaged in a tier, or can't be read there, and deletes it; never raises."""
+        self.counters.add("checksum.failures", tier=tier.name)
+        key = entry.record.key.hex()
+        _faults.warning(f"entry {key} was damaged in the {tier.name} tier and is deleted", fault)
         with contextlib.suppress(OSError, Unavailable):  # the next read tries again
             await self.wait_until_open()
             if entry.visible:

@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from fusionkv.kvcache_service import metrics
 from fusionkv.kvcache_service.client import Entry, HitKind
 from fusionkv.kvcache_service.config import Config
-from fusionkv.kvcache_service.store import contents, reading, store, upkeep
+from fusionkv.kvcache_service.store import contents, store, upkeep
 from fusionkv.kvcache_service.tiers.base import Recovered
 from fusionkv.kvcache_service.tiers.disk import DiskTier
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
@@ -196,7 +196,7 @@ async def test_prefetch_brings_up_what_there_is_room_for(start: Any) -> None:
 
 async def test_what_prefetch_finds_damaged_is_deleted(start: Any, caplog: Any, monkeypatch: Any) -> None:
     # As if it were the first.
-    monkeypatch.setattr(reading, "_faults", logs.RateLimitedLog(logging.getLogger("fusionkv")))
+    monkeypatch.setattr(store, "_faults", logs.RateLimitedLog(logging.getLogger("fusionkv")))
     service = await start(memory=1 * MIB, disk=16 * MIB)
     key, _ = await service.put("S", payload("S", 900_000))
     service.clock.now += 1000
