@@ -20,7 +20,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from fusionkv.kvcache_service import metrics
 from fusionkv.kvcache_service.client import Entry, HitKind
 from fusionkv.kvcache_service.config import Config
-from fusionkv.kvcache_service.store import contents, store, upkeep
+from fusionkv.kvcache_service.store import contents, reading, store, upkeep
 from fusionkv.kvcache_service.tiers.base import Recovered
 from fusionkv.kvcache_service.tiers.disk import DiskTier
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
