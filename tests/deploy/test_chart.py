@@ -145,7 +145,7 @@ def test_the_environment_is_what_the_services_accept(render: Render) -> None:
     own: dict[str, dict[str, Any]] = {
         "kvcache": {"memory_bytes": 3 << 30, "sync": True},
         "worker": {"pool_bytes": "2GiB", "dtype": "float32"},
-        "gateway": {"dense_weight": 0.25, "tenant": "a tenant: 'x'"},
+        "gateway": {"dense_weight": 0.25, "vllm_model": "a model: 'x'"},
     }
     found = render({name: {"replicas": 1 + (name == "worker"), "config": config} for name, config in own.items()})
     own["worker"]["pool_bytes"] = 2 << 30

@@ -74,8 +74,9 @@ def run(launch_module: Any, reference_model: Path, tmp_path_factory: pytest.Temp
             client.ingest("c", "page.md", text)
             for name, recipe in (("first", "prophetkv"), ("second", "prophetkv")):
                 summaries[name] = client.ask("c", QUESTION, recipe=recipe, ratio=0.2, max_tokens=3).summary
-            with pytest.raises(NotFound):
-                client.ask("none", QUESTION)
+            for call in (client.ask, client.retrieve):
+                with pytest.raises(NotFound):
+                    call("none", QUESTION)
             with pytest.raises(ResourceExhausted):
                 client.ask("c", QUESTION, recipe="full_attention", max_tokens=600)
             made = summaries["first"].chunks_missed
