@@ -48,8 +48,8 @@ def with_control(tokenizer: Tokenizer, template: str) -> str:
     added = (token.content for token in tokenizer.get_added_tokens_decoder().values() if not token.special)
     control = {text for text in added if text in template and text.strip() and not text[0].isalnum()}
     as_json = tokenizer.to_str()
-    if not control:
-        return as_json  # of Gemma, 33 MB
+    if not control:  # the common case: Gemma's 33 MB need not be parsed
+        return as_json
     content = json.loads(as_json)
     for token in content["added_tokens"]:
         token["special"] |= token["content"] in control

@@ -216,7 +216,10 @@ class Retrieval(ABC):
 
     @abstractmethod
     async def check(self, corpus: str) -> ModelIdentity:
-        """The models that the corpus was built with. The cost does not depend on its size."""
+        """The models that the corpus was built with, at a cost that does not depend on its size.
+
+        Raises NotFound if the corpus does not exist.
+        """
 
     @abstractmethod
     async def documents(self, corpus: str, after: str = "", limit: int = 0) -> list[Item]:
