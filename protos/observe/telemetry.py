@@ -72,8 +72,11 @@ def _attach_sdk(service: str, traces: bool, measurements: bool, readers: "list[M
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
+        from fusionkv.protos.observe.discretion import DiscreetExporter
+
         tracing = TracerProvider(resource=resource, shutdown_on_exit=False)
-        tracing.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(channel_options=_channel("TRACES"))))
+        exporter = DiscreetExporter(OTLPSpanExporter(channel_options=_channel("TRACES")))
+        tracing.add_span_processor(BatchSpanProcessor(exporter))
         trace.set_tracer_provider(tracing)
     if measurements:
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter

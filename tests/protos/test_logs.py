@@ -1,6 +1,7 @@
 """The log: what a line says, and faults that many requests meet; exemplars, read as Prometheus reads them."""
 
 import asyncio
+import contextlib
 import io
 import json
 import logging
@@ -12,12 +13,17 @@ from typing import Any
 import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import Metric
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from fusionkv.protos.observe import logs, telemetry
+from fusionkv.protos.observe.discretion import DiscreetExporter
 from fusionkv.protos.observe.exemplars import Exemplified
+from fusionkv.protos.runtime.errors import NotFound
 from tests.commands import run_python
 
 SPAN = trace.NonRecordingSpan(trace.SpanContext(1, 2, is_remote=False))
@@ -262,3 +268,27 @@ def test_lines_of_libraries_pass_except_those_of_handshakes() -> None:
         assert [line for line in lines if line.startswith(whose)] == [f"{whose} {number}" for number in range(100)]
     (failed,) = [line for line in lines if "andshake" in line]
     assert failed.endswith("rejected: a TLS handshake failed: why")
+
+
+def test_a_span_tells_an_unexpected_error_as_the_log_does() -> None:
+    kept, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(DiscreetExporter(kept)))
+    tracer = provider.get_tracer("test")
+    for error in (KeyError("a secret"), NotFound("no corpus 'c'")):
+        for record in (None, telemetry.record_error):  # by the SDK, and by a call's end
+            with contextlib.suppress(KeyError, NotFound), tracer.start_as_current_span("s", attributes={"a": 1}):
+                try:
+                    raise error from ValueError("a secret")
+                except (KeyError, NotFound) as caught:
+                    if record is None:
+                        raise
+                    record(caught)
+    spans = kept.get_finished_spans()
+    assert "a secret" not in "".join(span.to_json() for span in spans)
+    assert [span.status.description for span in spans] == [
+        *("KeyError", "KeyError"),
+        *("NotFound: no corpus 'c'", "no corpus 'c'"),
+    ]
+    types = [(span.events[0].attributes or {})["exception.type"] for span in spans]
+    assert types == ["KeyError"] * 2 + ["fusionkv.protos.runtime.errors.NotFound"] * 2
+    assert all(span.attributes == {"a": 1} and span.status.status_code is trace.StatusCode.ERROR for span in spans)

@@ -176,6 +176,7 @@ def test_errors_and_degraded_answers_are_marked(run: Run) -> None:
     assert run.received.total("fusionkv-worker", "fusionkv.worker.degraded") >= 1
     failed = {span.name for _, span in run.trace("degraded") if span.status.code == 2}
     assert "fusionkv.lookup" in failed
+    assert not any(b"exception.stacktrace" in raw for raw in run.received.raw)
     refused = [span for _, span in run.received.spans if span.name.endswith("/Generate") and span.status.code == 2]
     assert any("no corpus" in span.status.message for span in refused)
     assert any(attributes(span).get("fusionkv.cancelled") for _, span in run.received.spans)
