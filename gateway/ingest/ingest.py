@@ -30,6 +30,7 @@ from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import (
     AlreadyExists,
     DeadlineExceeded,
+    FailedPrecondition,
     InvalidArgument,
     NotFound,
     ResourceExhausted,
@@ -65,7 +66,7 @@ class Ingest:
             InvalidArgument: an invalid name or metadata, an unknown media type, or content of another type.
             AlreadyExists: a document of that name came from another source.
             Unavailable: no worker, or the embedder can't be reached.
-            FailedPrecondition: the corpus was built with another model or embedder.
+            FailedPrecondition: the corpus was built with another model or embedder, or a chunk fits no prompt.
             ResourceExhausted: too much is being ingested, all parsers stay busy, or the tenant's quota is exceeded.
         """
         size = len(request.content)
@@ -159,6 +160,12 @@ class Ingest:
             without_text = [name for name, chunks in documents.items() if not chunks]
             documents = {name: chunks for name, chunks in documents.items() if chunks}
             span.set_attribute("fusionkv.chunks", sum(map(len, documents.values())))
+        longest = max((len(chunk.ids) for chunks in documents.values() for chunk in chunks), default=0)
+        if longest > (limit := vocabulary.model.max_tokens):
+            raise FailedPrecondition(
+                f"a chunk has {longest} tokens, more than a prompt of this model can have ({limit}): lower the "
+                "gateway's chunk_tokens"
+            )
         model = self._search.identity(vocabulary.identity)
         done = await self._replace(tenant, request, documents, cost, model)
         done.without_text.extend(without_text)

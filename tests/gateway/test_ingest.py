@@ -377,6 +377,16 @@ async def test_lines_that_are_refused_leave_nothing(rig: Rig, content: str, mess
     assert await rig.names() == ["d.txt"]
 
 
+async def test_a_chunk_that_no_prompt_can_hold_is_refused(rig: Rig) -> None:
+    rig.workers.vocabulary.model.max_tokens = 32
+    await rig.ingest("short.txt", "text")
+    with pytest.raises(
+        FailedPrecondition, match=r"than a prompt of this model can have \(32\): lower"
+    ):
+        await rig.ingest("long.txt", "word " * 64)
+    assert await rig.names() == ["short.txt"]
+
+
 async def test_a_document_of_another_source_is_not_replaced_silently(rig: Rig) -> None:
     await rig.ingest("readme.md", "of the first", source="/a/readme.md")
     with pytest.raises(AlreadyExists, match=r"'readme.md' of corpus 'c' came from /a/readme.md, but .*--replace"):
@@ -455,7 +465,7 @@ async def test_a_corpus_of_another_embedder_or_model_is_told_and_moved(engine: E
     rigs = [Rig(engine, each) for each in (Topics(), Topics("other", 8), Topics("other", 8), None)]
     for rig in rigs[2:]:
         model = vocabulary(chunk="[{text}]").model
-        model.name = "another model"
+        model.name, model.max_tokens = "another model", 4096
         rig.workers.vocabulary = Vocabulary(model)
     expected = [
         "no embeddings, but the gateway's embedder is topics",
