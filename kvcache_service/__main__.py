@@ -58,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         process.share_heaps()
         check_files(config)
         config.check_ports()
+        hosts = (address.rpartition(":")[0] for address in config.listen if not socket_path(address))
+        process.check_ports([f"{host}:{config.data_port}" for host in hosts], "--data-port")
         process.check_sockets([f"unix:{beside}" for beside in filter(None, map(socket_path, config.listen))])
         telemetry.attach(NAME, config.metrics_listen)
         if config.tls_cert:

@@ -191,6 +191,11 @@ def test_clear_errors_at_start(start: Any, tmp_path: Path) -> None:
             1,
             f"{service.address} is in use by another program",
         ),
+        (
+            [*flags(tmp_path / "new"), "--data-port", service.address.rpartition(":")[2]],
+            1,
+            f"{service.address} is in use by another program: stop it, or set another address with --data-port",
+        ),
         ([*flags(tmp_path / "new"), "--listen", "foo"], 1, "--listen foo: an address is host:port, such as"),
         (
             [*flags(tmp_path / "new"), "--listen", f"unix:/tmp/{'s' * 100}"],
