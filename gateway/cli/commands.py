@@ -177,11 +177,15 @@ async def ask(args: argparse.Namespace) -> int:
     async with connect.client(args) as client:
         stream = client.stream(args.corpus, args.question, **options, explain=page is not None)
         async with contextlib.aclosing(stream):
-            async for event in stream:
-                events.append(event)
-                if isinstance(event, Token) and not args.json:
-                    # Another program gets the answer as it is.
-                    print(shown.lines(event.text) if terminal else event.text, end="", flush=True)
+            try:
+                async for event in stream:
+                    events.append(event)
+                    if isinstance(event, Token) and not args.json:
+                        # Another program gets the answer as it is.
+                        print(shown.lines(event.text) if terminal else event.text, end="", flush=True)
+            finally:
+                if not args.json and any(isinstance(event, Token) for event in events):
+                    print(flush=True)
         answer = results.answer(events)
         if page is not None:
             explanation = next((event for event in events if isinstance(event, Explanation)), None)
@@ -198,7 +202,6 @@ async def ask(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"text": answer.text, "sources": [asdict(s) for s in answer.sources], "summary": as_dict(summary)})
         return 0
-    print(flush=True)
     console = Console(stderr=True, highlight=False, markup=False, emoji=False)
     for source in answer.sources:
         text = shown.line(f"{source.name}  {source.score:.3f}  {' '.join(source.text.split())}")

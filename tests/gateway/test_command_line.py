@@ -215,7 +215,7 @@ async def test_an_answer_without_its_explanation_is_told(capsys: Capsys, tmp_pat
         argv = ["ask", "c", "q", "--explain", str(page), "--gateway", address]
         assert await asyncio.to_thread(cli.main, argv) == 1
     said = capsys.readouterr()
-    assert (said.out, page.exists()) == ("42", False)
+    assert (said.out, page.exists()) == ("42\n", False)
     why = reason or "upgrade gateway and workers to the version of this command"
     assert said.err.endswith(f"page.html was not written: {why}\n")
 
