@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict
 from functools import partial
@@ -157,12 +158,17 @@ def parse(body: bytes) -> Any:
     def refuse(constant: str) -> None:
         raise ValueError(constant)
 
+    def finite(number: str) -> float:
+        if math.isinf(value := float(number)):
+            raise InvalidArgument("the body has a number of more than 1.7e308")
+        return value
+
     if body.count(b"[") + body.count(b"{") > _MAX_BRACKETS:
         raise InvalidArgument(f"the body has more than {_MAX_BRACKETS} brackets, [ and {{")
     try:
         # Always UTF-8, as JSON requires, with or without a byte order mark:
         # decoding a charset of the caller's choice may be quadratic (punycode).
-        return json.loads(body.decode("utf-8-sig"), parse_constant=refuse)
+        return json.loads(body.decode("utf-8-sig"), parse_float=finite, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         raise InvalidArgument("the body is not valid JSON in UTF-8") from error
 

@@ -178,6 +178,7 @@ def test_corpora_are_models(client: openai.OpenAI) -> None:
     [
         (b"{", None, "not valid JSON"),
         (b'{"temperature": NaN}', None, "not valid JSON"),
+        (b'{"temperature": 1e400}', None, "number of more than 1.7e308"),
         pytest.param(b"[" * 65_537, None, "more than 65536 brackets", id="lists"),
         pytest.param(b'{"":{},' * 40_000, None, "more than 65536 brackets", id="objects"),
         pytest.param(b"[" * 65_536, None, "not valid JSON", id="nested"),
