@@ -30,6 +30,7 @@ class Watched(Generic[T]):
         self._read = read
         self._checking = threading.Lock()
         self._stamp = self._stamps()
+        self._failed: object = None
         self._value = read()
         self._checked_at = time.monotonic()
 
@@ -49,13 +50,16 @@ class Watched(Generic[T]):
         stamp = self._stamps()
         if stamp == self._stamp:
             return
-        self._stamp = stamp
         names = ", ".join(map(str, self._files))
         try:
             self._value = self._read()
         except BadFile as error:
-            log.warning("%s changed but can't be used; keeping the last valid state: %s", names, error)
+            # Read again at the next check: no stamp shows a new mode, or that files can be opened again.
+            if self._failed != (failed := (stamp, str(error))):
+                self._failed = failed
+                log.warning("%s changed but can't be used; keeping the last valid state: %s", names, error)
         else:
+            self._stamp = stamp
             log.info("%s changed and was read again", names)
 
     def _stamps(self) -> tuple[tuple[int, int, int] | None, ...]:

@@ -3,6 +3,7 @@
 import contextvars
 import hashlib
 import re
+import resource
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -213,6 +214,21 @@ def test_a_token_that_is_added_works_and_one_that_is_removed_does_not(serve: Ser
     while "keeping the last valid state" not in gateway.log:
         client.list()
     assert new not in gateway.log
+
+
+def test_tokens_that_change_while_no_file_can_be_opened_count_once_one_can(serve: Serve, tmp_path: Path) -> None:
+    old, new = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
+    client, gateway = serve(None, *token_flags(tmp_path, token_entry(old, "app")), token=old)
+    client.list()
+    pid = gateway.process.pid
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (1, hard))
+    token_flags(tmp_path, token_entry(new, "app"))
+    while "keeping the last valid state" not in gateway.log:
+        client.list()
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
+    wait_until(lambda: not succeeds(client.list, Unauthenticated))
+    assert gateway.log.count("keeping the last valid state") == 1
 
 
 @pytest.mark.parametrize(
