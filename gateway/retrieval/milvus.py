@@ -212,7 +212,7 @@ class MilvusRetrieval(Retrieval):
                     dead.add(revision)  # another gateway has just replaced the document
                 elif await collection.count(document, revision) != len(new_rows):
                     continue  # the corpus was deleted and created again meanwhile
-                await collection.clean(document, dead)
+                await collection.clean(document, dead, now.revision if now is not None else "")
                 return old is not None
             except NotFound:
                 continue  # the corpus was deleted meanwhile

@@ -73,9 +73,12 @@ class MilvusCollection:
         """The number of chunks of a document's revision."""
         return await self.milvus.count(self.name, _of(document, revision))
 
-    async def clean(self, document: str, dead: Iterable[str]) -> None:
-        """Deletes revisions that are no longer read, and leftovers of gateways that ended during a change."""
-        gone = f'revision in {listed(dead)} or revision < "{rows.hour_old()}"'
+    async def clean(self, document: str, dead: Iterable[str], current: str = "") -> None:
+        """Deletes revisions that are no longer read, and leftovers of gateways that ended during a change.
+
+        current: the revision that is read, which a clock that has jumped, or another gateway's, may take for old.
+        """
+        gone = f'revision in {listed(dead)} or revision < "{rows.hour_old()}" and revision != "{current}"'
         await self.milvus.delete(self.name, f"{_of(document)} and ({gone})")
 
     async def search(self, queries: Mapping[str, Any], depth: int, selected: str = rows.IS_CHUNK) -> list[Hits]:

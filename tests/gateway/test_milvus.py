@@ -141,6 +141,22 @@ async def test_what_a_gateway_left_that_ended_in_the_middle_is_not_seen(two: Two
     assert await engine._milvus.count(name, f'owner == "{rows.owner("d")}"') == 1
 
 
+async def test_a_document_is_kept_whose_gateway_sleeps_while_it_is_stored(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a laptop does: when it wakes, its clock has jumped by hours."""
+    write, now = two[0]._milvus.write, time.time_ns
+
+    async def late(name: str, changed: Sequence[Any]) -> None:
+        await write(name, changed)
+        monkeypatch.setattr(rows.time, "time_ns", lambda: now() + 7_200_000_000_000)
+
+    await put(two[0], "c", "other", "some words")
+    monkeypatch.setattr(two[0]._milvus, "write", late)
+    await put(two[0], "c", "d", "one", "two")
+    assert [chunk.text for chunk, _ in await two[1].chunks("c", "d", MODEL)] == ["one", "two"]
+
+
 async def test_long_documents_come_back_whole_and_a_chunk_that_milvus_cannot_hold_is_refused(two: Two) -> None:
     parts = [f"part {number}" for number in range(1203)]
     await put(two[0], "c", "d", *parts)
