@@ -78,7 +78,7 @@ class IndexedTable:
         self._gone = False
         self._commits = 0
         self._changed = asyncio.Event()
-        self._erasures = 0
+        self._erases = False  # whether files may hold text that was deleted or replaced
         self._changes: set[asyncio.Task[Any]] = set()
         self._reads: set[asyncio.Task[Any]] = set()
         self._upkeep = [asyncio.create_task(self._optimize_when_idle()), asyncio.create_task(self._erase_hourly())]
@@ -133,7 +133,7 @@ class IndexedTable:
 
     def _touch(self) -> None:
         self._commits += 1
-        self._erasures = 2  # the second one removes the files of the version that the first one replaces
+        self._erases = True
         self._changed.set()
 
     async def _optimize_when_idle(self) -> None:
@@ -151,7 +151,7 @@ class IndexedTable:
     async def _erase_hourly(self) -> None:
         while True:
             await asyncio.sleep(_ERASE_SECONDS)
-            if self._erasures:
+            if self._erases:
                 await self._optimize(erases=True)
 
     async def _optimize(self, erases: bool = False) -> None:
@@ -168,6 +168,8 @@ class IndexedTable:
                 await self._table.optimize(cleanup_older_than=_KEEP_VERSIONS)
                 # The caches of the old table keep a file open for every past state of the indexes.
                 self._table = await self._reopen()
+                if erases:  # versions of a clock that has been set back since stay until it is there again
+                    self._erases = moved or len(await self._table.list_versions()) > 1
             except Exception as error:
                 cause = disk_error(error)
                 log.error(
@@ -176,8 +178,6 @@ class IndexedTable:
                     cause or error,
                     exc_info=cause is None,
                 )
-            else:
-                self._erasures = max(self._erasures - erases, moved)
 
 
 async def _move_beside_deleted(table: AsyncTable) -> bool:

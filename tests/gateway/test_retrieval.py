@@ -699,19 +699,43 @@ async def test_deleted_and_replaced_text_leaves_the_disk(
     for i in range(3):
         await put(engine, "c", f"d{i}", *(f"secret{i}x{k} of many words" for k in range(60)))
     await put(engine, "c", "last", "secret of the last rows")
-    await until(lambda: not engine._tables["c"]._erasures)
+    await until(lambda: not engine._tables["c"]._erases)
     assert stored(tmp_path, "secret1x59")
     assert stored(tmp_path, "secret of the last rows")
     await engine.delete("c", "last")
-    await until(lambda: not engine._tables["c"]._erasures)
+    await until(lambda: not engine._tables["c"]._erases)
     assert not stored(tmp_path, "secret of the last rows")
     await put(engine, "c", "d1", "replacement")
-    await until(lambda: not engine._tables["c"]._erasures)
+    await until(lambda: not engine._tables["c"]._erases)
     assert not stored(tmp_path, "secret1x")
     assert [len(await engine.chunks("c", f"d{i}", MODEL)) for i in range(3)] == [60, 1, 60]
     assert await texts(engine, "c", "secret2x7") == ["secret2x7 of many words"]
     assert await texts(engine, "c", "replacement") == ["replacement"]
     assert stored(tmp_path, "secret0x0")
+
+
+async def test_deleted_text_leaves_the_disk_of_a_gateway_whose_clock_was_set_back(
+    tmp_path: Path, reopen: Reopen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Versions that are young for longer are those of a clock that was ahead."""
+    monkeypatch.setattr(indexed_table, "_ERASE_SECONDS", 0.05)
+    monkeypatch.setattr(indexed_table, "_KEEP_VERSIONS", timedelta(hours=1))
+    move, rounds = indexed_table._move_beside_deleted, list[bool]()
+
+    async def counted(table: Any) -> bool:
+        rounds.append(await move(table))
+        return rounds[-1]
+
+    monkeypatch.setattr(indexed_table, "_move_beside_deleted", counted)
+    engine = await reopen(tmp_path)
+    await put(engine, "c", "d", *(f"many words {k}" for k in range(60)))
+    await put(engine, "c", "last", "secret of the last rows")
+    await engine.delete("c", "last")
+    await until(lambda: len(rounds) > 3 or not engine._tables["c"]._erases)
+    assert stored(tmp_path, "secret of the last rows")
+    monkeypatch.setattr(indexed_table, "_KEEP_VERSIONS", timedelta(milliseconds=1))
+    await until(lambda: not engine._tables["c"]._erases)
+    assert not stored(tmp_path, "secret of the last rows")
 
 
 def stored(folder: Path, text: str) -> bool:
