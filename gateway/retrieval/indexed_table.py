@@ -78,7 +78,7 @@ class IndexedTable:
         self._gone = False
         self._commits = 0
         self._changed = asyncio.Event()
-        self._erases = False  # whether files may hold text that was deleted or replaced
+        self._erases = True  # whether files may hold text that was deleted or replaced, also before the start
         self._changes: set[asyncio.Task[Any]] = set()
         self._reads: set[asyncio.Task[Any]] = set()
         self._upkeep = [asyncio.create_task(self._optimize_when_idle()), asyncio.create_task(self._erase_hourly())]

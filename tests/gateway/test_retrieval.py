@@ -714,6 +714,17 @@ async def test_deleted_and_replaced_text_leaves_the_disk(
     assert stored(tmp_path, "secret0x0")
 
 
+async def test_the_last_deleted_text_leaves_the_disk_of_a_gateway_that_starts_again(
+    tmp_path: Path, reopen: Reopen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await put(await reopen(tmp_path), "c", "d", "secret")
+    await (await reopen(tmp_path)).delete("c", "d")
+    monkeypatch.setattr(indexed_table, "_ERASE_SECONDS", 0.05)
+    monkeypatch.setattr(indexed_table, "_KEEP_VERSIONS", timedelta(milliseconds=1))
+    await reopen(tmp_path)
+    await until(lambda: not stored(tmp_path, "secret"))
+
+
 async def test_deleted_text_leaves_the_disk_of_a_gateway_whose_clock_was_set_back(
     tmp_path: Path, reopen: Reopen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
