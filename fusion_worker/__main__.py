@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def main() -> int:
+    process.open_streams()
     process.end_when_told()
     process.end_when_interrupted()
     folders.settle()

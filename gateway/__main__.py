@@ -29,6 +29,7 @@ _CATALOGS = "lance_namespace_urllib3_client"
 
 
 def main() -> int:
+    process.open_streams()
     process.end_when_told()
     process.end_when_interrupted()
     parser = argparse.ArgumentParser(prog="fusionkv-gateway", description=__doc__)

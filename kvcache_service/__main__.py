@@ -44,6 +44,7 @@ _LOAD_SECONDS = 2.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    process.open_streams()
     process.end_when_told()
     process.end_when_interrupted()
     parser = argparse.ArgumentParser(prog="fusionkv-kvcache", description=__doc__)

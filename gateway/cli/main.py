@@ -11,6 +11,7 @@ from fusionkv.gateway.cli import connect, shown
 from fusionkv.gateway.cli.launch import launched, missing_package
 from fusionkv.gateway.client import DEFAULT_ADDRESS, ORDER_NAMES, UNREACHED_HINT
 from fusionkv.gateway.ingest.media_types import ENDINGS, MEDIA_TYPES
+from fusionkv.protos.runtime import process
 from fusionkv.protos.runtime.settings import SettingsError, positive
 
 MODULES = {"kvcache": "fusionkv.kvcache_service", "worker": "fusionkv.fusion_worker", "gateway": "fusionkv.gateway"}
@@ -23,6 +24,7 @@ _INTERRUPTED, _READER_LEFT = 130, 141
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command. Returns the exit code: 0 for success, 1 for an error, 2 for wrong usage, or a signal's."""
+    process.open_streams()
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ["serve"] and given[1:2] and given[1] in MODULES:
         # Replace this process by the service, which parses its own flags.
@@ -71,7 +73,6 @@ def _run(args: argparse.Namespace) -> int:
     # Imported after parsing: gRPC and the clients take longer to load than --help should.
     import asyncio
 
-    from fusionkv.protos.runtime import process
     from fusionkv.protos.runtime.errors import ServiceError, Unauthenticated
 
     process.end_when_told()

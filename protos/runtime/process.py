@@ -1,6 +1,5 @@
 """Operating-system needs of a service process: cores, memory, files, ports, signals and output lines."""
 
-import asyncio
 import contextlib
 import ctypes
 import errno
@@ -38,6 +37,16 @@ def end_with_parent(by: signal.Signals = signal.SIGKILL, parent: int | None = No
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
         if parent is not None and os.getppid() != parent:
             raise SystemExit
+
+
+def open_streams() -> None:
+    """Opens /dev/null as standard input, output or error where it is closed, as by `>&-`. Call it before all else.
+
+    Python has None in place of the stream then, and the next file or connection gets its number.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - gets the lowest free number, its own
 
 
 def end_when_told() -> None:
@@ -116,6 +125,8 @@ async def return_memory() -> None:
     Freed memory is kept for reuse (`keep_freed_memory`), but a heap enlarged by one long prompt would stay
     large: 190 MB of a worker. Takes 10 ms in a thread. Does nothing with another malloc.
     """
+    import asyncio  # not by `fusionkv --help`
+
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     while trim is not None:
         await asyncio.sleep(_RETURN_SECONDS)

@@ -314,6 +314,12 @@ async def test_output_that_nobody_takes_is_told_once(output: str, status: int, s
     assert said in error.decode()
 
 
+@pytest.mark.parametrize("command", ["--version", "model list", "serve kvcache --help"])
+def test_commands_end_well_whose_output_is_closed(command: str) -> None:
+    argv = ["sh", "-c", f'"$0" -P -m fusionkv.gateway.cli.main {command} <&- >&-', sys.executable]
+    assert subprocess.run(argv, check=False, capture_output=True).stderr == b""
+
+
 def test_ctrl_c_ends_a_command_that_reads_standard_input() -> None:
     argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", "ingest", "c", "-", "--name", "x.txt"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as running:

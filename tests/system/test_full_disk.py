@@ -82,10 +82,11 @@ async def test_it_evicts_and_deletes_on_a_full_disk(start: Any, cache_client: An
     assert "damaged" not in service.log
 
 
-async def test_a_full_log_ends_nothing(cache_client: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("output", [">/dev/full 2>&1", "<&- >&-", "<&- >&- 2>&-"])
+async def test_a_log_that_is_full_or_closed_ends_nothing(cache_client: Any, tmp_path: Path, output: str) -> None:
     address = f"127.0.0.1:{free_port()}"
     own = ("--listen", address, "--data-dir", str(tmp_path / "data"), "--disk-bytes", "16MiB")
-    service = Service(MODULE, *own, before=("sh", "-c", 'exec "$@" >/dev/full 2>&1', "-"))
+    service = Service(MODULE, *own, before=("sh", "-c", f'exec "$@" {output}', "-"))
     try:
         client = cache_client(address)
 
