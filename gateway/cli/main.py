@@ -1,6 +1,7 @@
 """`fusionkv`: runs the services, calls a gateway, and evaluates models."""
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ _INTERRUPTED, _READER_LEFT = 130, 141
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command. Returns the exit code: 0 for success, 1 for an error, 2 for wrong usage, or a signal's."""
     process.open_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what the locale's encoding lacks is escaped, as on standard error
+        sys.stdout.reconfigure(errors="backslashreplace")
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ["serve"] and given[1:2] and given[1] in MODULES:
         # Replace this process by the service, which parses its own flags.

@@ -320,6 +320,15 @@ def test_commands_end_well_whose_output_is_closed(command: str) -> None:
     assert subprocess.run(argv, check=False, capture_output=True).stderr == b""
 
 
+def test_what_the_locale_has_no_letters_for_is_escaped(tmp_path: Path) -> None:
+    (tmp_path / "Łódź" / "minilm").mkdir(parents=True)
+    argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", "model", "list"]
+    env = os.environ | {"PYTHONIOENCODING": "iso-8859-1", "FUSIONKV_MODELS": f"{tmp_path}/Łódź"}
+    running = subprocess.run(argv, check=False, capture_output=True, env=env)
+    assert (running.returncode, running.stderr) == (0, b"")
+    assert f"minilm is in {tmp_path}/\\u0141ód\\u017a" in running.stdout.decode("iso-8859-1")
+
+
 def test_ctrl_c_ends_a_command_that_reads_standard_input() -> None:
     argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", "ingest", "c", "-", "--name", "x.txt"]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as running:
