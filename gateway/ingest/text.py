@@ -11,6 +11,10 @@ _SHOWN = re.compile(r"[^\s\u00ad\u200b\u2060\ufeff]")
 _COMPOSED = re.compile(r"[\x00-\x7f]?[^\x00-\x7f]{1,32}[\u0300-\u036f\u3099\u309a\u1161-\u11ff]{0,8}")
 # Other characters of category Cf join letters, or mark a single direction, as names in Arabic or Hindi need.
 _FORMATS = "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+# Scripts that are written without spaces, or with endings on the words.
+_SINGLE = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17d3\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\U00020000-\U0003ffff"
+WORD = re.compile(rf"[{_SINGLE}]|(?:[^\W{_SINGLE}]|[\u0900-\u0963\u0966-\u0dff])+")
+"""A word with the vowel signs of India's scripts; of Chinese, Japanese, Korean, Thai and the like, a character."""
 _MARK = "\ufdd0"  # in place of an image; Unicode reserves it for such use inside a program
 # Content in Base64 that is too long to be an example in a text.
 _INLINE = re.compile(

@@ -17,7 +17,7 @@ from opentelemetry import trace
 from fusionkv.gateway.client.results import Item
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.embed.base import Embedder, Reranker
-from fusionkv.gateway.ingest.text import acts
+from fusionkv.gateway.ingest.text import WORD, acts
 from fusionkv.gateway.retrieval.duplicates import distinct
 from fusionkv.gateway.tokens import ModelIdentity
 from fusionkv.kvcache_service import keys
@@ -27,7 +27,6 @@ from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument, 
 
 tracer = trace.get_tracer(__name__)
 PROVIDER = "fusionkv"  # in spans, by the GenAI conventions
-_WORD = re.compile(r"\w+")
 _CORPUS = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MAX_NAME = 512  # characters of a document's name
 # Candidates per requested chunk in each list: deep enough that chunks usually have both scores.
@@ -145,9 +144,9 @@ def by_shared_words(text: str, chunks: Sequence[TextChunk]) -> list[TextChunk]:
     Unlike BM25 scores of an engine, which change with every commit, this order is stable, and so are the variants of
     chunks encoded with their neighbours.
     """
-    words = {chunk.key: set(_WORD.findall(chunk.text.lower())) for chunk in chunks}
+    words = {chunk.key: set(WORD.findall(chunk.text.lower())) for chunk in chunks}
     counts = Counter(word for chunk_words in words.values() for word in chunk_words)
-    text_words = set(_WORD.findall(text.lower()))
+    text_words = set(WORD.findall(text.lower()))
 
     def shared(chunk: TextChunk) -> float:
         return math.fsum(math.log1p(len(chunks) / counts[word]) for word in words[chunk.key] & text_words)

@@ -1,10 +1,10 @@
 """Copies and near-copies among the texts of retrieved chunks: each would take the place of another text."""
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
-_WORD = re.compile(r"\w+")
+from fusionkv.gateway.ingest.text import WORD
+
 # Share of common trigrams of words from which texts are near-copies. In 5,820 passages of four data sets, all 22
 # pairs above it are versions of one passage; texts about different subjects reach 0.82.
 _NEAR = 0.9
@@ -17,7 +17,7 @@ def distinct(texts: Iterable[str], question: str, count: int) -> list[int]:
 
     Texts are the same if they differ in white space and case only, or in few words, none of which is in the question.
     """
-    question_words = set(_WORD.findall(question.lower()))
+    question_words = set(WORD.findall(question.casefold()))
     places: list[int] = []
     words: list[list[str]] = []  # of each of these texts
     trigrams: list[set[tuple[str, str, str]]] = []
@@ -30,7 +30,7 @@ def distinct(texts: Iterable[str], question: str, count: int) -> list[int]:
         if text in known_texts:
             continue
         known_texts.add(text)
-        text_words = _WORD.findall(text)[:_WORDS]
+        text_words = WORD.findall(text)[:_WORDS]
         text_trigrams = set(zip(text_words, text_words[1:], text_words[2:], strict=False))
         common = Counter(number for trigram in text_trigrams for number in places_with[trigram])
         if any(

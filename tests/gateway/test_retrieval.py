@@ -256,6 +256,32 @@ def test_texts_that_differ_in_few_words_are_the_same(text: str, question: str, s
     assert distinct([text, VALLEY], question, 2) == ([0] if same else [0, 1])
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "question"),
+    [
+        ("上海的密码是五三六。", "北京的密码是五三五。", "北京和上海的密码?"),
+        ("นครพนม ", "นครปฐม ", "นครปฐมอยู่ที่ไหน"),
+        ("राम ", "रोम ", "रोम कहाँ है?"),
+        ("Hauptgasse ", "Hauptstraße ", "Was ist an der Hauptstraße?"),
+        ("η λεωφόρος ", "η οδός ", "Πού είναι η οδός;"),
+    ],
+)
+def test_texts_that_differ_in_a_word_of_the_question_are_others_in_any_language(
+    one: str, other: str, question: str
+) -> None:
+    texts = [start + " ".join(f"stop {n}" for n in range(99)) for start in (one, other)]
+    assert distinct(texts, question, 2) == [0, 1]
+    assert distinct(texts, "Where?", 2) == [0]
+
+
+async def test_the_nearest_of_texts_without_spaces_share_characters(tmp_path: Path, reopen: Reopen) -> None:
+    engine = await reopen(tmp_path)
+    for name, text in {"a": "北京的天气很好。", "b": "上海的密码是五三五。", "c": "上海的天气不好。"}.items():
+        await engine.replace("c", name, chunks(name, text), np.zeros((1, 0)), WORDS_ALONE)
+    near = await engine.nearest("c", "上海的天气怎么样?", None, 2, WORDS_ALONE)
+    assert [chunk.document for chunk in near] == ["c", "a"]
+
+
 def test_short_texts_are_the_same_only_if_they_are_equal() -> None:
     texts = [
         "The code of Ada is 17.",
