@@ -220,7 +220,7 @@ def _parts(text: str) -> Iterator[str]:
     while True:
         if line := _LONG_LINE.search(text, start, start + _LONGEST_TEXT):
             low, high = line.start() + _LONGEST_LINE // 2, line.start() + _LONGEST_LINE
-            end = _border(text, low, high, (". ", " "))
+            end = _border(text, low, high, (". ", "。", "।", " "))
         elif len(text) - start > _LONGEST_TEXT:
             end = _border(text, start + _LONGEST_TEXT // 2, start + _LONGEST_TEXT, ("\n\n", "\n", " "))
         else:
