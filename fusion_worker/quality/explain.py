@@ -6,6 +6,7 @@ import torch
 from tokenizers import Tokenizer
 
 from fusionkv.fusion_worker.compute.plan import PrefillPlan
+from fusionkv.fusion_worker.decode.text import Characters
 from fusionkv.fusion_worker.prompt import Prompt
 from fusionkv.protos.answer.v1.answer_pb2 import ExplainedChunk, Explanation
 
@@ -56,4 +57,5 @@ def chosen(prompt: Prompt, plan: PrefillPlan) -> Iterator[tuple[list[int], list[
 
 
 def texts(tokenizer: Tokenizer, ids: tuple[int, ...]) -> list[str]:
-    return [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
+    characters = Characters(tokenizer, skip_special_tokens=False)
+    return [characters.step(i) or "" for i in ids]

@@ -71,8 +71,11 @@ def laid_out(client: Client, **asked: Any) -> tuple[str, str]:
 
 
 def test_an_explanation_marks_what_was_recomputed(client: Client) -> None:
-    """As many tokens as the summary says, of the highest scores; lossless chunks have none."""
-    given = [f"The lake {number} is blue, and the hill is green." for number in range(4)]
+    """As many tokens as the summary says, of the highest scores; lossless chunks have none.
+
+    A byte is a token of this model, and the text of several tokens is whole.
+    """
+    given = [f"The lake {number} is blue (湖は青い), and the hill is green." for number in range(4)]
     asked: Any = {"recipe": "prophetkv", "ratio": 0.3, "order": "rank", "explain": True, "max_tokens": 1}
     events = list(client.stream(question="Which lake?", passages=given, **asked))
     (found,), summary = [event for event in events if isinstance(event, Explanation)], events[-1]
