@@ -131,6 +131,7 @@ MEASURE = """(() => {
     width: document.documentElement.scrollWidth, room: document.documentElement.clientWidth,
     font: css(document.body).fontSize, ground: css(document.body).backgroundColor, ink: css(document.body).color,
     outline: token.outlineStyle, answers: rects(".answers section").map((at) => at.left),
+    sides: ["h1", ".answers .text", ".tokens", "summary b"].map((of) => css(document.querySelector(of)).unicodeBidi),
     bars: rects(".bar i").map((at) => at.width),
     broken: [...document.querySelectorAll("small, h3 span")].flatMap(broken),
   };
@@ -157,6 +158,8 @@ async def test_the_page_in_a_browser(chromium: str, page: str, tmp_path: Path) -
         assert found["outline"] == "solid"
         assert all(bar >= 1 for bar in found["bars"])
         assert found["broken"] == []
+        # A line in Arabic or Hebrew begins at the right.
+        assert found["sides"] == ["plaintext"] * 4
         assert abs(lightness(found["ink"]) - lightness(found["ground"])) > 0.6
     phone, _, desk = measured
     # One below the other on a phone, side by side on a desk.
