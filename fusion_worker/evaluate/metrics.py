@@ -19,18 +19,22 @@ _FUNCTION_WORDS = (
     "on or our she since so some that their there these they this those to was we were what when where which while "
     "who with yes you your"
 )
-# Chinese punctuation.
-_WIDE_SIGNS = re.compile(r"[\u3000-\u303f\uff01-\uff0f\uff1a-\uff20\uff3b-\uff40\uff5b-\uff65]")
-# A word, or a Chinese, Japanese or Korean character, since these are written without spaces.
-_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\s\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
-_ROUGE_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[a-z0-9]+")
+# Punctuation of Chinese, Arabic, Hindi and others, and guillemets.
+_OTHER_SIGNS = re.compile(
+    r"[\u00ab\u00bb\u060c\u061b\u061f\u06d4\u0964\u0965\u3000-\u303f\uff01-\uff0f\uff1a-\uff20\uff3b-\uff40\uff5b-\uff65]"
+)
+# A word, or a character of Thai, Burmese, Khmer, Chinese, Japanese or Korean, which have no spaces between all words.
+_SINGLE = r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17d3\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
+_WORD = re.compile(rf"[{_SINGLE}]|[^\s{_SINGLE}]+")
+# With the vowel signs of Hindi and its like.
+_ROUGE_WORD = re.compile(rf"[{_SINGLE}]|(?:[^\W_{_SINGLE}]|[\u0900-\u0963\u0966-\u0dff])+")
 
 Score = Callable[[str, Sequence[str]], float]
 
 
 def normalize(text: str) -> str:
     """Lower case, without punctuation, English articles and double spaces (SQuAD's and LongBench's normalisation)."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_SIGNS)).split())
+    return " ".join(_ARTICLES.sub(" ", _OTHER_SIGNS.sub("", text.lower().translate(_NO_SIGNS))).split())
 
 
 def exact_match(answer: str, expected: Sequence[str]) -> float:
@@ -50,7 +54,7 @@ def contains(answer: str, expected: Sequence[str]) -> float:
 def f1(answer: str, expected: Sequence[str]) -> float:
     """F1 of words after normalisation, the best over the expected answers (SQuAD, LongBench's qa_f1_score).
 
-    Chinese text is split into characters, while LongBench's scripts use a word segmenter.
+    Texts without spaces are split into characters, while LongBench's scripts use a word segmenter for Chinese.
     """
     return max((_f1(_words(answer), _words(e)) for e in expected), default=0.0)
 
@@ -121,7 +125,7 @@ def _log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def _words(text: str) -> list[str]:
-    return _WORD.findall(_WIDE_SIGNS.sub("", normalize(text)))
+    return _WORD.findall(normalize(text))
 
 
 def _bare_words(text: str) -> list[str]:

@@ -14,6 +14,7 @@ def test_normalising_drops_case_signs_articles_and_spaces() -> None:
     assert metrics.normalize("The  Grand-Duke, a man of an Era.") == "grandduke man of era"
     assert exact_match("the Lamp!", ["rope", "lamp"]) == 1.0
     assert exact_match("two lamps", ["lamp"]) == 0.0
+    assert exact_match("五三五。", ["五三五"]) == 1.0
 
 
 SCORES = {
@@ -35,6 +36,10 @@ SCORES = {
         ("There is none.", ["no", "the one"], 0.0),
         ("Ada or Ben", ["Cid", "Ben"], 1.0),
         ("北京市", ["北京"], 1.0),
+        ("รหัสคือห้าสามห้า", ["ห้าสามห้า"], 1.0),
+        ("الرمز هو خمسة؟", ["خمسة"], 1.0),
+        ("कोड पाँच है।", ["पाँच है"], 1.0),
+        ("Le code : « Merrow »", ["«Merrow»"], 1.0),
         ("an", ["the"], 1.0),  # nothing is left of either
         ("lamp", ["the"], 0.0),
     ],
@@ -47,6 +52,9 @@ SCORES = {
         ("a b c d", ["d c b a"], 1 / 4),
         ("a, b; c!", ["A B C D"], 6 / 7),
         ("", ["a"], 0.0),
+        ("мост через реку", ["мост"], 1 / 2),
+        ("नदी का पुल", ["नदी का घर"], 2 / 3),
+        ("สะพาน", ["สะพาน"], 1.0),
     ],
     "entities": [
         ("Ada was born in Rome in 1815.", ["In 1815, Ada lived in London."], 2 / 3),
