@@ -65,8 +65,8 @@ class StaticTokens:
         except ValueError as error:
             # The TOML parser's message quotes only one character and its position, so no secret.
             raise BadFile(f"the tokens {self._file}: not valid TOML: {error}") from None
-        entries = table.get("token")
-        if set(table) != {"token"} or not isinstance(entries, list):
+        entries = table.get("token", [])  # all may be revoked
+        if set(table) - {"token"} or not isinstance(entries, list):
             raise BadFile(f"the tokens {self._file}: only [[token]] tables are allowed")
         known = [self._entry(number, entry) for number, entry in enumerate(entries, 1)]
         if len({digest for digest, _ in known}) < len(known):

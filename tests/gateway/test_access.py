@@ -214,6 +214,8 @@ def test_a_token_that_is_added_works_and_one_that_is_removed_does_not(serve: Ser
     while "keeping the last valid state" not in gateway.log:
         client.list()
     assert new not in gateway.log
+    token_flags(tmp_path, "# the last one was removed\n")
+    wait_until(lambda: not succeeds(client.list, Unauthenticated))
 
 
 def test_tokens_that_change_while_no_file_can_be_opened_count_once_one_can(serve: Serve, tmp_path: Path) -> None:
