@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import redis
 from redis.backoff import NoBackoff
-from redis.exceptions import ClusterDownError, RedisClusterException, RedisError
+from redis.exceptions import ClusterDownError, ReadOnlyError, RedisClusterException, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
@@ -111,6 +111,9 @@ class RedisEngine(RemoteEngine):
                     self._cluster = connect(redis.RedisCluster, self._url, **self._options)
             raise Unreachable(f"Redis is unreachable: {_message(error)}") from error
         except RedisError as error:
+            if isinstance(error, ReadOnlyError):
+                # Connected to what was the primary before a failover; new connections find the one of now.
+                self._node.connection_pool.disconnect(inuse_connections=False)
             raise OSError(f"Redis returned an error: {_message(error)}") from error
 
 

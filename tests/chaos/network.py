@@ -184,10 +184,11 @@ class Relay:
         host, _, port = self.address.rpartition(":")
         self._server = await asyncio.start_server(self._accept, host, int(port), ssl=tls)
 
-    def aim(self, target: str) -> None:
-        """From now on it leads elsewhere; connections that there are end."""
+    def aim(self, target: str, *, part: bool = True) -> None:
+        """From now on it leads elsewhere; connections that there are end, but with `part=False`."""
         self._target = target
-        self.part()
+        if part:
+            self.part()
 
     def part(self) -> None:
         """Ends all connections that there are."""

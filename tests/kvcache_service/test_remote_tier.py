@@ -349,6 +349,28 @@ async def test_a_cluster_that_comes_back_elsewhere_is_found_by_its_url(tmp_path:
             await relay.close()
 
 
+async def test_a_primary_that_became_a_replica_is_left_for_the_new_one(tmp_path: Path) -> None:
+    """As in a planned failover: the address leads to the new primary, and the old one keeps its connections."""
+    old = RedisServer(tmp_path)
+    new = old.replica()
+    relay = Relay(f"127.0.0.1:{free_port()}", old.address)
+    await relay.start()
+    with contextlib.closing(RedisEngine(f"redis://{relay.address}", ttl=60, timeout=20)) as engine:
+        try:
+            await asyncio.to_thread(engine.put, [("a", b"1")])
+            new.promote()
+            old.client().execute_command("REPLICAOF", "127.0.0.1", new.port)
+            relay.aim(new.address, part=False)
+            with pytest.raises(OSError, match="read only replica"):
+                await asyncio.to_thread(engine.put, [("b", b"2")])
+            await asyncio.to_thread(engine.put, [("b", b"2")])
+            assert new.client().get("b") == b"2"
+        finally:
+            old.kill9()
+            new.kill9()
+            await relay.close()
+
+
 @pytest.fixture
 def expiring(redis: RedisServer) -> Iterator[RedisEngine]:
     with contextlib.closing(RedisEngine(redis.url, ttl=500, timeout=20)) as engine:
