@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import datetime
 import functools
 import ssl
 from collections.abc import Callable, Iterator
@@ -275,7 +276,8 @@ class _Renewed(contextlib.AbstractContextManager["_Renewed"], contextlib.Abstrac
 def read_identity(cert: Path, key: Path) -> tuple[bytes, bytes]:
     """Reads a private key and its certificate chain, the leaf certificate first, both PEM.
 
-    Raises BadFile if a file can't be read or is not PEM of its kind, or the key has a password or is another's.
+    Raises BadFile if a file can't be read or is not PEM of its kind, the key has a password or is another's, or the
+    certificate has expired.
     """
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
@@ -289,6 +291,8 @@ def read_identity(cert: Path, key: Path) -> tuple[bytes, bytes]:
         raise BadFile(f"the key {key} is not a PEM private key without a password") from None
     if private.public_key() != certificate.public_key():
         raise BadFile(f"the key {key} does not belong to the certificate {cert}")
+    if (end := certificate.not_valid_after_utc) < datetime.datetime.now(datetime.UTC):
+        raise BadFile(f"the certificate {cert} expired at {end:%Y-%m-%d %H:%M} UTC")
     return secret, chain
 
 

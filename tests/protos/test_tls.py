@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import datetime
 import shutil
 import socket
 import ssl
@@ -16,6 +17,7 @@ from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.runtime import rpc
 from fusionkv.protos.runtime.tls import ClientTLS, ServerTLS, read_identity
 from fusionkv.protos.runtime.watched import BadFile
+from tests.conftest import Authority
 from tests.ports import free_port
 from tests.protos.test_rpc import SERVER, begun, stub_of
 from tests.waiting import until
@@ -159,6 +161,25 @@ async def test_a_certificate_that_is_half_written_is_not_shown(launch: Any, auth
 
     await until(changed)
     assert await answers(server.address, ClientTLS(ours.ca))
+
+
+async def test_a_certificate_that_has_expired_does_not_replace_a_valid_one(
+    launch: Any, authority: Any, tmp_path: Path
+) -> None:
+    ours = authority("ours")
+    cert, key = ours.issue("server")
+    (tmp_path / "brief").mkdir()
+    expired = Authority(tmp_path / "brief", "brief", datetime.timedelta()).issue("server")
+    server = serve(launch, cert, key)
+    first = await shown(server.address)
+    for old, new in zip(expired, (cert, key), strict=True):
+        shutil.copy(old, new)
+    while f"the certificate {cert} expired at " not in server.log:
+        assert await shown(server.address) == first
+    ours.issue("server")
+    await until(lambda: answers(server.address, ClientTLS(ours.ca)))
+    with pytest.raises(BadFile, match="expired at"):
+        ClientTLS(ours.ca, *expired)
 
 
 @pytest.mark.parametrize("blocking", [False, True])
