@@ -112,8 +112,6 @@ def make_sharing(config: Config, store: Store) -> Sharing:
         engine = _make_engine(config, extra)
     except ImportError as error:
         raise OSError(f"remote_url needs a package: pip install 'fusionkv[{extra}]' ({error})") from error
-    except UnicodeDecodeError as error:
-        raise OSError(f"remote_password can't be used: {config.remote_password} is not text") from error
     except ValueError as error:
         raise OSError(f"remote_url can't be used: {error}") from error
     sharing = Sharing(store, RemoteTier(engine, DiskKeys(config.disk_keys) if config.disk_keys else None))
@@ -133,9 +131,8 @@ def _make_engine(config: Config, extra: str) -> RemoteEngine:
         return ObjectEngine(config.remote_url, timeout=config.remote_timeout)
     from fusionkv.kvcache_service.remote.redis_engine import RedisEngine
 
-    password = config.remote_password.read_text().strip() if config.remote_password else None
     ttl, timeout = config.remote_ttl_seconds, config.remote_timeout
-    return RedisEngine(config.remote_url, ttl=ttl, timeout=timeout, password=password)
+    return RedisEngine(config.remote_url, ttl=ttl, timeout=timeout, password=config.remote_password)
 
 
 def make_events(config: Config, store: Store) -> "EventPublisher | None":

@@ -5,11 +5,13 @@ import re
 import threading
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import redis
 from redis.backoff import NoBackoff
+from redis.credentials import CredentialProvider
 from redis.exceptions import ClusterDownError, ReadOnlyError, RedisClusterException, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
@@ -17,6 +19,7 @@ from redis.retry import Retry
 
 from fusionkv.kvcache_service.remote.tier import RemoteEngine
 from fusionkv.kvcache_service.tiers.base import Unreachable
+from fusionkv.protos.runtime.watched import BadFile, Watched, read_bytes
 
 _BATCH = 1000
 _CONNECTION_ERRORS = (RedisConnectionError, RedisTimeoutError, RedisClusterException, ClusterDownError)
@@ -25,19 +28,20 @@ _CONNECTION_ERRORS = (RedisConnectionError, RedisTimeoutError, RedisClusterExcep
 class RedisEngine(RemoteEngine):
     """Values expire `ttl` seconds after the last write or touch; Redis's `maxmemory` limits their size."""
 
-    def __init__(self, url: str, *, ttl: float, timeout: float, password: str | None = None) -> None:
-        """Creates the clients, without connecting. Raises ValueError if the URL is malformed.
+    def __init__(self, url: str, *, ttl: float, timeout: float, password: Path | None = None) -> None:
+        """Creates the clients, without connecting. Raises ValueError if the URL is malformed, BadFile.
 
-        ttl: time to live in seconds. timeout: seconds for one response.
+        ttl: time to live in seconds. timeout: seconds for one response. password: a file, for a URL that has none.
         """
         self._ttl = int(1000 * ttl)
+        credentials, url = _credentials(url, password) if password else ({}, url)
         self._url = url
         self._options: dict[str, Any] = {
             "socket_timeout": timeout,
             "socket_connect_timeout": timeout,
             # The first try detects a lost connection; a Cluster client also learns a slot's new node from it.
             "retry": Retry(NoBackoff(), 1),
-            **({"password": password} if password else {}),
+            **credentials,
         }
         self._node: Any = connect(redis.Redis, url, **self._options)
         self._cluster: Any = None
@@ -115,6 +119,32 @@ class RedisEngine(RemoteEngine):
                 # Connected to what was the primary before a failover; new connections find the one of now.
                 self._node.connection_pool.disconnect(inuse_connections=False)
             raise OSError(f"Redis returned an error: {_message(error)}") from error
+
+
+class _Password(CredentialProvider):
+    """The password of a file at the time of each connection, for the user whom the URL names."""
+
+    def __init__(self, file: Path, user: str | None) -> None:
+        self._user = (unquote(user),) if user else ()
+        self._password = Watched([file], lambda: _text(file))
+
+    def get_credentials(self) -> Any:
+        return (*self._user, self._password.value)
+
+
+def _credentials(url: str, password: Path) -> tuple[dict[str, Any], str]:
+    """Options of a client, and the URL without the user that they name."""
+    parts = urlsplit(url)
+    if parts.password is not None or "password=" in parts.query:
+        return {}, url
+    return {"credential_provider": _Password(password, parts.username)}, re.sub(r"//[^@/]*@", "//", url, count=1)
+
+
+def _text(file: Path) -> str:
+    try:
+        return read_bytes(file, "remote_password").decode().strip()
+    except UnicodeDecodeError:
+        raise BadFile(f"remote_password can't be used: {file} is not text") from None
 
 
 def _receive(pool: redis.ConnectionPool, names: Sequence[str], into: Sequence[memoryview]) -> bool:

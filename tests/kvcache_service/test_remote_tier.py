@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from redis.connection import AbstractConnection
@@ -369,6 +370,39 @@ async def test_a_primary_that_became_a_replica_is_left_for_the_new_one(tmp_path:
             old.kill9()
             new.kill9()
             await relay.close()
+
+
+@pytest.mark.parametrize("user", ["", "ca@che"])
+def test_new_connections_use_the_password_that_the_file_has_now(tmp_path: Path, user: str) -> None:
+    own, file = RedisServer(tmp_path), tmp_path / "password"
+    file.write_text("before\n")
+    admin = own.client()
+    admin.ping()
+
+    def change(password: str) -> None:
+        admin.execute_command("ACL", "SETUSER", user or "default", "on", "resetpass", f">{password}", "~*", "+@all")
+        admin.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+
+    change("before")
+    if user:
+        admin.execute_command("ACL", "SETUSER", "default", "off")
+    at = own.url.replace("//", f"//{quote(user)}@") if user else own.url
+
+    def stores() -> bool:
+        with contextlib.suppress(Unreachable):
+            engine.put([("a", b"1")])
+            return True
+        return False
+
+    try:
+        with contextlib.closing(RedisEngine(at, ttl=60, timeout=20, password=file)) as engine:
+            assert stores()
+            change("after")
+            assert not stores()
+            file.write_text("after\n")
+            wait_until(stores)
+    finally:
+        own.kill9()
 
 
 @pytest.fixture
