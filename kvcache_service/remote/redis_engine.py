@@ -19,6 +19,7 @@ from redis.retry import Retry
 
 from fusionkv.kvcache_service.remote.tier import RemoteEngine
 from fusionkv.kvcache_service.tiers.base import Unreachable
+from fusionkv.protos.runtime.tls import read_ca
 from fusionkv.protos.runtime.watched import BadFile, Watched, read_bytes
 
 _BATCH = 1000
@@ -44,6 +45,8 @@ class RedisEngine(RemoteEngine):
             **credentials,
         }
         self._node: Any = connect(redis.Redis, url, **self._options)
+        if ca := self._node.connection_pool.connection_kwargs.get("ssl_ca_certs"):
+            read_ca(Path(ca))  # errors of connections would not name the file
         self._cluster: Any = None
         self._checked = False
         self._connecting = threading.Lock()

@@ -58,3 +58,6 @@ def test_what_a_start_says_names_the_setting(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="remote_url can't be used: not a Redis URL") as raised:
         make_sharing(Config(remote_url=MALFORMED[0]), store)
     assert "sesame" not in str(raised.value)
+    ca = tmp_path / "ca"
+    with pytest.raises(OSError, match=f"can't read the CA certificates {ca}: No such file"):
+        make_sharing(Config(remote_url=f"rediss://redis:6379?ssl_ca_certs={ca}"), store)
