@@ -1,7 +1,7 @@
 """Stores files as documents: parses, splits and embeds them; and rebuilds corpora for another model or embedder."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -58,6 +58,7 @@ class Ingest:
         # With several tenants, one tenant always leaves room for the largest document of another.
         spare = config.max_document_bytes if config.several_tenants else 0
         self._bytes = Shares(config.max_ingest_bytes, spare=spare)
+        self._storing: list[tuple[tuple[str, str], str, frozenset[str]]] = []  # corpora, sources and names
 
     async def file(self, tenant: Tenant, request: pb.IngestRequest, deadline: Deadline) -> pb.IngestResponse:
         """Stores the documents of a file; each replaces the tenant's document of that name as a whole.
@@ -167,10 +168,24 @@ class Ingest:
                 "gateway's chunk_tokens"
             )
         model = self._search.identity(vocabulary.identity)
-        done = await self._replace(tenant, request, documents, cost, model)
+        with self._noted(tenant, request, documents):
+            done = await self._replace(tenant, request, documents, cost, model)
         done.without_text.extend(without_text)
         _documents.add(len(documents), {"fusionkv.media_type": kind})
         return done
+
+    @contextmanager
+    def _noted(self, tenant: Tenant, request: pb.IngestRequest, names: Iterable[str]) -> Iterator[None]:
+        """Notes what is being stored. Raises AlreadyExists if a document of that name from another source is."""
+        corpus, own = (tenant.salt, request.corpus), frozenset(names)
+        for other, source, others in self._storing:
+            for name in own & others if other == corpus else ():
+                _check_source(request, name, source)
+        self._storing.append(noted := (corpus, request.source, own))
+        try:
+            yield
+        finally:
+            self._storing.remove(noted)
 
     async def _replace(
         self,
@@ -217,14 +232,18 @@ class Ingest:
                 chunks = await tenant.retrieval.chunks(request.corpus, name, model)
             except NotFound:  # the corpus does not exist yet
                 break
-            source = chunks[0][0].source if chunks else ""
-            if source and request.source and source != request.source and not request.replace:
-                raise AlreadyExists(
-                    f"document {name!r} of corpus {request.corpus!r} came from {source}, but this one is from "
-                    f"{request.source}: use another name (--name, --prefix), or replace it with --replace"
-                )
+            _check_source(request, name, chunks[0][0].source if chunks else "")
             stored += chunks
         return stored
+
+
+def _check_source(request: pb.IngestRequest, name: str, source: str) -> None:
+    """Raises AlreadyExists if a document that came from `source` must stay."""
+    if source and request.source and source != request.source and not request.replace:
+        raise AlreadyExists(
+            f"document {name!r} of corpus {request.corpus!r} came from {source}, but this one is from "
+            f"{request.source}: use another name (--name, --prefix), or replace it with --replace"
+        )
 
 
 async def _received(first: pb.UploadRequest, requests: AsyncIterator[pb.UploadRequest], deadline: Deadline) -> bytes:

@@ -402,6 +402,16 @@ async def test_a_document_of_another_source_is_not_replaced_silently(rig: Rig) -
     assert await rig.names() == ["b/readme.md", "readme.md"]
 
 
+async def test_documents_of_two_sources_that_arrive_at_once_do_not_replace_each_other(rig: Rig) -> None:
+    """While one is embedded, it is not stored yet."""
+    sources = ("/a/readme.md", "/b/readme.md", "")
+    calls = [rig.ingest("readme.md", f"of {source}", source=source) for source in sources]
+    replacing = rig.ingest("readme.md", "of another", source="/c/readme.md", replace=True)
+    done = await asyncio.gather(*calls, replacing, return_exceptions=True)
+    assert [type(each) for each in done] == [pb.IngestResponse, AlreadyExists, *[pb.IngestResponse] * 2]
+    assert "'readme.md' of corpus 'c' came from /a/readme.md" in str(done[1])
+
+
 async def test_an_embedder_of_another_width_than_before_is_told(rig: Rig, topics: Topics) -> None:
     await rig.ingest("d.txt", "\n\n".join(PARAGRAPHS))
     topics.dim = 8
