@@ -13,6 +13,7 @@ from fusionkv.kvcache_service.remote.access import RemoteAccess
 from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.tiers.base import Unreachable
 from fusionkv.protos.observe import logs
+from fusionkv.protos.runtime.errors import NotFound
 from fusionkv.protos.runtime.frames import FRAME_BYTES
 
 T = TypeVar("T")
@@ -102,8 +103,8 @@ class WriteBackQueue:
         tier, run = self._access.tier, self._access.run
         try:
             if entry is not None and not (await run(tier.touch, [entry.record]))[0]:
-                begun.append(entry.record)
-                await self._copy(entry.record)
+                with contextlib.suppress(NotFound):  # it was evicted, deleted or stored anew meanwhile
+                    await self._copy(entry.record, begun)
             if begun and self._store.entries.get(key) is None:  # deleted meanwhile, or since a try that failed
                 await run(tier.delete, begun)
         except Unreachable as error:
@@ -121,8 +122,8 @@ class WriteBackQueue:
         if self._to_write.get(key) is begun:
             self._to_write.pop(key, None)
 
-    async def _copy(self, record: EntryRecord) -> None:
-        """Copies an entry to the remote tier.
+    async def _copy(self, record: EntryRecord, begun: list[EntryRecord]) -> None:
+        """Copies an entry to the remote tier; adds it to `begun` before.
 
         Raises NotFound if the entry is gone, DataLoss if it is damaged here, OSError as the tier does.
         """
@@ -137,6 +138,7 @@ class WriteBackQueue:
             first, batch = first + len(blocks), []
 
         with self._store.reader.pinned(record.key, record.checksum) as entry:
+            begun.append(record)
             async for frame in self._store.reader.frames(entry):
                 batch.append(bytes(frame))
                 if len(batch) == max(_BATCH_BYTES // FRAME_BYTES, frames_of_block):

@@ -385,6 +385,18 @@ async def test_other_bytes_put_anew_are_not_written_as_the_old_ones(serve: Any, 
     assert len(engine.blocks) == 1
 
 
+async def test_an_entry_that_goes_before_it_is_written_back_is_no_failure(serve: Any, engine: Dictionary) -> None:
+    """As in small tiers, which evict it."""
+    service = await serve()
+    with engine.late("touch") as asked:
+        key, _ = await service.put("S", b"data")
+        await until(asked.is_set)
+        await service.store.delete([key])
+    await shared(service)
+    assert service.store.counters.get("remote.failures") == 0
+    assert engine.values == {}
+
+
 async def test_one_that_is_full_keeps_nothing_back(serve: Any, engine: Dictionary) -> None:
     service = await serve()
     engine.full = True
