@@ -34,12 +34,11 @@ def generate_stubs(target: Path = ROOT / "protos") -> None:
     names = [str(file.relative_to(target)) for file in files]
     if protoc.main(["protoc", f"-I{target}", *outputs, *names]) != 0:
         raise SystemExit("protoc failed: see the messages above")
-    # protoc imports by the path of a .proto file, and the stubs live below `fusionkv.protos`.
+    # protoc names modules by the path of a .proto file, and the stubs live below `fusionkv.protos`: other stubs import
+    # them from there, and so does pickle.
+    named = re.compile(r"^(from |_builder\.BuildTopDescriptorsAndMessages\(DESCRIPTOR, ')(?=\w+\.v1\b)", re.M)
     for stub in target.glob("*/v1/*_pb2*.py*"):
-        text = stub.read_text(encoding="utf-8")
-        stub.write_text(
-            re.sub(r"^from (\w+)\.v1 import", r"from fusionkv.protos.\1.v1 import", text, flags=re.M), "utf-8"
-        )
+        stub.write_text(named.sub(r"\1fusionkv.protos.", stub.read_text(encoding="utf-8")), "utf-8")
 
 
 class BuildPy(build_py):

@@ -2,12 +2,14 @@
 
 import ast
 import importlib
+import pickle
 import re
 from pathlib import Path
 
 import pytest
 
 import fusionkv
+from fusionkv import Answer, Explanation, Passage, Summary, Token
 from fusionkv.protos.runtime.errors import ServiceError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -61,3 +63,9 @@ def test_every_error_of_a_call_can_be_caught() -> None:
 def test_other_names_are_no_attributes() -> None:
     with pytest.raises(AttributeError, match="module 'fusionkv' has no attribute 'Cleint'"):
         fusionkv.Cleint  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_an_answer_may_be_pickled_for_another_process_or_a_cache() -> None:
+    answer = Answer("535", (Passage(text="The code is 535.", metadata={"page": "3"}),), Summary(prompt_tokens=7))
+    for result in (answer, Token(text="5"), Explanation()):
+        assert pickle.loads(pickle.dumps(result)) == result
