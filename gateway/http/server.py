@@ -9,7 +9,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from fusionkv.gateway.application import Application
 from fusionkv.gateway.auth.access import GATEWAY, Bearer
@@ -143,6 +143,8 @@ async def _alive(request: web.Request) -> web.Response:
 async def _stream(request: web.Request, chunks: AsyncIterator[dict[str, Any]]) -> web.StreamResponse:
     """Streams server-sent events. An error after the first event is sent as the last one, by `_admitted`."""
     response = request[_STREAM] = web.StreamResponse(headers=_HEADERS)
+    if request.version < HttpVersion11:  # such as of nginx: it has no chunks, so only the connection's end is an end
+        response.force_close()
     async for chunk in chunks:
         if not response.prepared:
             await response.prepare(request)

@@ -1,6 +1,7 @@
 """The OpenAI-compatible endpoint, by OpenAI's own client and by plain HTTP, over real services."""
 
 import functools
+import http.client
 import json
 import secrets
 import ssl
@@ -106,6 +107,15 @@ def test_a_stream_holds_the_same(gateway: Any, client: openai.OpenAI) -> None:
     assert not any("usage" in chunk.model_fields_set for chunk in without), "as was not asked for"
     # Read to its end, it was not cancelled.
     wait_until(lambda: "Generate OK after" in gateway.log[before:])
+
+
+def test_a_stream_over_http_1_0_ends_with_its_connection(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy that passes its client's `Connection: keep-alive` on waits for the end of the stream otherwise."""
+    monkeypatch.setattr(http.client.HTTPConnection, "_http_vsn_str", "HTTP/1.0")
+    body = json.dumps({"model": "notes", "messages": ASKED, "max_tokens": 2, "stream": True})
+    connection = http.client.HTTPConnection(gateway.addresses[HTTP][0], timeout=30)
+    connection.request("POST", "/v1/chat/completions", body, {**JSON, "Connection": "keep-alive"})
+    assert connection.getresponse().read().endswith(b"data: [DONE]\n\n")
 
 
 def test_a_text_completion_is_the_answer_to_its_prompt(client: openai.OpenAI) -> None:
