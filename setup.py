@@ -34,8 +34,8 @@ def generate_stubs(target: Path = ROOT / "protos") -> None:
     names = [str(file.relative_to(target)) for file in files]
     if protoc.main(["protoc", f"-I{target}", *outputs, *names]) != 0:
         raise SystemExit("protoc failed: see the messages above")
-    # protoc names modules by the path of a .proto file, and the stubs live below `fusionkv.protos`: other stubs import
-    # them from there, and so does pickle.
+    # protoc names modules by the path of a .proto file, and the stubs live below `fusionkv.protos`: other stubs
+    # import them from there, and so does pickle.
     named = re.compile(r"^(from |_builder\.BuildTopDescriptorsAndMessages\(DESCRIPTOR, ')(?=\w+\.v1\b)", re.M)
     for stub in target.glob("*/v1/*_pb2*.py*"):
         stub.write_text(named.sub(r"\1fusionkv.protos.", stub.read_text(encoding="utf-8")), "utf-8")

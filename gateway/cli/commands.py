@@ -7,7 +7,7 @@ import functools
 import itertools
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -172,20 +172,9 @@ async def ask(args: argparse.Namespace) -> int:
     if len(options["filter"]) < len({*args.filter}):
         raise connect.UsageError("--filter gives a key two values: no document has both")
     page = _page(args.explain) if args.explain is not None else None
-    terminal = sys.stdout.isatty()
-    events: list[Event] = []
     async with connect.client(args) as client:
         stream = client.stream(args.corpus, args.question, **options, explain=page is not None)
-        async with contextlib.aclosing(stream):
-            try:
-                async for event in stream:
-                    events.append(event)
-                    if isinstance(event, Token) and not args.json:
-                        # Another program gets the answer as it is.
-                        print(shown.lines(event.text) if terminal else event.text, end="", flush=True)
-            finally:
-                if not args.json and any(isinstance(event, Token) for event in events):
-                    print(flush=True)
+        events = await _print_tokens(stream, shows=not args.json)
         answer = results.answer(events)
         if page is not None:
             explanation = next((event for event in events if isinstance(event, Explanation)), None)
@@ -217,6 +206,22 @@ async def ask(args: argparse.Namespace) -> int:
         if note:
             console.print(f"{name}: {shown.line(note)}", style="yellow")
     return 0
+
+
+async def _print_tokens(stream: AsyncGenerator[Event], shows: bool) -> list[Event]:
+    """All events of an answer. Ends its line also where it breaks off."""
+    terminal, events = sys.stdout.isatty(), list[Event]()
+    try:
+        async with contextlib.aclosing(stream):
+            async for event in stream:
+                events.append(event)
+                if isinstance(event, Token) and shows:
+                    # Another program gets the answer as it is.
+                    print(shown.lines(event.text) if terminal else event.text, end="", flush=True)
+    finally:
+        if shows and any(isinstance(event, Token) for event in events):
+            print(flush=True)
+    return events
 
 
 def _page(file: Path) -> Any:

@@ -380,9 +380,7 @@ async def test_lines_that_are_refused_leave_nothing(rig: Rig, content: str, mess
 async def test_a_chunk_that_no_prompt_can_hold_is_refused(rig: Rig) -> None:
     rig.workers.vocabulary.model.max_tokens = 32
     await rig.ingest("short.txt", "text")
-    with pytest.raises(
-        FailedPrecondition, match=r"than a prompt of this model can have \(32\): lower"
-    ):
+    with pytest.raises(FailedPrecondition, match=r"than a prompt of this model can have \(32\): lower"):
         await rig.ingest("long.txt", "word " * 64)
     assert await rig.names() == ["short.txt"]
 
