@@ -227,8 +227,10 @@ class MilvusRetrieval(Retrieval):
         version = await collection.version(document)
         if version is None:
             raise no_document(document)
-        await self._milvus.delete(collection.name, f'key == "{rows.owner(document)}"')
+        # The document's own row last: a deletion that is cut short can be repeated. A later version stays.
         await collection.clean(document, {version.revision})
+        own = f'key == "{rows.owner(document)}" and revision == "{version.revision}"'
+        await self._milvus.delete(collection.name, own)
         return 1, version.chunks
 
     async def _create(self, corpus: str, model: ModelIdentity, dim: int) -> None:

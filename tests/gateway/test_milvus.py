@@ -104,6 +104,43 @@ async def test_a_document_whose_corpus_is_made_again_meanwhile_keeps_its_chunks(
     assert [chunk.text for chunk, _ in await two[1].chunks("c", "d", MODEL)] == ["one", "two"]
 
 
+async def test_a_deletion_that_was_cut_short_can_be_repeated(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the end of a gateway, or of Milvus, between two of its calls."""
+    await put(two[0], "c", "d", "one", "two")
+    delete, name, calls = two[0]._milvus.delete, two[0]._collection("c").name, iter([True])
+
+    async def cut(collection: str, condition: str) -> None:
+        if not next(calls, False):
+            raise Unavailable("Milvus: away")
+        await delete(collection, condition)
+
+    monkeypatch.setattr(two[0]._milvus, "delete", cut)
+    with pytest.raises(Unavailable):
+        await two[0].delete("c", "d")
+    assert await texts(two[1], "c", "one") == []
+    assert await two[1].delete("c", "d") == (1, 2)
+    assert await two[1]._milvus.count(name, f'owner == "{rows.owner("d")}"') == 0
+    assert await two[1].documents("c") == []
+
+
+async def test_a_document_that_is_replaced_while_it_is_deleted_stays(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another gateway, between the reading of its row and the deletion of that."""
+    await put(two[0], "c", "d", "old")
+    delete = two[0]._milvus.delete
+
+    async def late(collection: str, condition: str) -> None:
+        monkeypatch.undo()
+        await put(two[1], "c", "d", "new")
+        await delete(collection, condition)
+
+    monkeypatch.setattr(two[0]._milvus, "delete", late)
+    await two[0].delete("c", "d")
+    assert await texts(two[1], "c", "old new") == ["new"]
+    assert [item.name for item in await two[0].documents("c")] == ["d"]
+
+
 async def test_a_corpus_that_two_gateways_create_has_one_model(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other gateway, whose worker has another model, stores a document while the corpus is being created."""
     create, theirs = two[0]._milvus.create, replace(MODEL, fingerprint=b"other", name="theirs")
