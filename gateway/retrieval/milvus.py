@@ -177,6 +177,10 @@ class MilvusRetrieval(Retrieval):
                     if row["digest"] == chunk.digest.hex():
                         changed.append(row | {"variant": chunk.variant.hex(), "neighbours": chunk.neighbours})
                 await self._milvus.write(collection.name, changed)
+            now = await collection.versions(map(rows.owner, versions))
+            for document, version in versions.items():  # deleted or replaced meanwhile, before its rows were written
+                if (later := now.get(document)) is None or later.revision != version.revision:
+                    await collection.clean(document, {version.revision}, later.revision if later else "")
 
     async def move(self, corpus: str, rewrite: Rewrite, model: ModelIdentity) -> AsyncGenerator[int]:
         await self.check(corpus)

@@ -141,6 +141,23 @@ async def test_a_document_that_is_replaced_while_it_is_deleted_stays(
     assert [item.name for item in await two[0].documents("c")] == ["d"]
 
 
+async def test_variants_of_a_document_that_is_deleted_meanwhile_leave_nothing(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another gateway, between the reading of the chunks and their writing."""
+    await put(two[0], "c", "d", "one", "two")
+    (chunk, _), *_ = await two[0].chunks("c", "d", MODEL)
+    write, name = two[0]._milvus.write, two[0]._collection("c").name
+
+    async def late(collection: str, changed: Sequence[Any]) -> None:
+        await two[1].delete("c", "d")
+        await write(collection, changed)
+
+    monkeypatch.setattr(two[0]._milvus, "write", late)
+    await two[0].set_variants("c", [replace(chunk, variant=b"v" * 32, neighbours=1)])
+    assert await two[1]._milvus.count(name, f'owner == "{rows.owner("d")}"') == 0
+
+
 async def test_a_corpus_that_two_gateways_create_has_one_model(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other gateway, whose worker has another model, stores a document while the corpus is being created."""
     create, theirs = two[0]._milvus.create, replace(MODEL, fingerprint=b"other", name="theirs")
