@@ -151,7 +151,8 @@ def completion(
     fields = _fields(body, _IGNORED)
     extension = {name: value for name, value in _typed(fields, "fusionkv", dict, {}).items() if value is not None}
     to_vllm = _passed(fields, extension) if vllm and not text else {}
-    for name in fields.keys() - _SUPPORTED - {asked}:
+    # In this order, `tools` comes before `tool_choice`, which clients add to it.
+    for name in sorted(fields.keys() - _SUPPORTED - {asked}, reverse=True):
         _check_effect(fields, name, _ONLY)
     model = _typed(fields, "model", str, "")
     if unknown := extension.keys() - EXTENSION:

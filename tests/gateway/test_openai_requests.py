@@ -46,6 +46,8 @@ GOOD = {"model": "notes", "messages": ASKED, "max_tokens": 1}
         ({"seed": -2}, None, "invalid option: seed: "),
         ({"n": 2}, "n", "not supported"),
         ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+        ({"tool_choice": "auto", "tools": [{"type": "function"}]}, "tools", "not supported"),
+        ({"function_call": "auto", "functions": [{"name": "f"}]}, "functions", "not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         ({"fusionkv": {"rato": 1}}, "fusionkv", "unknown field 'rato'"),
         ({"messages": [{"role": "assistant", "content": "x"}, *ASKED]}, "messages", "first turn must be the user's"),
