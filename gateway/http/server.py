@@ -70,7 +70,10 @@ class HTTPServer(Listener):
     def failed(self, error: Exception) -> web.Response:
         if isinstance(error, web.HTTPException):  # such as for a path that there is not
             allowed = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-            body = replies.error_of(error.reason, "invalid_request_error")
+            # The base URL may lack its /v1, or the client ask for an API that there is not.
+            paths = ", ".join(sorted({resource.canonical for resource in self.app.router.resources()}))
+            said = f"no such path; known: {paths}" if isinstance(error, web.HTTPNotFound) else error.reason
+            body = replies.error_of(said, "invalid_request_error")
             return web.json_response(body, status=error.status, headers=allowed)
         replies.record(error)
         body = replies.error_body(error)

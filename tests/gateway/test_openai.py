@@ -236,6 +236,7 @@ def test_other_errors_of_http_are_json_too(gateway: Any) -> None:
     for method, path, code in (("GET", "/nothing", 404), ("GET", "/chat/completions", 405)):
         reply = httpx2.request(method, url(gateway) + path)
         assert (reply.status_code, reply.json()["error"]["type"]) == (code, "invalid_request_error")
+        assert code == 405 or "/readyz, /v1/chat/completions, /v1/completions" in reply.json()["error"]["message"]
     long = httpx2.post(f"{url(gateway)}/chat/completions", content=b" " * (5 << 20), headers=JSON)
     assert (long.status_code, long.json()["error"]["message"]) == (413, "the body has more than 4194304 bytes")
 
