@@ -1,6 +1,5 @@
 """Reads OpenAI's requests for completions and embeddings; unsupported fields are refused."""
 
-import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,6 +7,7 @@ from typing import Any
 
 from fusionkv.gateway.client import requests
 from fusionkv.gateway.client.results import Passage
+from fusionkv.gateway.ingest.document import strings_of
 from fusionkv.gateway.plan import MAX_MESSAGES, MAX_NOTES, Conversation
 from fusionkv.protos.contract.template import template_values
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
@@ -334,9 +334,7 @@ def _passage(passage: Any, where: str) -> Passage:
     if type(values.get("id")) is int:
         values["id"] = str(values["id"])
     known = {name: values.pop(name) for name in known_names & values}
-    metadata = nested | values
-    strings = {name: v if isinstance(v, str) else json.dumps(v) for name, v in metadata.items() if v is not None}
-    return Passage(**{**known, "metadata": strings})
+    return Passage(**{**known, "metadata": strings_of(nested | values)})
 
 
 def _prompt(fields: Mapping[str, Any]) -> str:

@@ -46,6 +46,12 @@ def metadata_pairs(metadata: Mapping[str, str]) -> Pairs:
     return tuple(sorted(metadata.items()))
 
 
+def strings_of(metadata: Mapping[str, object]) -> dict[str, str]:
+    """Metadata without null; values that are no strings as JSON, with letters as they are: filters compare it."""
+    given = {key: value for key, value in metadata.items() if value is not None}
+    return {key: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for key, v in given.items()}
+
+
 @contextlib.contextmanager
 def of_line(line: int) -> Iterator[None]:
     """Errors raised inside name the line of the document; 0: it is no line."""
@@ -92,9 +98,8 @@ def _of_line(value: object, number: int) -> Document:
         raise InvalidArgument(f'line {number} has a "title" that is not a string')
     if not isinstance(metadata, dict):
         raise InvalidArgument(f'line {number} has "metadata" that is not an object')
-    strings = {key: v if isinstance(v, str) else json.dumps(v) for key, v in metadata.items() if v is not None}
     with of_line(number):
-        pairs = metadata_pairs(strings)
+        pairs = metadata_pairs(strings_of(metadata))
     title = " ".join(title.split())
     _check_encodable("".join([text, str(id), title, *map("".join, pairs)]), number)
     return Document(text, False, str(id), title, pairs, number)

@@ -135,7 +135,7 @@ def test_passages_and_roles() -> None:
     texts = ("Be brief.", "Who?", "He.", "Which colour?")
     documents = [
         "Text.",
-        {"id": 7, "content": "Lake.", "title": "Lakes", "page": 3, "tags": ["a"], "metadata": {"url": "u"}},
+        {"id": 7, "content": "Lake.", "title": "Lakes", "page": 3, "tags": ["ä"], "metadata": {"url": "u"}},
     ]
     made = requests.completion(
         {"model": "fusionkv@0.5", "messages": messages, "documents": documents, "seed": 0}
@@ -144,7 +144,7 @@ def test_passages_and_roles() -> None:
     assert made == pb.GenerateRequest(
         passages=[
             pb.Passage(text="Text."),
-            pb.Passage(id="7", text="Lake.", title="Lakes", metadata={"url": "u", "page": "3", "tags": '["a"]'}),
+            pb.Passage(id="7", text="Lake.", title="Lakes", metadata={"url": "u", "page": "3", "tags": '["ä"]'}),
         ],
         messages=[pb.Message(role=role, text=text) for role, text in zip(roles, texts, strict=True)],
         ratio=0.5,

@@ -163,14 +163,14 @@ def test_an_xml_declaration_is_no_text() -> None:
 
 def test_each_json_line_is_a_document() -> None:
     lines = [
-        {"id": 7, "title": " T\n", "text": "one", "metadata": {"year": 2020, "by": "x", "no": None}, "more": [1]},
+        {"id": 7, "title": " T\n", "text": "one", "metadata": {"year": 2020, "by": ["Zoë"], "no": None}, "more": [1]},
         {"_id": "b/2", "contents": "two"},
         "three",
         {"title": None, "text": "a\u2028b", "metadata": {}},
     ]
     content = "\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines).encode()
     assert parse.parse(content, JSONL, first_line=11) == [
-        Document("one", name="7", title="T", metadata=(("by", "x"), ("year", "2020")), line=11),
+        Document("one", name="7", title="T", metadata=(("by", '["Zoë"]'), ("year", "2020")), line=11),
         Document("two", name="b/2", line=13),
         Document("three", line=15),
         Document("a\u2028b", line=17),
