@@ -1,6 +1,7 @@
 """Converts HTML to Markdown with markdownify, and limits input that would take too much time or memory."""
 
 import re
+from collections import defaultdict
 from typing import Any
 
 from bs4 import BeautifulSoup, NavigableString, ParserRejectedMarkup, ProcessingInstruction, Tag
@@ -37,9 +38,10 @@ _BLOCKS = [
 _ROW = ("tr", "td", "th")
 _PART = ("thead", "tbody", "tfoot", *_ROW)
 _ENDS = {
-    **{name: (name,) for name in ("p", "li", "option")},
+    **{name: (name,) for name in ("p", "li", "option", "ruby")},
     **dict.fromkeys(("dt", "dd"), ("dt", "dd")),
     **dict.fromkeys(("td", "th"), ("td", "th")),
+    **dict.fromkeys(("rt", "rp"), ("rt", "rp")),
     **dict.fromkeys(("thead", "tbody", "tfoot"), _PART),
     "tr": _ROW,
 }
@@ -71,6 +73,7 @@ def markdown(text: str, limit: int) -> str:
             if len(head.find_all("tr", limit=_MAX_HEAD + 1)) > _MAX_HEAD:
                 head.name = "tbody"
         _fill_rows(soup)
+        _move_readings(soup)
         return _Converter(limit).convert_soup(soup).strip()
     except ParserRejectedMarkup as error:
         raise InvalidArgument("the HTML can't be read: its markup is broken") from error
@@ -125,6 +128,19 @@ def _fill_rows(soup: BeautifulSoup) -> None:
                     for _ in range(_span(cell, "colspan")):
                         until[column] = number + _span(cell, "rowspan")
                         column += 1
+
+
+def _move_readings(soup: BeautifulSoup) -> None:
+    """Puts readings of Japanese or Chinese behind the words above which they are shown: each would split its word."""
+    readings = defaultdict[int, list[Tag]](list)
+    for part in soup(["rt", "rp"]):
+        if part.parent is not None and part.parent.name == "ruby":
+            readings[id(part.parent)].append(part)
+    for parts in readings.values():
+        reading = "".join(part.get_text(strip=True) for part in parts if part.name == "rt")
+        parts.pop().replace_with(f"({reading})" if reading else "")
+        for part in parts:
+            part.extract()
 
 
 def _span(cell: Tag, name: str) -> int:

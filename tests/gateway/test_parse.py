@@ -156,6 +156,11 @@ def test_cells_that_span_rows_move_no_others_to_another_column(table: str, rows:
     assert parse.parse(f"<table>{table}</table>".encode(), HTML)[0].text.split("\n") == rows
 
 
+def test_readings_split_no_words() -> None:
+    page = "<p><ruby>東<rt>とう</rt>京<rt>きょう</rt></ruby>へ<ruby>行<rp>[<rt>い<rp>]</ruby>く<ruby>。</ruby></p>"
+    assert parse.parse(page.encode(), HTML) == [Document("東京(とうきょう)へ行(い)く。", markdown=True)]
+
+
 def test_an_xml_declaration_is_no_text() -> None:
     page = b'<?xml version="1.0"?><?style href="a.css"?><html><body><p>one &lt;?two?&gt;</p></body></html>'
     assert parse.parse(page, HTML) == [Document("one <?two?>", markdown=True)]
