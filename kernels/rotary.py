@@ -21,8 +21,8 @@ def install(attention: Any, ours: Rotate, embeddings: Any) -> None:
     embeddings: what the model's rotary embedding gives for some positions, near and far.
     """
     own = type(attention).forward
-    if getattr(own, "__globals__", {}).get("__name__") == "transformers.utils.deprecation":
-        own = own.__wrapped__  # it renames the arguments of old callers
+    while getattr(own, "__globals__", {}).get("__name__") == "transformers.utils.deprecation":
+        own = own.__wrapped__  # it renames an argument of old callers
     if not isinstance(own, FunctionType) or _NAME not in own.__code__.co_names or "forward" in vars(attention):
         return
     if _same(own.__globals__[_NAME], ours, attention.head_dim, *embeddings):

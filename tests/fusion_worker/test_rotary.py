@@ -80,12 +80,12 @@ def test_only_the_loaded_instance_changes() -> None:
 
 
 def test_a_class_that_renames_arguments_for_old_callers_rotates_by_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As transformers from 5.24 on."""
+    """As transformers from 5.24 on, and as it does where a class renames one more."""
     model = installed("llama")
     attention = copy.deepcopy(model.network.model.layers[0].self_attn)
     del attention.forward
     renames = deprecate_kwarg("former", version="99", new_name="hidden_states")
-    monkeypatch.setattr(type(attention), "forward", renames(type(attention).forward))
+    monkeypatch.setattr(type(attention), "forward", renames(renames(type(attention).forward)))
     rotary.install(attention, functools.partial(rotated, model.rotations[0]), embeddings(model, 0))
     assert "forward" in vars(attention)
 
