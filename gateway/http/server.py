@@ -146,7 +146,7 @@ async def _alive(request: web.Request) -> web.Response:
 async def _stream(request: web.Request, chunks: AsyncIterator[dict[str, Any]]) -> web.StreamResponse:
     """Streams server-sent events. An error after the first event is sent as the last one, by `_admitted`."""
     response = request[_STREAM] = web.StreamResponse(headers=_HEADERS)
-    if request.version < HttpVersion11:  # such as of nginx: it has no chunks, so only the connection's end is an end
+    if request.version < HttpVersion11:  # nginx's default; without chunks, only the connection's end ends a stream
         response.force_close()
     async for chunk in chunks:
         if not response.prepared:

@@ -72,10 +72,10 @@ def _attach_sdk(service: str, traces: bool, measurements: bool, readers: "list[M
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-        from fusionkv.protos.observe.discretion import DiscreetExporter
+        from fusionkv.protos.observe.redaction import RedactingExporter
 
         tracing = TracerProvider(resource=resource, shutdown_on_exit=False)
-        exporter = DiscreetExporter(OTLPSpanExporter(channel_options=_channel("TRACES")))
+        exporter = RedactingExporter(OTLPSpanExporter(channel_options=_channel("TRACES")))
         tracing.add_span_processor(BatchSpanProcessor(exporter))
         trace.set_tracer_provider(tracing)
     if measurements:

@@ -21,8 +21,8 @@ from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from fusionkv.protos.observe import logs, telemetry
-from fusionkv.protos.observe.discretion import DiscreetExporter
 from fusionkv.protos.observe.exemplars import Exemplified
+from fusionkv.protos.observe.redaction import RedactingExporter
 from fusionkv.protos.runtime.errors import NotFound
 from tests.commands import run_python
 
@@ -272,7 +272,7 @@ def test_lines_of_libraries_pass_except_those_of_handshakes() -> None:
 
 def test_a_span_tells_an_unexpected_error_as_the_log_does() -> None:
     kept, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(DiscreetExporter(kept)))
+    provider.add_span_processor(SimpleSpanProcessor(RedactingExporter(kept)))
     tracer = provider.get_tracer("test")
     for error in (KeyError("a secret"), NotFound("no corpus 'c'")):
         for record in (None, telemetry.record_error):  # by the SDK, and by a call's end

@@ -9,8 +9,8 @@ from opentelemetry.trace import Status
 from fusionkv.protos.runtime.errors import ServiceError
 
 
-class DiscreetExporter(SpanExporter):
-    """Leaves an exception's type, and the message of a service error, which is meant for the caller.
+class RedactingExporter(SpanExporter):
+    """Keeps an exception's type, and the message of a service error, which is meant for the caller; drops the rest.
 
     The SDK's stack traces repeat the messages of all causes; the log has them without.
     """
@@ -19,7 +19,7 @@ class DiscreetExporter(SpanExporter):
         self._inner = inner
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        return self._inner.export([self._discreet(span) if span.events else span for span in spans])
+        return self._inner.export([self._redacted(span) if span.events else span for span in spans])
 
     def shutdown(self) -> None:
         self._inner.shutdown()
@@ -27,7 +27,7 @@ class DiscreetExporter(SpanExporter):
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
         return self._inner.force_flush(timeout_millis)
 
-    def _discreet(self, span: ReadableSpan) -> ReadableSpan:
+    def _redacted(self, span: ReadableSpan) -> ReadableSpan:
         events, status = list[Event](), span.status
         for event in span.events:
             given = dict(event.attributes or {})
